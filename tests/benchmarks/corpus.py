@@ -1,74 +1,42 @@
-"""Time to the first samples of a blend of many sources, with each fast-start option; and the
-pages that a step reads of a corpus larger than the cache, in Megatron's order and in blocks.
-"""
+"""The pages that a step reads of a corpus larger than the cache, in Megatron's order and in blocks."""
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.bench.figures import BenchReport, Case, Figure, Progress
+from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
-from harness.indexed.convert import count_sequences, save_counts
 from harness.indexed.index import UINT16
 from harness.indexed.writer import IndexedWriter
 from harness.loader import CorpusConfig
-from harness.loader.corpus import CorpusSource, SplitSources
 from harness.megatron.data.corpus import build_corpus
 
 _VOCABULARY = 50_000
 _MEAN_TOKENS = 200
-_FIRST = 64
 _PAGE_BYTES = 4096
 # Of the corpus, for the cache that is smaller than it.
 _CACHED = 0.1
 
 
 def bench_corpus(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
-    """Measure the seconds until a blend is open and its first samples are read. Files are in the machine's cache."""
-    report = BenchReport("corpus")
-    folder, (documents, local) = workspace.folder / "corpus", sizes.first("sequences", 2)
-    progress(f"writing {sizes.packs:,} pairs")
-    prefixes = [str(folder / f"source-{number:05d}") for number in range(sizes.packs)]
-    for number, prefix in enumerate(prefixes):
-        _write(prefix, documents, seed=number)
-    save_counts(count_sequences(prefixes, vocab_size=_VOCABULARY), folder / "counts.json")
-    plain = CorpusConfig(
-        blend_per_split=SplitSources(train=[CorpusSource(prefix, 1.0) for prefix in prefixes]),
-        sequence_length=sizes.pack_size,
-        path_to_cache=str(folder / "cache"),
-    )
-    counted = replace(plain, per_dataset_sequences_path=str(folder / "counts.json"))
-    fast = replace(counted, fast_cache_load=True)
-    progress("building the indices")
-    report.add(Figure("indices built for the first time", _start(plain, sizes), "s"))
-    progress("with and without the fast options, in turns")
-    sides = {
-        "indices found": plain,
-        "and counts from one file": counted,
-        "and fast_cache_load": fast,
-        "and defer_npy_index_mmap": replace(fast, defer_npy_index_mmap=True),
-    }
-    report.run(Case("", {name: partial(_start, config, sizes) for name, config in sides.items()}, sizes.rounds, "s"))
-    report.add_ratio("all fast options", "indices found", "and defer_npy_index_mmap")
-    report.notes.append(f"each until {_FIRST} samples were read; on a remote disk the options save more")
-    progress("pages of a corpus that is larger than the cache")
-    _measure_pages(sizes, local, folder, report)
-    return report
-
-
-def _measure_pages(sizes: Sizes, documents: int, folder: Path, report: BenchReport) -> None:
     """Count the pages of a .bin that the steps of one epoch touch, and those that a cache of a tenth has to read."""
-    prefix = str(folder / "local")
-    _write(prefix, documents, seed=0)
-    plain = CorpusConfig(path=prefix, sequence_length=sizes.pack_size, split="100", path_to_cache=str(folder / "cache"))
+    report = BenchReport("corpus")
+    folder, (documents,) = workspace.folder / "corpus", sizes.first("sequences", 1)
+    progress(f"writing {documents:,} documents")
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 2 * _MEAN_TOKENS, documents)
+    prefix = folder / "local"
+    with IndexedWriter(prefix, dtype=UINT16) as writer:
+        writer.append(rng.integers(0, _VOCABULARY, lengths.sum()).astype(np.uint16), lengths)
+    plain = CorpusConfig(
+        path=str(prefix), sequence_length=sizes.pack_size, split="100", path_to_cache=str(folder / "cache")
+    )
     # Blocks of a power of two, at most a 256th of the documents.
     local = replace(plain, block_documents=1 << (documents // 256).bit_length() - 1, window_blocks=16)
     size = Path(f"{prefix}.bin").stat().st_size
@@ -101,6 +69,7 @@ def _measure_pages(sizes: Sizes, documents: int, folder: Path, report: BenchRepo
         f"pages of {_PAGE_BYTES:,} bytes of a {size / 1e6:,.0f} MB corpus in one epoch, counted from its indices; read "
         f"are those that a cache of {_CACHED:.0%} of it, least recently used first out, does not have"
     )
+    return report
 
 
 def _pages_of(train: Any, sample: int) -> list[int]:
@@ -117,18 +86,3 @@ def _pages_of(train: Any, sample: int) -> list[int]:
         if stop > start:
             pages += range(start // _PAGE_BYTES, (stop - 1) // _PAGE_BYTES + 1)
     return pages
-
-
-def _start(config: CorpusConfig, sizes: Sizes, number: int = 0) -> float:
-    start = time.perf_counter()
-    corpus = build_corpus(config, 0, (sizes.steps, None, None), _VOCABULARY, {})
-    for index in range(min(_FIRST, sizes.steps)):
-        corpus.train[index]
-    return time.perf_counter() - start
-
-
-def _write(prefix: str, documents: int, *, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(2, 2 * _MEAN_TOKENS, documents)
-    with IndexedWriter(Path(prefix), dtype=UINT16) as writer:
-        writer.append(rng.integers(0, _VOCABULARY, lengths.sum()).astype(np.uint16), lengths)

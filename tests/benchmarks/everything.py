@@ -60,23 +60,21 @@ class Section:
 
 
 SECTIONS = (
-    Section(
-        "Formats: random reads", "formats parts=random", "against `np.memmap` and `pread` of the same rows.", ("numpy",)
-    ),
+    Section("Formats: random reads", "formats parts=random", "against `np.memmap` of the same rows.", ("numpy",)),
     Section("Formats: the loader's order", "formats parts=order", "all formats."),
     Section(
         "Formats: against other readers",
         "formats parts=peer",
-        "random reads; uncompressed Arrow of `datasets`, a copy of Megatron-Bridge's reading code.",
-        ("pyarrow", "datasets"),
+        "random reads, against a copy of Megatron-Bridge's reading code.",
+        ("pyarrow",),
     ),
     Section("Formats: what checking costs", "formats parts=checks", "with and without checksums."),
     Section("Formats: opening", "formats parts=open", "millions of packs, in a new process."),
     Section("Formats: writing", "formats parts=write", "against the same bytes in a plain file."),
     Section("Formats: the legacy .npy", "formats parts=legacy", "Parquet against `numpy.load`.", ("numpy",)),
-    Section("Packing", "pack", "against plain best-fit decreasing and TRL.", ("trl", "datasets")),
+    Section("Packing", "pack", "against TRL.", ("trl", "datasets")),
     Section("Preparing", "prepare", "against the tokenizers library in memory.", ("tokenizers",)),
-    Section("Planning again", "repack", "writing a plan, reading packs through it."),
+    Section("Planning again", "repack", "writing a plan."),
     Section("Token shards", "tokens", "Parquet to `.bin` and `.idx`.", ("megatron-core",)),
     Section("Scheduling", "schedule", "simulated batches on 8 ranks."),
     Section("Planning of batches", "planning", "processor time for 8,192 sequences on 64 ranks."),
@@ -87,16 +85,11 @@ SECTIONS = (
         ("megatron-core",),
     ),
     Section("Loader", "loader", "THD batches from each format."),
-    Section("Reading", "reading", "stages of a step, bytes that many ranks read, the first batch of 2 million packs."),
+    Section("Reading", "reading", "bytes that many ranks read, the first batch of 2 million packs."),
     Section("Live data", "live", "one stream on 8 ranks."),
-    Section(
-        "Integrations",
-        "integrations",
-        "against each trainer's own data path (of Megatron-Bridge, a copy).",
-        ("trl", "datasets", "torchtitan"),
-    ),
+    Section("Integrations", "integrations", "against TRL's own data path.", ("trl", "datasets")),
     Section("Soak", "soak", "memory of a loader with 4 workers over time."),
-    Section("A corpus of many files", "corpus", "1,000 pairs; a corpus larger than the cache.", ("megatron-core",)),
+    Section("A corpus larger than the cache", "corpus", "pages that a step reads.", ("megatron-core",)),
     Section("Step", "step", "against Megatron-Core's step on the same batches.", ("megatron-core",)),
     Section("Kernels", "kernels", "kernels, copies and waits of one step, counted.", ("megatron-core",)),
     Section("Checkpoints", "checkpoint", "with and without hashes.", ("megatron-core",)),

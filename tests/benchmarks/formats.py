@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
 import os
 import shutil
-import time
 import tracemalloc
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
@@ -30,16 +28,13 @@ from harness.records import Int64Array, Pack
 from tests.benchmarks.clocks import rate
 from tests.benchmarks.links import large_dataset
 
-_NUMPY, _PREAD = "np.memmap rows, copied, random", "pread of rows, random"
-_ARROW = "datasets' Arrow, random"
+_NUMPY = "np.memmap rows, copied, random"
 _RAW = "one plain file"
 _OPEN = "tests.benchmarks.probes:open_apart"
 _MAPPED = ("memmap", "binidx")
 _ORDERED = ("memmap", "binidx", "parquet")
 _OPENED = ("parquet", "memmap", "binidx", "jsonl")
 _WRITTEN = ("parquet", "memmap", "binidx")
-# A chunk of JSON is a thousand packs by default, and a large dataset of it takes long to write.
-_JSONL_PACKS = 1000
 # Packs that a loader reads at a time.
 _BATCH = 64
 # Processes that open a dataset, in turns.
@@ -50,7 +45,6 @@ _DISTINCT_PACKS = 512
 _BYTES_PER_TOKEN = 5
 ROWS_PER_GROUP = 500
 _BRIDGE_TYPES = {"input_ids": pa.int64(), "seq_start_id": pa.int64(), "loss_mask": pa.int8()}
-_ARROW_TYPES = {"input_ids": pa.int32(), "loss_mask": pa.uint8(), "seq_start_id": pa.int32()}
 
 
 def bench_formats(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
@@ -66,7 +60,6 @@ class PlainRows:
     """Ids int32 and mask uint8 in two plain `.npy` arrays of one padded row a pack: nothing to look up or check."""
 
     def __init__(self, folder: Path, *, packs: int, pack_size: int) -> None:
-        self._pack_size = pack_size
         paths = [folder / f"plain-{name}-{packs}x{pack_size}.npy" for name in ("ids", "mask")]
         if not all(path.exists() for path in paths):
             files = [
@@ -77,31 +70,19 @@ class PlainRows:
                 files[0][row, : len(pack)] = pack.input_ids
                 files[1][row, : len(pack)] = pack.loss_mask
         self._ids, self._mask = (np.lib.format.open_memmap(path, mode="r") for path in paths)
-        self._descriptors = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
-        self._data_starts = [rows.offset for rows in (self._ids, self._mask)]
 
     def copy_row(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         return np.array(self._ids[row]), np.array(self._mask[row])
 
-    def pread_row(self, row: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        size = self._pack_size
-        ids = os.pread(self._descriptors[0], 4 * size, self._data_starts[0] + 4 * size * row)
-        mask = os.pread(self._descriptors[1], size, self._data_starts[1] + size * row)
-        return np.frombuffer(ids, np.int32), np.frombuffer(mask, np.uint8)
 
-    def close(self) -> None:
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-
-
-def _table(packs: Iterable[Pack], types: Mapping[str, Any]) -> Any:
+def _table(packs: Iterable[Pack]) -> Any:
     rows = list(packs)
     columns = []
-    for name, kind in types.items():
+    for name, kind in _BRIDGE_TYPES.items():
         arrays = [getattr(pack, name) for pack in rows]
         offsets = np.cumsum([0, *(array.shape[0] for array in arrays)]).astype(np.int32)
         columns.append(pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)).cast(kind)))
-    return pa.table(columns, names=list(types))
+    return pa.table(columns, names=list(_BRIDGE_TYPES))
 
 
 def write_bridge_file(path: Path, packs: Iterable[Pack]) -> None:
@@ -110,7 +91,7 @@ def write_bridge_file(path: Path, packs: Iterable[Pack]) -> None:
     with pq.ParquetWriter(path, schema) as writer:
         rest = iter(packs)
         while group := list(itertools.islice(rest, ROWS_PER_GROUP)):
-            writer.write_table(_table(group, _BRIDGE_TYPES).cast(schema), row_group_size=ROWS_PER_GROUP)
+            writer.write_table(_table(group).cast(schema), row_group_size=ROWS_PER_GROUP)
 
 
 class BridgeReader:
@@ -145,22 +126,6 @@ class BridgeReader:
         place = index - self._starts[group]
         ids, starts, mask = (self._table.column(name)[place].as_py() for name in _BRIDGE_TYPES)
         return ids, starts, mask
-
-
-def open_arrow(path: Path, packs: Iterable[Pack]) -> Any | None:
-    """Return a `datasets.Dataset` of these packs in mapped, uncompressed Arrow files, written to `path` if missing.
-
-    Returns:
-        None where `datasets` is not installed; else `dataset[i]` is a dict of numpy arrays.
-    """
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        return None
-    datasets.disable_progress_bars()
-    if not path.exists():
-        datasets.Dataset(_table(packs, _ARROW_TYPES)).save_to_disk(str(path))
-    return datasets.load_from_disk(str(path)).with_format("numpy")
 
 
 class UncheckedReader(PackReader):
@@ -221,26 +186,18 @@ def _datasets(names: Iterable[str], sizes: Sizes, workspace: Workspace) -> dict[
 
 
 def _measure_random(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
-    """Read memmap and binidx at random, pack by pack and in lists, against numpy's maps and pread."""
+    """Read memmap and binidx at random, pack by pack, against numpy's maps."""
     readers = {name: open_dataset(path) for name, path in _datasets(_MAPPED, sizes, workspace).items()}
-    chunk = min(sizes.packs, _JSONL_PACKS)
-    jsonl = open_dataset(workspace.dataset("jsonl", packs=chunk, pack_size=sizes.pack_size))
     rows = PlainRows(workspace.folder, packs=sizes.packs, pack_size=sizes.pack_size)
 
     # The warm-up touches every pack, so that no side pays for the pages that it maps first.
     draw = _drawer(sizes.packs, sizes.steps, seed=7, warm_up=list(range(sizes.packs)))
-    sides = {_NUMPY: _read(draw, rows.copy_row), _PREAD: _read(draw, rows.pread_row)}
-    for name, reader in readers.items():
-        sides[f"{name}, random"] = _read(draw, reader.__getitem__)
-        sides[f"{name}, random, {_BATCH} at a time"] = _read_batches(draw, reader)
-    few = _drawer(chunk, max(1, sizes.steps // 16), seed=7, warm_up=list(range(chunk)))
-    sides["jsonl, random"] = _read(few, jsonl.__getitem__)
+    sides = {_NUMPY: _read(draw, rows.copy_row)}
+    sides |= {f"{name}, random": _read(draw, reader.__getitem__) for name, reader in readers.items()}
     report.run(Case("", _rates(sides), sizes.rounds, "packs/s"))
     for name in readers:
         report.add_ratio(f"{name} to np.memmap, random", f"{name}, random", _NUMPY, at_least=0.8)
-        report.add_ratio(f"{name} to pread, random", f"{name}, random", _PREAD)
-    rows.close()
-    _close([*readers.values(), jsonl])
+    _close(readers.values())
 
 
 def _measure_order(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
@@ -277,32 +234,17 @@ def _read_in_order(reader: PackReader, sizes: Sizes) -> Side:
 
 
 def _measure_peer(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
-    """Read at random: Parquet against a reader that keeps one large row group, memmap against mapped Arrow."""
-    size = f"{sizes.packs}x{sizes.pack_size}"
-    path = workspace.folder / f"bridge-{size}.idx.parquet"
+    """Read Parquet at random, against a reader that keeps one large row group."""
+    path = workspace.folder / f"bridge-{sizes.packs}x{sizes.pack_size}.idx.parquet"
     if not path.exists():
         write_bridge_file(path, make_packs(sizes.packs, sizes.pack_size))
-    theirs = BridgeReader(path)
-    paths = _datasets(("parquet", "memmap"), sizes, workspace)
-    ours, mapped = open_dataset(paths["parquet"]), open_dataset(paths["memmap"])
-    arrow = open_arrow(workspace.folder / f"arrow-{size}", make_packs(sizes.packs, sizes.pack_size))
-
-    def read(get: Callable[[int], object], reads: int = max(4, sizes.steps // 64)) -> Side:
-        return _read(_drawer(sizes.packs, reads, seed=8), get)
-
-    sides = {"parquet, random": read(ours.__getitem__), "Megatron-Bridge's Parquet, random": read(theirs.__getitem__)}
-    if arrow is None:
-        report.notes.append("datasets is not installed; with `pip install datasets` its Arrow is measured too")
-    else:
-        sides["memmap, random, on the clock"] = read(mapped.__getitem__, sizes.steps)
-        sides[_ARROW] = read(arrow.__getitem__, sizes.steps)
+    ours = open_dataset(_datasets(("parquet",), sizes, workspace)["parquet"])
+    draw = _drawer(sizes.packs, max(4, sizes.steps // 64), seed=8)
+    readers = {"parquet, random": ours, "Megatron-Bridge's Parquet, random": BridgeReader(path)}
     # On the clock: Megatron-Bridge's reader decodes in several threads.
-    timed = {name: rate(work) for name, work in sides.items()}
+    timed = {name: rate(_read(draw, reader.__getitem__)) for name, reader in readers.items()}
     report.run(Case("parquet to Megatron-Bridge's, random", timed, sizes.rounds, "packs/s", at_least=8))
-    if arrow is not None:
-        report.add_ratio("memmap to datasets' Arrow, random", "memmap, random, on the clock", _ARROW)
-        report.add_ratio("parquet to datasets' Arrow, random", "parquet, random", _ARROW)
-    _close((ours, mapped))
+    ours.close()
 
 
 def _measure_checks(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
@@ -351,17 +293,13 @@ def _measure_writing(sizes: Sizes, workspace: Workspace, report: BenchReport) ->
         return itertools.islice(itertools.cycle(distinct), num_packs)
 
     total = sum(map(len, packs())) * _BYTES_PER_TOKEN / 1e6
-    processor: dict[str, list[float]] = {name: [] for name in _WRITTEN}
 
     def write(name: str, number: int = -1) -> float:
         path = folder / name
-        start = time.process_time()
         with open_writer(path, format=name, pack_size=pack_size) as writer:
             for pack in packs():
                 writer.append(pack)
         shutil.rmtree(path)
-        if number >= 0:
-            processor[name].append(total / (time.process_time() - start))
         return total
 
     def write_plain(number: int) -> float:
@@ -374,14 +312,10 @@ def _measure_writing(sizes: Sizes, workspace: Workspace, report: BenchReport) ->
         target = 150.0 if name in ("parquet, write", "memmap, write") else None
         report.add_samples(name, rates, "MB/s", at_least=target)
     for name in _WRITTEN:
-        report.add_samples(f"{name}, write, by processor time", processor[name], "MB/s")
         report.add_ratio(f"{name} to {_RAW}, write", f"{name}, write", f"{_RAW}, write")
-    for name in _WRITTEN:
         heap = _peak_heap(partial(write, name))
         target = 32.0 if name in ("parquet", "memmap") else None
         report.add(Figure(f"{name}, peak heap of write", heap, "MB", at_most=target))
-    arrow = pa.default_memory_pool().max_memory() / 1e6
-    report.notes.append(f"Arrow, whose memory is not on Python's heap, held {arrow:.0f} MB at most in this process")
 
 
 def _written(sizes: Sizes) -> tuple[int, int]:

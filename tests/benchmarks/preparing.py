@@ -1,4 +1,4 @@
-"""Tokenizing against the tokenizers library alone, and memory as the input grows."""
+"""Tokenizing against the tokenizers library alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.bench.apart import measure_apart
-from harness.bench.figures import BenchReport, Figure, Progress
+from harness.bench.figures import BenchReport, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.prep.chat.records import Conversation
@@ -18,20 +18,15 @@ from harness.prep.tokenize import texts_of
 from harness.prep.tokenize.bpe import train_bpe
 
 _PROBES = "tests.benchmarks.probes"
-_OURS, _THEIRS, _RATIO = (
-    "prepare: file to shard on disk",
-    "tokenizers alone: text to ids",
-    "prepare to tokenizers alone",
-)
-# The library's call that does not find the characters of each token, as preparing does where it can.
-_BARE = "tokenizers alone: text to ids without their characters"
+_OURS, _THEIRS = "prepare: file to shard on disk", "tokenizers alone: text to ids"
+_RATIO = "prepare to tokenizers alone"
 # Writes tools and calls of them, and marks what the model writes.
 _TOOL_TEMPLATE = "qwen2_5"
 
 
 def bench_preparing(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
-    """Measure MB of text a second of processor time, and megabytes of a preparation's own memory."""
-    sizes.first("sequences", 3)
+    """Measure MB of text a second of processor time."""
+    sizes.first("sequences", 1)
     report = BenchReport("prepare")
     source, tokenizer = workspace.folder / "chats.jsonl", workspace.folder / "tokenizer"
     _write_chats(source, sizes.sequences[0], seed=0)
@@ -43,9 +38,7 @@ def bench_preparing(sizes: Sizes, workspace: Workspace, progress: Progress) -> B
     _train(tools, tool_tokenizer, _TOOL_TEMPLATE, sizes, progress)
     progress("tokenizing conversations with tools")
     _compare(sizes, tools, tool_tokenizer, workspace.folder / "tool-shards", report, of=", with tools")
-    _measure_memory(sizes, workspace.folder, tokenizer, report, progress)
     report.notes.append("both tokenize on one core, in seconds of processor time, with the same tokenizer")
-    report.notes.append("memory is a preparation's own, above its imports and without mapped files, at its highest")
     return report
 
 
@@ -66,13 +59,12 @@ def _compare(sizes: Sizes, source: Path, tokenizer: Path, shards: Path, report: 
     Args:
         of: the conversations, in words that follow the names of the figures.
     """
-    rates: dict[str, list[float]] = {_OURS: [], _THEIRS: [], _BARE: []}
+    rates: dict[str, list[float]] = {_OURS: [], _THEIRS: []}
     tokens: set[float] = set()
     for number in range(sizes.rounds):
         sides = [
             (_OURS, ("tokenize_shard", source, tokenizer, shards / str(number))),
-            (_THEIRS, ("tokenizers_alone", source, tokenizer, "encode_batch")),
-            (_BARE, ("tokenizers_alone", source, tokenizer, "encode_batch_fast")),
+            (_THEIRS, ("tokenizers_alone", source, tokenizer)),
         ]
         for name, (probe, *arguments) in sides if number % 2 == 0 else sides[::-1]:
             measured = measure_apart(f"{_PROBES}:{probe}", *arguments)
@@ -83,22 +75,6 @@ def _compare(sizes: Sizes, source: Path, tokenizer: Path, shards: Path, report: 
     for name, samples in rates.items():
         report.add_samples(name + of, samples, "MB/s")
     report.add_ratio(_RATIO + of, _OURS + of, _THEIRS + of, at_least=0.85)
-    report.add_ratio(f"{_RATIO} without characters{of}", _OURS + of, _BARE + of)
-
-
-def _measure_memory(sizes: Sizes, folder: Path, tokenizer: Path, report: BenchReport, progress: Progress) -> None:
-    megabytes = {}
-    for count in sizes.sequences[1:]:
-        progress(f"preparing {count:,} conversations")
-        source = folder / f"chats-{count}.jsonl"
-        _write_chats(source, count, seed=1)
-        megabytes[count] = measure_apart(f"{_PROBES}:prepare_all", source, tokenizer, folder / f"prepared-{count}")
-        name = f"memory, {count // sizes.sequences[1]}x: {source.stat().st_size / 1e6:,.0f} MB of source"
-        report.add(Figure(name, megabytes[count], "MB"))
-        source.unlink()
-    low, high = min(megabytes), max(megabytes)
-    more = (megabytes[high] - megabytes[low]) * 1e6 / (high - low)
-    report.add(Figure("memory a conversation more", more, "bytes"))
 
 
 def _write_chats(path: Path, count: int, *, seed: int) -> None:

@@ -21,12 +21,6 @@ def _resident_megabytes() -> float:
     return int(_MEMORY_FILE.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def _anonymous_megabytes() -> float:
-    """Return the memory of this process that is backed by no file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1e3
-
-
 def open_apart(path: str) -> dict[str, float]:
     from harness.formats import FORMATS, load_format, open_dataset
 
@@ -94,41 +88,6 @@ def _proportional_megabytes(process: str) -> float:
     return sum(int(words[1]) for words in lines if words[0] in ("Pss_Anon:", "Pss_Shmem:")) / 1e3
 
 
-def prepare_all(source: str, tokenizer: str, folder: str) -> float:
-    """Run a whole preparation in this process; return the megabytes that it takes at most, without mapped files."""
-    import threading
-
-    from rich.console import Console
-
-    from harness.formats import load_format
-    from harness.prep import ChatTokenizer, PrepareConfig, TokenizerConfig, prepare
-    from harness.prep.packing import PackingConfig
-    from harness.prep.sources.config import SourceConfig
-
-    load_format("memmap")
-    tokenizer_config = TokenizerConfig(name=tokenizer)
-    ChatTokenizer(tokenizer_config)
-    data = PackingConfig(path=folder, packed_storage="memmap", num_workers=0)
-    config = PrepareConfig(SourceConfig("files", source), tokenizer_config, data)
-    before = most = _anonymous_megabytes()
-    is_done = threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not is_done.wait(0.01):
-            most = max(most, _anonymous_megabytes())
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        with Path(os.devnull).open("w") as nowhere:
-            prepare(config, console=Console(file=nowhere))
-    finally:
-        is_done.set()
-        watching.join()
-    return most - before
-
-
 def tokenize_shard(source: str, tokenizer: str, folder: str) -> dict[str, float]:
     """Tokenize a file of conversations to a shard on disk, once to fill caches and once for the clock."""
     from harness.prep import TokenizerConfig
@@ -162,8 +121,8 @@ def _processor_s() -> float:
     return time.process_time() + sum(int(tick) for pair in ticks for tick in pair) / os.sysconf("SC_CLK_TCK")
 
 
-def tokenizers_alone(source: str, tokenizer: str, call: str) -> dict[str, float]:
-    """Turn the same conversations, as text in memory, into token ids by this call of the tokenizers library alone."""
+def tokenizers_alone(source: str, tokenizer: str) -> dict[str, float]:
+    """Turn the same conversations, as text in memory, into token ids by the tokenizers library alone."""
     import tokenizers
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -172,7 +131,7 @@ def tokenizers_alone(source: str, tokenizer: str, call: str) -> dict[str, float]
     seconds, tokens = 0.0, 0
     for _ in range(2):
         start = time.process_time()
-        tokens = sum(len(encoding.ids) for encoding in getattr(library, call)(texts, add_special_tokens=False))
+        tokens = sum(len(encoding.ids) for encoding in library.encode_batch(texts, add_special_tokens=False))
         seconds = time.process_time() - start
     return {"megabytes_per_s": megabytes / seconds, "tokens": float(tokens)}
 

@@ -23,7 +23,6 @@ from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.thd import ThdBatch, build_thd_batch, pad_row
-from tests.benchmarks.integrations import collate_for_bridge
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 PROGRAM = "bridge_pretrain.py"
@@ -224,10 +223,6 @@ def test_bridges_own_reader_reads_the_files_of_a_conversion(
         assert sample["mask"][:real] == row.loss_mask.tolist()
         assert not any(sample["mask"][real:])
         assert sample["cu_seqlens_q"][: len(row.cu_seqlens)] == row.cu_seqlens.tolist()
-        # What the bench measures in its place makes batches of the same shapes and bounds.
-        collated = collate_for_bridge([{name: sample[name] for name in ("input_ids", "loss_mask", "seq_boundaries")}])
-        assert collated["tokens"].shape[1] == len(sample["tokens"])
-        assert collated["cu_seqlens_q"][0].tolist() == sample["cu_seqlens_q"]
 
 
 def assert_same_pack(sample: dict[str, Any], pack: Pack) -> None:

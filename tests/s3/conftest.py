@@ -92,3 +92,12 @@ def proxy(
 def place(request: pytest.FixtureRequest) -> str:
     """An address that only this test uses."""
     return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"
+
+
+@pytest.fixture
+def store(proxy: Any, place: str) -> Any:
+    """The objects of `place`, with conditional requests."""
+    from harness.storage import ObjectPath
+    from harness.storage.claims import ClaimStore
+
+    return ClaimStore(ObjectPath.parse(place))

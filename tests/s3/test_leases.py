@@ -16,18 +16,13 @@ from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset, open_writer
 from harness.prep import TokenizerConfig, prepare
 from harness.records import Pack
-from harness.storage import ObjectPath, claims, open_folder
+from harness.storage import claims, open_folder
 from harness.storage.claims import ClaimStore, Lease
 
 pytestmark = pytest.mark.s3
 
 PACKS = [Pack([number, 2, 300], [1, 1, 0], [0]) for number in range(12)]
 OTHER = json.dumps({"token": "other", "host": "elsewhere", "pid": 7, "since": "then"}).encode() + b"\n"
-
-
-@pytest.fixture
-def store(proxy: Any, bucket: Any, place: str) -> ClaimStore:
-    return ClaimStore(ObjectPath.parse(place))
 
 
 @pytest.fixture

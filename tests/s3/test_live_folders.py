@@ -21,7 +21,7 @@ from harness.cli.app import app
 from harness.errors import ConfigError, FormatError
 from harness.loader.live import LiveProducer
 from harness.loader.live.folder import LiveFolder
-from harness.storage import ObjectPath, claims
+from harness.storage import claims
 from harness.storage.claims import ClaimStore, Lease
 from harness.train.metrics import whole_lines
 
@@ -30,11 +30,6 @@ from ..distributed.conftest import ROOT, environment
 pytestmark = pytest.mark.s3
 
 ROWS, SIZES = 30, [4, 5, 3, 6, 2, 4, 6]
-
-
-@pytest.fixture
-def store(proxy: Any, bucket: Any, place: str) -> ClaimStore:
-    return ClaimStore(ObjectPath.parse(place))
 
 
 def names(place: str) -> set[str]:

@@ -109,6 +109,19 @@ class Trained:
             id_ for step in self.steps for batch in step for row in batch.sequence_ids for id_ in row.tolist()
         )
 
+    @property
+    def stored(self) -> dict[int, Pack]:
+        """The stored sequences that the rows were made of, each as a pack, by id."""
+        found = {}
+        batches = [batch for step in self.steps for batch in step]
+        for row, ids in (pair for one in batches for pair in zip(one.rows, one.sequence_ids, strict=True)):
+            bounds = row.cu_seqlens_padded.tolist()
+            for id_, start, count in zip(ids.tolist(), bounds, np.diff(row.cu_seqlens).tolist(), strict=False):
+                end = start + count
+                tokens = np.append(row.tokens[start:end], row.labels[end - 1])
+                found[id_] = Pack(tokens, np.append(row.loss_mask[start:end], 0), [0])
+        return found
+
     def state(self, step: int = -1) -> LoaderState:
         return LoaderState.from_json(self.steps[step][0].state.to_json())
 

@@ -49,13 +49,10 @@ def test_numbers_outside_bounds_are_refused_by_name(share: float) -> None:
     assert error.value.fix == "the value must be at least 0 and below 1"
 
 
-def test_open_bounds_exclude_their_ends() -> None:
+def test_open_bounds_exclude_their_ends_and_numbers_are_finite_without_any() -> None:
     require_all(Settings(), "", "share", above=0, highest=0.5)
     with pytest.raises(ConfigError, match=r"above 0\.5"):
         require_all(Settings(), "", "share", above=0.5)
-
-
-def test_without_bounds_a_number_only_has_to_be_finite() -> None:
     require_all(Settings(), "", "share")
     with pytest.raises(ConfigError, match="finite"):
         require_all(Settings(float("inf")), "", "share")
@@ -109,9 +106,11 @@ def test_settings_check_their_numbers_choices_and_rules_when_they_are_made(setti
     assert (error.value.what, error.value.where, error.value.fix) == (what, where, fix)
 
 
-def test_settings_that_meet_only_a_part_of_a_rule_pass():
+def test_settings_that_meet_only_a_part_of_a_rule_and_numbers_within_bounds_pass():
     assert Kitchen(stove="wood", has_chimney=True).pans == 2
     assert Kitchen(pans=1, dishes=("soup", "rice")).stove == "gas"
+    check_numbers(Sizes(), "data")
+    check_numbers(Sizes(None, (0.1, 0.9)), "data")
 
 
 @dataclass
@@ -135,11 +134,6 @@ def test_bounds_that_stand_beside_a_field_are_checked_by_its_name(rows, shares, 
     with pytest.raises(ConfigError) as error:
         check_numbers(Sizes(rows, shares), "data")
     assert (error.value.where, error.value.fix) == (where, fix)
-
-
-def test_numbers_within_the_bounds_of_their_fields_pass():
-    check_numbers(Sizes(), "data")
-    check_numbers(Sizes(None, (0.1, 0.9)), "data")
 
 
 def test_more_than_eight_processes_a_core_are_refused():

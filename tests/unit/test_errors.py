@@ -14,7 +14,7 @@ import pytest
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, exit_on_error, os_errors_as
 
 
-def test_an_error_reads_as_three_lines():
+def test_an_error_reads_as_three_lines_and_damaged_data_has_a_remedy_of_its_own():
     error = FormatError(
         "pack 512 has 4,096 tokens but 4,095 loss_mask entries",
         where="shard-00003.parquet, row 12",
@@ -26,9 +26,6 @@ def test_an_error_reads_as_three_lines():
         "  fix:   write it again"
     )
     assert str(ConfigError("no place, no remedy")) == "no place, no remedy"
-
-
-def test_damaged_data_has_a_remedy_of_its_own():
     assert (
         FormatError("pack 3 is damaged").fix
         == "copy the data again, or write it again; `harness verify` lists all damage"
@@ -52,64 +49,37 @@ def test_an_error_of_a_worker_process_arrives_whole():
     assert (arrived.what, arrived.where, arrived.fix) == ("what", "where", "fix")
 
 
-def test_a_command_ends_with_code_2_and_the_message_alone(capsys):
+def test_a_command_ends_with_code_2_and_the_message_alone_without_a_request_for_more(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended, exit_on_error():
         raise ConfigError("steps is 0", where="trainer.steps", fix="1 or more")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "ConfigError: steps is 0\n  where: trainer.steps\n  fix:   1 or more\n"
-
-
-def test_a_traceback_is_shown_on_request(monkeypatch):
     monkeypatch.setenv("HARNESS_TRACEBACK", "1")
     with pytest.raises(HarnessError), exit_on_error():
         raise ConfigError("steps is 0")
 
 
-def test_our_own_mistakes_are_not_hidden():
-    with pytest.raises(ZeroDivisionError), exit_on_error():
-        _ = 1 // 0
-
-
-def test_only_one_of_many_ranks_with_the_same_fault_reports_it(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(SystemExit), exit_on_error():
-        raise ConfigError("found by every rank alike")
-    assert capsys.readouterr().err == ""
-
-
-def test_one_rank_per_node_reports_before_the_job_is_joined(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(SystemExit), exit_on_error():
-        raise ConfigError("the dataset is missing on this node")
-    assert capsys.readouterr().err == "rank 8: ConfigError: the dataset is missing on this node\n"
-
-
-def test_a_fault_of_one_rank_of_a_running_job_names_the_rank(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "3")
-    error = LoaderError("this rank's worker died")
-    error.rank = 3
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "is_its_own", "reported"),
+    [
+        ("3", "3", False, ""),  # every rank finds it
+        ("8", "0", False, "rank 8: LoaderError: what\n"),  # one rank per node, before the job is joined
+        ("3", "3", True, "rank 3: LoaderError: what\n"),
+    ],
+)
+def test_a_fault_is_reported_once_and_by_its_rank_if_it_is_of_one(
+    monkeypatch, capsys, rank, local_rank, is_its_own, reported
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    error = LoaderError("what")
+    error.rank = int(rank) if is_its_own else None
     with pytest.raises(SystemExit), exit_on_error():
         raise error
-    assert capsys.readouterr().err == "rank 3: LoaderError: this rank's worker died\n"
+    assert capsys.readouterr().err == reported
 
 
-def test_a_missing_package_names_the_extra_that_installs_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end, exit_on_error():
-        raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
-
-    assert end.value.code == 2
-    assert "the package torch.nn is not installed" in (message := capsys.readouterr().err)
-    assert "[train]" in message
-
-
-def test_a_module_that_should_exist_is_not_taken_for_a_missing_package() -> None:
-    with pytest.raises(ModuleNotFoundError), exit_on_error():
-        raise ModuleNotFoundError("No module named 'harness.nothing'", name="harness.nothing")
-
-
-def test_a_full_disk_that_nothing_else_explains_is_named_with_the_file(capsys):
+def test_a_full_disk_and_a_missing_package_are_named(capsys):
     with pytest.raises(SystemExit) as ended, exit_on_error():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/out/shard")
     assert ended.value.code == 2
@@ -118,11 +88,25 @@ def test_a_full_disk_that_nothing_else_explains_is_named_with_the_file(capsys):
         "  where: /data/out/shard\n"
         "  fix:   free disk space or check the disk (dmesg), then run the same command again\n"
     )
+    with pytest.raises(SystemExit) as end, exit_on_error():
+        raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+
+    assert end.value.code == 2
+    assert "the package torch.nn is not installed" in (message := capsys.readouterr().err)
+    assert "[train]" in message
 
 
-def test_a_mistake_of_the_program_keeps_its_traceback():
-    with pytest.raises(FileNotFoundError), exit_on_error():
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "config")
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ZeroDivisionError(),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "config"),
+        ModuleNotFoundError("No module named 'harness.nothing'", name="harness.nothing"),
+    ],
+)
+def test_a_mistake_of_the_program_keeps_its_traceback(mistake):
+    with pytest.raises(type(mistake)), exit_on_error():
+        raise mistake
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

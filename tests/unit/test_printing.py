@@ -28,15 +28,12 @@ HOSTILE = "a\x1b]0;title\x07\x1b[2J\x9b1m\x7f[red]b[/red] :smile:\u202e\u2028\ud
 SHOWN = "a\u241b]0;title\u2407\u241b[2J\ufffd1m\u2421[red]b[/red] :smile:\ufffd\ufffd\ufffd\u240d"
 
 
-def test_control_characters_become_pictures_and_lines_stay() -> None:
+def test_control_characters_become_pictures_and_nothing_leaves_a_code_span_or_a_cell() -> None:
     assert printable(HOSTILE) == f"{SHOWN}\n  fix:   run it"
     assert one_line("a\tb\nc") == "a\u2409b\u240ac"
     assert (
         printable("tab\tand line\n, caf\u00e9 \u4e2d\u6587 \u05e9") == "tab\tand line\n, caf\u00e9 \u4e2d\u6587 \u05e9"
     )
-
-
-def test_nothing_leaves_a_code_span_or_a_cell_of_a_table() -> None:
     assert code_span("a `b` | c\n# d\x1b") == "`a 'b' \u2502 c # d\u241b`"
     assert escape_markdown("a`b`|<c> [d](e) _f_ g_h\n# i") == r"a\`b\`\|\<c\> \[d\](e) \_f\_ g_h \# i"
 

@@ -51,6 +51,7 @@ def test_a_pack_falls_into_its_sequences():
     assert (first.input_ids.tolist(), first.loss_mask.tolist()) == ([5, 6, 7], [1, 1, 0])
     assert (second.input_ids.tolist(), second.loss_mask.tolist()) == ([8, 9], [1, 0])
     assert made.problem(5) is None
+    assert pack().problem(4) == "has 5 tokens, more than pack_size 4"
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,6 @@ def test_a_broken_invariant_is_reported_with_its_numbers(changes, message):
     assert message in (pack(**changes).problem() or "")
 
 
-def test_a_pack_above_the_pack_size_is_reported():
-    assert pack().problem(4) == "has 5 tokens, more than pack_size 4"
-
-
 def test_a_schedule_gives_rows_by_microbatch_and_rank():
     schedule = Schedule(2, np.array([4, 0, 1, 3, 2]), np.array([0, 1, 3, 4, 5]))
     assert schedule.num_microbatches == 2
@@ -83,9 +80,6 @@ def test_a_schedule_gives_rows_by_microbatch_and_rank():
         schedule.row(2, 0)
     with pytest.raises(IndexError):
         schedule.row(0, -1)
-
-
-def test_rows_that_do_not_divide_by_the_ranks_are_refused():
     with pytest.raises(ScheduleError, match="3 rows cannot be dealt to 2"):
         Schedule(2, np.array([0]), np.array([0, 1, 1, 1]))
 

@@ -80,7 +80,7 @@ def parse(*arguments: str, base: Outer | None = None) -> Outer:
     return parse_settings(Outer, arguments, command="harness try", base=base)
 
 
-def test_every_setting_has_a_key_a_type_a_default_and_the_text_of_its_docstring():
+def test_every_setting_has_a_key_a_type_a_default_and_an_explanation_which_yaml_has_too():
     assert explain_settings(Outer)[:5] == [
         Setting("data.pack_size", "int", "required", "numbers of the packs."),
         Setting("data.seed", "int", 0, "numbers of the packs."),
@@ -89,18 +89,18 @@ def test_every_setting_has_a_key_a_type_a_default_and_the_text_of_its_docstring(
         Setting("rate", "float or null", 0.5, "share of the peak, or null."),
     ]
     assert explain_settings(Outer)[-1] == Setting("blend[].path", "str", "", "where it is.")
+    text = render_settings(Outer(Inner(8)))
+    assert yaml.safe_load(text)["data"] == {"pack_size": 8, "seed": 0, "sizes": []}
+    assert "# Settings of packing.\ndata:\n  # numbers of the packs.\n  pack_size: 8\n" in text
 
 
-def test_values_have_the_types_of_their_fields_and_the_last_one_counts():
+def test_values_have_the_types_of_their_fields_the_last_one_counts_and_the_base_has_the_rest():
     made = parse(
         *("data.pack_size=8", "data.pack_size=16", "data.sizes=[1, 2]", "name='a=b'", "rate=null", "is_on=true"),
         *("folder=a/b", "split.train=98", "split.valid.long=1"),
     )
     split = {"train": 98.0, "valid.long": 1.0}
     assert made == Outer(Inner(16, sizes=[1, 2]), "a=b", None, True, Path("a/b"), split=split)
-
-
-def test_omitted_settings_come_from_the_base():
     assert parse("name=y", base=Outer(Inner(4, seed=7))) == Outer(Inner(4, seed=7), "y")
 
 
@@ -128,22 +128,13 @@ def test_a_mistake_is_one_error_with_its_fix(argument, message, fix):
     assert fix in error.value.fix
 
 
-def test_a_required_setting_that_is_missing_is_named():
+def test_a_required_setting_that_is_missing_and_the_nearest_to_an_unknown_one_are_named():
     with pytest.raises(ConfigError, match=r"data\.pack_size is not set") as error:
         parse("data.seed=1")
     assert error.value.fix == "add data.pack_size=INT"
-
-
-def test_the_nearest_name_is_found_by_the_key_or_by_its_last_part():
     assert nearest_name("trainer.step", ["trainer.steps", "name"]) == "trainer.steps"
     assert nearest_name("steps", ["trainer.steps", "name"]) == "trainer.steps"
     assert nearest_name("quite_other", ["trainer.steps", "name"]) is None
-
-
-def test_rendered_settings_are_yaml_with_every_explanation():
-    text = render_settings(Outer(Inner(8)))
-    assert yaml.safe_load(text)["data"] == {"pack_size": 8, "seed": 0, "sizes": []}
-    assert "# Settings of packing.\ndata:\n  # numbers of the packs.\n  pack_size: 8\n" in text
 
 
 @pytest.mark.parametrize(

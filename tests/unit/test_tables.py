@@ -27,15 +27,12 @@ def printed(table: Table, width: int = 80) -> list[str]:
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-def test_numbers_are_aligned_right_in_a_terminal() -> None:
+def test_numbers_are_aligned_right_in_a_terminal_and_a_narrow_one_folds_text() -> None:
     assert printed(TABLE) == [
         "cell      loss  state",
         "npy        4.5  same",
         "parquet  12.25  differs",
     ]
-
-
-def test_a_narrow_terminal_folds_text_and_loses_none() -> None:
     lines = printed(Table((), [("path", "/data/" + "x" * 60)]), width=40)
     assert "".join(line.removeprefix("path").strip() for line in lines) == "/data/" + "x" * 60
 
@@ -60,10 +57,11 @@ def test_html_has_heads_of_rows_links_signs_and_bars() -> None:
     assert '<td class="bar" style="--share: 0.250">10</td>' in bar
 
 
-def test_several_cells_share_a_place() -> None:
+def test_several_cells_share_a_place_and_an_ellipsis_ends_shortened_text() -> None:
     table = Table((), [("both", [TableCell("a", "same"), TableCell("b")])])
     assert printed(table) == ["both  a b"]
     assert table.to_markdown().splitlines()[-1] == "| both | a b |"
+    assert (shorten("12345", 5), shorten("123456", 5)) == ("12345", "1234…")
 
 
 def test_a_histogram_draws_a_mark_for_every_count_but_zero() -> None:
@@ -84,7 +82,3 @@ def test_texts_of_others_are_text(cell: str | TableCell, tmp_path) -> None:
     head, _, row = table.to_markdown().splitlines()
     assert [len(re.findall(r"(?<!\\)\|", line)) for line in (head, row)] == [3, 3]
     assert len(printed(table, 200)) == 2
-
-
-def test_an_ellipsis_ends_shortened_text() -> None:
-    assert (shorten("12345", 5), shorten("123456", 5)) == ("12345", "1234…")

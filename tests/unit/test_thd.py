@@ -98,17 +98,11 @@ def test_padded_lengths_round_the_model_view_up() -> None:
     assert padded_lengths([2, 5, 6]).tolist() == [1, 4, 5]
 
 
-def test_a_sequence_of_one_token_is_refused_by_its_place() -> None:
+def test_sequences_that_make_no_row_are_refused() -> None:
     with pytest.raises(ScheduleError, match=r"sequence 1 of the row has 1 stored token"):
         build_thd_batch([TWO[0], view([5], [0])])
-
-
-def test_no_sequences_are_refused() -> None:
     with pytest.raises(ScheduleError, match="no sequences"):
         build_thd_batch([])
-
-
-def test_arrays_that_do_not_fit_their_lengths_are_refused() -> None:
     with pytest.raises(ScheduleError, match="4 tokens, 4 loss_mask entries and sequences of 5 tokens"):
         rows_from_arrays(np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.uint8), [np.asarray([2, 3])])
 
@@ -153,7 +147,7 @@ def test_ranks_that_share_a_row_hold_two_equal_chunks_of_every_sequence(multiple
     assert shared_multiple(multiple, ranks) == shared
 
 
-def test_without_parallelism_nothing_is_padded() -> None:
+def test_without_parallelism_nothing_is_padded_and_rows_without_sequences_are_laid_out() -> None:
     assert padding_multiple() == padding_multiple(tp_size=4) == padding_multiple(sequence_parallel=True) == 1
     assert padding_multiple(cp_size=2) == 4
     assert len(zero_loss_row()) == len(build_thd_batch([view([1, 2], [1, 0])])) == 1
@@ -161,9 +155,6 @@ def test_without_parallelism_nothing_is_padded() -> None:
     assert [len(row) for row in rows_from_arrays(ids, mask, [np.asarray([2, 4])])] == [4]
     labeled = {"tokens": ids, "labels": ids, "loss_mask": mask}
     assert [len(row) for row in rows_from_model_tokens([np.asarray([1, 4]), np.asarray([1])], **labeled)] == [5, 1]
-
-
-def test_rows_without_any_sequence_are_laid_out() -> None:
     none = np.zeros(0, dtype=np.int64)
     rows = rows_from_arrays(none.astype(np.int32), none.astype(np.uint8), [none, none], pad_to_multiple=2)
     assert [(len(row), row.num_trained_tokens) for row in rows] == [(2, 0), (2, 0)]
@@ -228,13 +219,19 @@ def test_a_row_of_a_fixed_size_has_the_bounds_of_the_most_sequences() -> None:
         static_row(row, total=10, num_sequences=1)
 
 
-def test_padding_keeps_the_sources_of_sequences_and_the_types() -> None:
+def test_padding_keeps_sources_and_types_and_raises_max_seqlen_if_it_is_the_longest() -> None:
     row = replace(build_thd_batch(TWO), sources=np.asarray([3, 1]))
     padded = pad_row(row, 8)
     assert padded.sources is not None
     assert padded.sources.tolist() == [3, 1]
     for name in ("tokens", "labels", "position_ids", "loss_mask", "padding_mask", "cu_seqlens", "cu_seqlens_padded"):
         assert getattr(padded, name).dtype == getattr(row, name).dtype
+    row = build_thd_batch(TWO, pad_to_multiple=2)
+    assert row.max_seqlen == 4
+    assert pad_row(row, len(row) + 3).max_seqlen == 4
+    assert pad_row(row, len(row) + 5).max_seqlen == 5
+    # Kernels size their buffers by the longest entry of cu_seqlens_padded.
+    assert np.diff(pad_row(row, 20).cu_seqlens_padded).max() == pad_row(row, 20).max_seqlen == 14
 
 
 def test_the_bounds_of_a_row_are_int32_whatever_they_are_made_from() -> None:
@@ -244,13 +241,18 @@ def test_the_bounds_of_a_row_are_int32_whatever_they_are_made_from() -> None:
         assert [one.dtype for one in bounds] == [np.int32, np.int32]
 
 
-def test_context_parallel_ranks_hold_a_chunk_from_each_end() -> None:
+def test_context_parallel_ranks_hold_a_chunk_from_each_end_of_sequences_that_can_be_cut() -> None:
     # One sequence of 8 and one of 4 tokens, two ranks: chunks of 2 and of 1.
     assert context_parallel_indices(np.asarray([0, 8, 12]), cp_size=2, cp_rank=0).tolist() == [0, 1, 6, 7, 8, 11]
     assert context_parallel_indices(np.asarray([0, 8, 12]), cp_size=2, cp_rank=1).tolist() == [2, 3, 4, 5, 9, 10]
     assert context_parallel_indices(np.asarray([0, 3]), cp_size=1, cp_rank=0).tolist() == [0, 1, 2]
     for cp_size in (1, 2):
         assert context_parallel_indices(np.array([0, 4], np.int32), cp_size=cp_size, cp_rank=0).dtype == np.int64
+    with pytest.raises(ScheduleError, match=r"sequence 1 has 6 padded tokens, not a multiple of 2 \* cp_size = 4"):
+        context_parallel_indices(np.asarray([0, 8, 14]), cp_size=2, cp_rank=0)
+    for rank in (2, -1):
+        with pytest.raises(ScheduleError, match=f"rank {rank} does not exist among 2"):
+            context_parallel_indices(np.asarray([0, 8]), cp_size=2, cp_rank=rank)
 
 
 @settings(deadline=None, max_examples=100)
@@ -265,14 +267,6 @@ def test_context_parallel_ranks_hold_every_token_once(chunks: list[int], cp_size
             for number in (rank, 2 * cp_size - 1 - rank):
                 expected += range(start + number * chunk, start + (number + 1) * chunk)
         assert indices.tolist() == expected
-
-
-def test_a_sequence_that_cannot_be_cut_is_refused_by_its_length() -> None:
-    with pytest.raises(ScheduleError, match=r"sequence 1 has 6 padded tokens, not a multiple of 2 \* cp_size = 4"):
-        context_parallel_indices(np.asarray([0, 8, 14]), cp_size=2, cp_rank=0)
-    for rank in (2, -1):
-        with pytest.raises(ScheduleError, match=f"rank {rank} does not exist among 2"):
-            context_parallel_indices(np.asarray([0, 8]), cp_size=2, cp_rank=rank)
 
 
 @pytest.mark.parametrize("lengths", [[9], [8, 9], [8, 8], [5, 9, 1], [1]])
@@ -303,15 +297,6 @@ def test_a_row_padded_to_a_length_gains_one_sequence_of_padding_alone() -> None:
     assert pad_row(padded, 10) is padded
     with pytest.raises(ScheduleError, match="10 tokens and cannot be padded to 9"):
         pad_row(padded, 9)
-
-
-def test_padding_longer_than_every_sequence_raises_max_seqlen() -> None:
-    row = build_thd_batch(TWO, pad_to_multiple=2)
-    assert row.max_seqlen == 4
-    assert pad_row(row, len(row) + 3).max_seqlen == 4
-    assert pad_row(row, len(row) + 5).max_seqlen == 5
-    # Kernels size their buffers by the longest entry of cu_seqlens_padded.
-    assert np.diff(pad_row(row, 20).cu_seqlens_padded).max() == pad_row(row, 20).max_seqlen == 14
 
 
 def test_a_row_with_padding_only_at_its_end_ends_with_an_empty_sequence() -> None:
@@ -392,8 +377,5 @@ def test_a_conversation_s_weight_is_shared_by_its_trained_tokens_and_one_that_tr
     for scale in (100, 0.25):
         again, same = loss_weights(replace(row, loss_mask=row.loss_mask * scale), "conversation")
         assert (again.tolist(), same) == (weights.tolist(), 2)
-
-
-def test_weights_are_summed_exactly_past_what_float32_counts() -> None:
     row = replace(build_thd_batch(TWO), loss_mask=np.full(2**17 + 1, 255, dtype=np.float32))
     assert loss_weights(row)[1] == 255 * (2**17 + 1) > 2**24

@@ -40,8 +40,16 @@ def test_a_check_of_two_ranks_names_its_fault(name, tmp_path) -> None:
     assert verdict.outcome == "FAIL", verdict.text
 
 
-def test_a_check_of_two_ranks_is_not_judged_on_one(tmp_path) -> None:
+def test_a_check_of_two_ranks_on_one_is_not_judged_and_a_step_of_another_type_is_named(tmp_path) -> None:
     assert judge(Trainer(), "token-mean-over-ranks", tmp_path) == ("NOT SUPPORTED", "the check needs a job of 2 ranks")
+
+    class ReturnsLossAlone(Trainer):
+        def build(self, model_folder, data, layout):
+            return lambda batch: 2.0
+
+    outcome, text = judge(ReturnsLossAlone(), "padding-changes-nothing", tmp_path)
+    assert outcome == "ERROR"
+    assert text == "TypeError: the step returned 2.0 instead of a loss and a norm (None without one)"
 
 
 def test_every_check_is_explained_with_threads_and_has_a_fault() -> None:
@@ -50,6 +58,11 @@ def test_every_check_is_explained_with_threads_and_has_a_fault() -> None:
         assert len(check.about) > 80, check.name
         assert check.threads
         assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", thread) for thread in check.threads)
+    data = conversations([30] * 40)
+    pairs = trained_pairs([{**one, "labels": one["input_ids"]} for one in data])
+    assert len(pairs) == len(set(pairs)) == 40 * 29
+    assert all(one["labels"][-1] == one["input_ids"][-1] for one in data)
+    assert data == conversations([30] * 40)
 
 
 def test_a_target_without_optional_methods_answers_that_it_does_not_support_their_checks(tmp_path) -> None:
@@ -62,14 +75,6 @@ def test_a_target_without_optional_methods_answers_that_it_does_not_support_thei
     assert outcomes["packed-equals-unpacked"] == ("NOT SUPPORTED", "it does not pack")
     assert outcomes["evaluation-mean"] == ("NOT SUPPORTED", "the target has no method evaluate")
     assert {outcome for outcome, _ in outcomes.values()} == {"PASS", "NOT SUPPORTED"}
-
-
-def test_conversations_have_every_pair_of_neighbors_once_and_train_their_last_token() -> None:
-    data = conversations([30] * 40)
-    pairs = trained_pairs([{**one, "labels": one["input_ids"]} for one in data])
-    assert len(pairs) == len(set(pairs)) == 40 * 29
-    assert all(one["labels"][-1] == one["input_ids"][-1] for one in data)
-    assert data == conversations([30] * 40)
 
 
 class NeverLoads(Trainer):
@@ -135,13 +140,3 @@ RESUMES = [name for name in ALONE if name.startswith("resume-")]
 def test_a_broken_trainer_passes_no_check_for_another_reason(trainer, name, tmp_path) -> None:
     outcome, text = judge(trainer(), name, tmp_path)
     assert outcome != "PASS", text
-
-
-def test_a_step_of_another_type_is_named(tmp_path) -> None:
-    class ReturnsLossAlone(Trainer):
-        def build(self, model_folder, data, layout):
-            return lambda batch: 2.0
-
-    outcome, text = judge(ReturnsLossAlone(), "padding-changes-nothing", tmp_path)
-    assert outcome == "ERROR"
-    assert text == "TypeError: the step returned 2.0 instead of a loss and a norm (None without one)"

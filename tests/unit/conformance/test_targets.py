@@ -68,15 +68,12 @@ def test_a_target_that_cannot_be_loaded_is_refused_by_name(spec, words) -> None:
     assert caught.value.where == spec
 
 
-def test_a_process_passes_the_refusal_of_its_target_on(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="AttributeError: Nothing"):
-        run(tmp_path, ["padding-changes-nothing"], f"{SAMPLES / 'plain_trainer.py'}:Nothing")
-
-
-def test_an_unknown_check_is_refused_with_the_choices(tmp_path) -> None:
+def test_an_unknown_check_and_a_target_that_is_none_are_refused_with_the_choices(tmp_path) -> None:
     with pytest.raises(ConfigError, match="there is no check 'paddding'") as caught:
         run(tmp_path, ["paddding"], "x.py")
     assert "padding-changes-nothing" in caught.value.fix
+    with pytest.raises(ConfigError, match="AttributeError: Nothing"):
+        run(tmp_path, ["padding-changes-nothing"], f"{SAMPLES / 'plain_trainer.py'}:Nothing")
 
 
 def test_a_command_is_a_target(tmp_path) -> None:

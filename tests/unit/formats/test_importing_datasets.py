@@ -83,29 +83,12 @@ def test_megatron_bridge_indexed_rows_are_imported(tmp_path: Path) -> None:
         import_dataset(tmp_path / "train.sft", tmp_path / "x", convention="megatron_bridge")
 
 
-def test_megatron_bridge_reads_our_parquet_unchanged(tmp_path: Path) -> None:
-    """Its dataset class reads the sorted `*.parquet` of a folder, the columns by name, row by row as lists."""
-    write_packs(tmp_path / "out", PACKS, pack_size=8, packs_per_shard=1)
-    rows = []
-    for path in sorted((tmp_path / "out").glob("*.parquet")):
-        file = pq.ParquetFile(path)
-        assert {"input_ids", "seq_start_id", "loss_mask"} <= set(pq.read_schema(path).names)
-        for group in range(pq.read_metadata(path).num_row_groups):
-            table = file.read_row_group(group, columns=["input_ids", "seq_start_id", "loss_mask"])
-            rows += [{name: table.column(name)[row].as_py() for name in ROWS[0]} for row in range(table.num_rows)]
-    assert rows == ROWS
-    assert rows[0]["seq_start_id"] + [len(rows[0]["input_ids"])] == [0, 4, 7]
-
-
 @pytest.mark.parametrize("convention", ["megatron_bridge", "nemotron", "ms_swift", "megatron_lm"])
 def test_a_dataset_of_the_harness_is_not_imported_as_another_tools(tmp_path: Path, convention: str) -> None:
     write_packs(tmp_path / "ours", [PACKS[0]], format="jsonl", pack_size=8)
     with pytest.raises(FormatError, match="this dataset was written by the harness") as raised:
         import_dataset(tmp_path / "ours", tmp_path / "out", convention=convention)
     assert "harness convert" in raised.value.fix
-
-
-def test_a_single_file_of_a_dataset_of_the_harness_is_not_imported_either(tmp_path: Path) -> None:
     write_packs(tmp_path / "ours.parquet", [PACKS[0]], pack_size=8)
     with pytest.raises(FormatError, match="this dataset was written by the harness"):
         import_dataset(tmp_path / "ours.parquet", tmp_path / "out", convention="megatron_bridge")

@@ -394,8 +394,9 @@ def test_megatrons_own_indexed_files_under_our_names_are_not_an_incomplete_datas
     (tmp_path / "megatron").mkdir()
     for suffix in (".bin", ".idx"):
         (path / f"shard_000000{suffix}").rename(tmp_path / "megatron" / f"shard_000000{suffix}")
-    with pytest.raises(FormatError, match=r"shard_000000\.loss\.bin.* missing"):
-        open_dataset(tmp_path / "megatron")
+    for place in (tmp_path / "megatron", tmp_path / "megatron" / "shard_000000"):
+        with pytest.raises(FormatError, match=r"shard_000000\.loss\.bin.* missing"):
+            open_dataset(place)
 
 
 def test_a_dataset_of_a_single_file_opens_under_the_name_of_a_shard(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from harness.errors import ConfigError
 from harness.formats import Provenance, open_dataset
 from harness.formats.inspect import (
     TRAINED_STYLE,
-    find_datasets,
     find_tokenizer,
     inspect_dataset,
     length_histogram,
@@ -74,11 +73,6 @@ def test_a_summary_counts_packs_sequences_tokens_and_lengths(dataset):
         assert words in shown
 
 
-def test_a_prepared_folder_resolves_to_its_datasets(dataset):
-    assert find_datasets(str(dataset.parent)) == [str(dataset)]
-    assert find_datasets(str(dataset)) == [str(dataset)]
-
-
 def test_lengths_are_binned_by_powers_of_two():
     lengths = np.array([2, 3, 4, 7, 8, 1024, 1023], np.int64)
     histogram = length_histogram(lengths)
@@ -87,14 +81,11 @@ def test_lengths_are_binned_by_powers_of_two():
     assert sum(count for _, _, count in histogram) == 7
 
 
-def test_the_token_after_a_trained_position_is_marked():
+def test_the_token_after_a_trained_position_is_marked_and_control_characters_are_shown():
     # Position j of the mask trains the token after it.
     assert trained_parts(render_sequence(letters("abcdef", "001100"), Letters())) == "de"
     assert trained_parts(render_sequence(letters("ab", "00"), Letters())) == ""
     assert trained_parts(render_sequence(letters("abc", "110"), Letters())) == "bc"
-
-
-def test_control_characters_of_the_data_do_not_reach_the_terminal():
     text = render_sequence(letters("a\x1b[31m\n\x9bz", "000000000"), Letters())
     assert text.plain == "a\u241b[31m\n\ufffdz"
 
@@ -105,11 +96,6 @@ def test_a_pack_is_shown_sequence_by_sequence(dataset):
     assert "pack 0: 2 sequences, 6 tokens, 3 trained" in shown
     assert shown.index("Hi!") < shown.index("sequence 1: 3 tokens, 1 trained") < shown.index("Bye")
     assert "pack 1" in text_of(render_pack(reader, -1, Letters()))
-
-
-def test_a_missing_pack_is_an_error_with_the_valid_range(dataset):
-    with pytest.raises(ConfigError, match="there is no pack 2"):
-        render_pack(open_dataset(str(dataset)), 2, Letters())
 
 
 def test_the_tokenizer_beside_a_dataset_is_found_after_both_move(dataset, tmp_path):
@@ -124,8 +110,10 @@ def test_the_tokenizer_beside_a_dataset_is_found_after_both_move(dataset, tmp_pa
         tokenizer.decode([9999])
 
 
-def test_a_missing_tokenizer_is_an_error(dataset, tmp_path):
+def test_a_missing_tokenizer_and_a_missing_pack_are_errors(dataset, tmp_path):
     with pytest.raises(ConfigError, match="tokenizer file does not exist"):
         find_tokenizer(open_dataset(str(dataset)))
     with pytest.raises(ConfigError, match="tokenizer file does not exist"):
         find_tokenizer(open_dataset(str(dataset)), str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="there is no pack 2"):
+        render_pack(open_dataset(str(dataset)), 2, Letters())

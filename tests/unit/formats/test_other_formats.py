@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from contextlib import closing
 from pathlib import Path
@@ -56,11 +57,14 @@ def test_a_memmap_folder_of_another_tool_opens_with_any_manifest(tmp_path: Path,
     assert (reader.format, reader.pack_size, reader.manifest) == ("memmap", 6, None)
 
 
-def test_a_folder_of_memmap_shards_opens_in_natural_order(tmp_path: Path) -> None:
-    data = write(tmp_path / "data", "memmap", packs_per_shard=1)
+@pytest.mark.parametrize("format", ["memmap", "binidx", "parquet"])
+def test_a_folder_of_shards_of_other_names_opens_in_natural_order(tmp_path: Path, format: str) -> None:
+    data = write(tmp_path / "data", format, packs_per_shard=1)
+    shutil.rmtree(data / "index")
     (tmp_path / "bare").mkdir()
-    for number, name in ((0, "shard_2"), (1, "shard_10"), (2, "shard_11")):
-        (data / f"shard_{number:06d}").rename(tmp_path / "bare" / name)
+    for number, name in ((0, "x_2"), (1, "x_10"), (2, "x_11")):
+        for path in data.glob(f"shard_{number:06d}*"):
+            path.rename(tmp_path / "bare" / path.name.replace(f"shard_{number:06d}", name))
     assert list(open_dataset(tmp_path / "bare")) == PACKS
 
 
@@ -121,22 +125,6 @@ def test_a_bare_prefix_opens(tmp_path: Path, name: str) -> None:
     reader = open_dataset(data / name)
     assert list(reader) == PACKS
     assert reader.manifest is None
-
-
-def test_a_folder_of_prefixes_opens_in_natural_order(tmp_path: Path) -> None:
-    data = write(tmp_path / "data", "binidx", packs_per_shard=1)
-    (tmp_path / "bare").mkdir()
-    for number, name in ((0, "x_2"), (1, "x_10"), (2, "x_11")):
-        for path in data.glob(f"shard_{number:06d}.*"):
-            path.rename(tmp_path / "bare" / path.name.replace(f"shard_{number:06d}", name))
-    assert list(open_dataset(tmp_path / "bare")) == PACKS
-
-
-def test_an_indexed_dataset_without_masks_is_not_a_packed_dataset(tmp_path: Path) -> None:
-    data = write(tmp_path / "data", "binidx")
-    (data / "shard_000000.loss.bin").unlink()
-    with pytest.raises(FormatError, match=r"shard_000000\.loss\.bin missing"):
-        open_dataset(data / "shard_000000")
 
 
 def _index(count: int, documents: int, *, version: int = 1, code: int = 4, magic: bytes = b"MMIDIDX\0\0") -> bytes:

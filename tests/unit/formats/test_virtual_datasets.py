@@ -251,7 +251,12 @@ def test_a_failed_plan_leaves_nothing(tmp_path: Path, store: Path) -> None:
     assert open_dataset(tmp_path / "plan").pack_size == 16
 
 
-def test_a_store_without_its_manifest_and_a_shard_is_refused_as_incomplete(tmp_path: Path, store: Path) -> None:
+def test_a_plan_elsewhere_than_its_store_and_one_of_an_incomplete_store_are_refused(
+    tmp_path: Path, store: Path
+) -> None:
+    with pytest.raises(ConfigError, match="a plan in object storage requires its sequence store") as refused:
+        repack_store(str(store), "s3://bucket/plan", pack_size=8)
+    assert f"harness convert {store} s3://bucket/plan-store virtual" in refused.value.fix
     (store / "manifest.json").unlink()
     shutil.rmtree(store / "shard_000001")
     with pytest.raises(
@@ -259,24 +264,6 @@ def test_a_store_without_its_manifest_and_a_shard_is_refused_as_incomplete(tmp_p
     ) as caught:
         repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
     assert "--repair-manifest" in caught.value.fix
-
-
-def test_a_plan_in_object_storage_over_a_store_on_a_disk_is_refused_by_name(tmp_path: Path, store: Path) -> None:
-    with pytest.raises(ConfigError, match="a plan in object storage requires its sequence store") as refused:
-        repack_store(str(store), "s3://bucket/plan", pack_size=8)
-    assert f"harness convert {store} s3://bucket/plan-store virtual" in refused.value.fix
-
-
-def test_a_child_process_reads_with_its_own_files(tmp_path: Path, store: Path) -> None:
-    repack_store(str(store), str(tmp_path / "plan"), pack_size=8)
-    reader = open_dataset(tmp_path / "plan")
-    packs = list(reader)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if list(reader) == packs else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    reader.close()
-    assert list(reader) == packs
 
 
 def test_the_command_plans_again_and_inspect_finds_the_tokenizer(tmp_path: Path, store: Path) -> None:

@@ -23,7 +23,7 @@ def row_of(*sequences: tuple[list[int], list[int]], pad_to_multiple: int = 1) ->
 TWO = row_of(([5, 6, 7, 8], [0, 1, 1, 0]), ([3, 2, 9], [1, 0, 0]))
 
 
-def test_megatron_labels_are_the_tokens_after() -> None:
+def test_megatron_labels_are_the_tokens_after_and_those_of_huggingface_the_trained_tokens_themselves() -> None:
     row = MegatronRow.of(TWO)
 
     assert row["tokens"].tolist() == [[5, 6, 7, 3, 2]]
@@ -31,9 +31,6 @@ def test_megatron_labels_are_the_tokens_after() -> None:
     assert row["loss_mask"].tolist() == [[0, 1, 1, 1, 0]]
     assert row["cu_seqlens"].tolist() == [0, 3, 5]
     assert row["max_seqlen"] == 3
-
-
-def test_huggingface_labels_are_the_tokens_themselves_where_they_are_trained() -> None:
     row = HuggingFaceRow.of(TWO)
 
     assert row["input_ids"].tolist() == [[5, 6, 7, 8, 3, 2, 9]]
@@ -83,14 +80,11 @@ def test_a_key_of_the_other_dialect_is_an_error_that_names_both(kind: type[Row],
         copy.deepcopy(row).tensors()[key]
 
 
-def test_other_keys_are_missing_as_in_any_dict() -> None:
+def test_other_keys_are_missing_as_in_any_dict_and_other_dialects_are_refused() -> None:
     row = MegatronRow.of(TWO)
 
     assert row.get("token_type_ids", 7) == row.pop("token_type_ids", 7) == 7
     with pytest.raises(KeyError, match="token_type_ids"):
         row["token_type_ids"]
-
-
-def test_an_unknown_dialect_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="choose one of: megatron, huggingface"):
         require_dialect("megatorn")

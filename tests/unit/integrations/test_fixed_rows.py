@@ -46,12 +46,7 @@ def test_a_pack_is_a_row_and_the_end_of_an_epoch_is_filled_with_rows_that_train_
     assert int(last[0].tokens[0]) == 40
     assert [row.num_trained_tokens for row in last] == [6, 0, 0, 0]
     assert rows.state_dict()["epoch"] == 1
-
-
-def test_padding_at_the_end_of_a_row_alone_is_followed_by_an_empty_sequence(reader: PackReader) -> None:
-    padded = [next(rows_of(reader, dp_rank=rank, dp_size=2, pad_rows_to=8)) for rank in (0, 1)]
-    assert [row.cu_seqlens.tolist() for row in padded] == [[0, 1, 2, 2, 2], [0, 1, 3, 3, 3]]
-    assert [row.cu_seqlens_padded.tolist() for row in padded] == [[0, 1, 2, 8, 8], [0, 1, 3, 8, 8]]
+    assert len(list(rows_of(reader, one_epoch=True))) == 8
 
 
 def test_ranks_share_the_packs_of_a_step_and_run_as_many_microbatches(reader: PackReader) -> None:
@@ -59,6 +54,9 @@ def test_ranks_share_the_packs_of_a_step_and_run_as_many_microbatches(reader: Pa
 
     assert [first_tokens(rows, 2) for rows in ranks] == [[0, 20], [10, 30]]
     assert [[next(rows).num_trained_tokens for _ in range(2)] for rows in ranks] == [[6, 0], [0, 0]]
+    padded = [next(rows_of(reader, dp_rank=rank, dp_size=2, pad_rows_to=8)) for rank in (0, 1)]
+    assert [row.cu_seqlens.tolist() for row in padded] == [[0, 1, 2, 2, 2], [0, 1, 3, 3, 3]]
+    assert [row.cu_seqlens_padded.tolist() for row in padded] == [[0, 1, 2, 8, 8], [0, 1, 3, 8, 8]]
 
 
 def test_a_position_is_taken_between_steps_and_loaded_on_other_ranks(reader: PackReader) -> None:
@@ -77,11 +75,7 @@ def test_a_position_is_taken_between_steps_and_loaded_on_other_ranks(reader: Pac
     assert first_tokens(other, 2) == [10, 30]
 
 
-def test_one_epoch_ends(reader: PackReader) -> None:
-    assert len(list(rows_of(reader, one_epoch=True))) == 8
-
-
-def test_a_row_length_that_a_pack_exceeds_is_refused(reader: PackReader) -> None:
+def test_a_row_length_that_a_pack_exceeds_or_the_layout_cannot_cut_is_refused(reader: PackReader) -> None:
     with pytest.raises(ConfigError, match="pack 4 of the dataset takes 6 tokens, more than the 5 of a row") as caught:
         as_packed_rows(
             reader.pack_offsets, reader.sequence_lengths, RankLayout(), pad_rows_to=5, setting="training.seq_len"
@@ -89,9 +83,6 @@ def test_a_row_length_that_a_pack_exceeds_is_refused(reader: PackReader) -> None
 
     assert caught.value.where == "training.seq_len"
     assert "6 or more" in caught.value.fix
-
-
-def test_a_row_length_that_the_layout_cannot_cut_is_refused(reader: PackReader) -> None:
     with pytest.raises(ConfigError, match="is 10, not a multiple of 4"):
         as_packed_rows(
             reader.pack_offsets,

@@ -62,16 +62,13 @@ def numbered(*lengths: int) -> list[tuple[int, int]]:
     return list(enumerate(lengths))
 
 
-def test_rows_are_filled_in_order_and_context_parallel_ranks_share_them() -> None:
+def test_rows_are_filled_in_order_for_whole_groups_and_context_parallel_ranks_share_them() -> None:
     scheduler = DpBalancedScheduler(4, 2, 2, None)
 
     assert scheduler.get_groups_and_subsamples(numbered(5, 3, 6, 1, 8, 2)) == [
         [[0, 1], [0, 1], [2, 3], [2, 3]],
         [[4], [4], [5], [5]],
     ]
-
-
-def test_the_number_of_microbatches_is_a_multiple_of_the_group_of_virtual_stages() -> None:
     scheduler = DpBalancedScheduler(2, 1, 1, 4)
 
     assert scheduler.get_groups_and_subsamples(numbered(1, 1, 1, 1, 2)) == [[[0, 1]], [[2]], [[4]], [[3]]]
@@ -141,16 +138,13 @@ def test_an_item_that_is_no_sample_is_refused(one_rank: None, item: Any, problem
         wrap_data_iterator(iter([item]), config(), 1)
 
 
-def test_a_stream_ends_after_a_whole_global_batch_and_not_within_one(one_rank: None) -> None:
+def test_a_stream_ends_after_a_whole_global_batch_and_its_rows_with_it(one_rank: None) -> None:
     stream = iter([sample(1), sample(2), sample(3)])
     wrap_data_iterator(stream, config(), 2)
     with pytest.raises(LoaderError, match="ended after 1 of 2 microbatches"):
         wrap_data_iterator(stream, config(), 2)
     with pytest.raises(StopIteration):
         wrap_data_iterator(stream, config(), 2)
-
-
-def test_rows_beyond_those_of_the_global_batch_are_refused(one_rank: None) -> None:
     rows, count, *_ = wrap_data_iterator(iter([sample(1)]), config(), 1)
     assert count == 1
     get_batch_on_this_rank_for_sequence_packing(rows)
@@ -246,15 +240,12 @@ def test_a_configuration_without_its_scheduler_or_size_is_refused(
         wrap_data_iterator(iter([]), config(**changes), 1)
 
 
-def test_an_error_of_a_stream_that_is_not_of_this_project_is_raised_as_it_is(one_rank: None) -> None:
+def test_an_error_of_a_stream_is_raised_as_it_is_and_padding_that_does_not_fit_is_refused(one_rank: None) -> None:
     def stream() -> Iterator[Any]:
         yield sample(1)
         raise ValueError("a reader failed")
 
     with pytest.raises(ValueError, match="a reader failed"):
         wrap_data_iterator(stream(), config(), 2)
-
-
-def test_padding_that_does_not_fit_the_layout_is_refused() -> None:
     with pytest.raises(LoaderError, match="sample 1 of the global batch has a padded_seq_len of 6"):
         data_schedule._check_padding([(0, 8), (1, 6)], 4)

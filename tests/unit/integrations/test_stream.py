@@ -63,15 +63,12 @@ def test_a_stream_without_its_rank_is_refused_in_a_job_of_several(path: str, mon
     assert stream(path, layout=RankLayout(dp_size=2)).layout.dp_size == 2
 
 
-def test_one_epoch_ends_with_its_last_packs_and_the_next_follows(path: str) -> None:
+def test_one_epoch_ends_with_its_last_packs_and_an_iterator_that_was_left_is_refused(path: str) -> None:
     data = stream(path)
 
     assert [batch.pack_ids.shape[0] for batch in data.one_epoch()] == [4, 4, 2]
     assert [(batch.epoch, batch.step_in_epoch) for batch in data.one_epoch()] == [(1, 0), (1, 1), (1, 2)]
     assert data.num_steps_per_epoch == 3
-
-
-def test_an_iterator_that_was_left_for_another_is_refused(path: str) -> None:
     data = stream(path)
     left = iter(data)
     next(left)

@@ -152,14 +152,11 @@ def test_a_loader_that_accelerate_prepared_is_refused_by_name(path: str) -> None
     assert len(list(data)) == len(data)
 
 
-def test_a_path_is_taken_by_the_stream_alone(path: str) -> None:
+def test_a_path_is_taken_by_the_stream_alone_and_a_blend_without_end_has_no_length(path: str) -> None:
     assert len(StoredRows(Path(path), dialect="megatron")) == 10
     assert RankStream(Path(path), LoaderConfig()).num_steps_per_epoch == 2
     with pytest.raises(ConfigError, match="not a stream"):
         PackedDataset(path, dialect="megatron")  # type: ignore[arg-type]
-
-
-def test_a_blend_without_end_has_no_length(path: str) -> None:
     reader = open_dataset(path)
     blend = Blend(names=("a",), sizes=(10,), weights=(1.0,), epochs=(None,))
     data = PackedDataset(

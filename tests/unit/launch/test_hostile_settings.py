@@ -5,6 +5,7 @@ Each script is run by Bash in an empty folder of commands, where a function reco
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import tempfile
@@ -120,12 +121,20 @@ def check(name: str, text: str, make: Callable[[str], str], scripts: list[str], 
         assert not is_run or commands_of(script) == commands_of(plain)
 
 
+CASES = [
+    (kind, config, name)
+    for kind, config in {"job": JOB, "container": CLUSTER, "bare": BARE}.items()
+    for name in text_fields(config)
+]
+# The nightly run has all.
+SAMPLED = random.Random(0).sample(range(len(CASES)), len(CASES) // 3)
+
+
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        pytest.param(config, name, id=f"{kind}-{name}")
-        for kind, config in {"job": JOB, "container": CLUSTER, "bare": BARE}.items()
-        for name in text_fields(config)
+        pytest.param(config, name, id=f"{kind}-{name}", marks=[] if at in SAMPLED else [pytest.mark.nightly])
+        for at, (kind, config, name) in enumerate(CASES)
     ],
 )
 def test_a_text_of_any_setting_changes_neither_directives_nor_commands(config: Any, name: str) -> None:
@@ -172,11 +181,8 @@ def test_lines_that_would_take_those_after_them_are_refused(lines: list[str]) ->
         render(JOB, replace(CLUSTER, setup=lines))
 
 
-def test_lines_that_are_complete_together_are_kept_as_they_are() -> None:
+def test_complete_lines_are_kept_as_they_are_and_names_of_variables_are_checked() -> None:
     lines = ["if true; then", "  export A=\"a  'b'\"", "fi  # done", "shopt -s extglob; echo !(x)", "cat <<E\nE"]
     assert "\n".join(lines) in render(JOB, replace(CLUSTER, setup=lines))
-
-
-def test_names_of_variables_are_checked() -> None:
     with pytest.raises(ConfigError, match="is not a variable name"):
         replace(CLUSTER, env={"A;touch canary": "b"})

@@ -377,33 +377,27 @@ LINKS = PreflightConfig(min_node_gb_s=200, min_pair_gb_s=30, min_all_gb_s=30, mi
 FAST = {"node1 node2": 45.0, "node2 node3": 44.0, "node3 node1": 46.0}
 
 
-def test_links_and_processors_within_the_limits_pass():
+def test_links_and_processors_within_the_limits_pass_and_a_slower_gpu_is_named():
     faults, summary = judge_nodes(measured(FAST), NODES, LINKS)
     assert faults == []
     assert "all-reduce by nccl over 24 ranks in 1.0 s, 40 GB/s, 44 to 46 GB/s between two nodes" in summary
+    faults, _ = judge_nodes(measured(FAST, node3=420.0), NODES, LINKS)
+    assert [fault.node for fault in faults] == ["node3"]
+    assert "processor of rank 2: a matrix product reaches 420 TFLOP/s, 490 are required" in faults[0].what
 
 
-def test_a_node_whose_links_to_all_others_are_slow_is_named_and_left_out():
+def test_a_node_with_slow_links_is_named_and_left_out_and_a_rate_that_names_none_is_an_error_of_all():
     slow = {"node1 node2": 1.2, "node2 node3": 1.1, "node3 node1": 46.0}
     faults, _ = judge_nodes(measured(slow, rate=1.1), NODES, LINKS)
     assert faults[0].node == "node2"
     assert "links to other nodes: nccl all-reduces 1.1 GB/s with each, " in faults[0].what
     assert "NCCL_IB_HCA" in faults[0].fix
     assert list(culprits(faults, NODES)) == ["node2"]
-
-
-def test_a_rate_that_names_no_node_is_an_error_of_all():
     faults, _ = judge_nodes(measured(dict.fromkeys(FAST, 0.9), rate=0.0), NODES, LINKS)
     assert all("," in fault.node for fault in faults)
     assert "0.9 GB/s, 30 are required" in faults[0].what
     assert "over 24 ranks, 30 are required" in faults[-1].what
     assert culprits(faults, NODES) == {}
-
-
-def test_a_gpu_that_is_slower_than_the_others_is_named():
-    faults, _ = judge_nodes(measured(FAST, node3=420.0), NODES, LINKS)
-    assert [fault.node for fault in faults] == ["node3"]
-    assert "processor of rank 2: a matrix product reaches 420 TFLOP/s, 490 are required" in faults[0].what
 
 
 def test_a_job_goes_on_only_without_nodes_that_are_clearly_to_blame():

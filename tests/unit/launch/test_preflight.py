@@ -50,11 +50,17 @@ def lines(*nodes: str, **changed: dict) -> list[str]:
 LIMITS = PreflightConfig(min_shm_mib=1024, min_disk_gib=10, max_clock_offset_s=2)
 
 
-def test_healthy_nodes_are_summarized_in_one_line():
+def test_healthy_nodes_are_summarized_in_one_line_unless_the_code_of_their_image_differs():
     faults, summary = judge_nodes(lines("n1", "n2", "n3"), ["n1", "n2", "n3"], LIMITS, gpus=2)
     assert faults == []
     expected = "3 nodes, 2 GPUs each, python 3.12.3, torch 2.9.0, megatron-core 0.19.2, clocks within 1.0 ms"
     assert summary == expected
+    nodes = ["n1", "n2"]
+    assert judge_nodes(lines(*nodes), nodes, LIMITS, gpus=2, code="ab")[0] == []
+    faults, _ = judge_nodes(lines(*nodes), nodes, LIMITS, gpus=2, code="cd")
+    assert [fault.node for fault in faults] == nodes
+    assert "differ from those that submitted the job (cd)" in faults[0].what
+    assert "docker/build.sh" in faults[0].fix
 
 
 @pytest.mark.parametrize(
@@ -90,15 +96,6 @@ def test_the_one_node_that_differs_is_named_with_a_fix(check, facts, message):
     assert all(fault.fix for fault in faults)
 
 
-def test_an_image_whose_code_differs_from_the_folder_that_submits_is_reported():
-    nodes = ["n1", "n2"]
-    assert judge_nodes(lines(*nodes), nodes, LIMITS, gpus=2, code="ab")[0] == []
-    faults, _ = judge_nodes(lines(*nodes), nodes, LIMITS, gpus=2, code="cd")
-    assert [fault.node for fault in faults] == nodes
-    assert "differ from those that submitted the job (cd)" in faults[0].what
-    assert "docker/build.sh" in faults[0].fix
-
-
 def test_a_node_without_an_answer_is_named_first_and_nodes_that_waited_for_it_last():
     answers = [
         line("n1", "first node", error="no answer within 40 s", where="", fix="", late=True),
@@ -109,15 +106,12 @@ def test_a_node_without_an_answer_is_named_first_and_nodes_that_waited_for_it_la
     assert [fault.node for fault in faults] == ["n3", "n2", "n1"]
     assert str(faults[1]) == "n2: dataset /d: there is no dataset (/d)\n  fix:   copy it"
     assert faults[0].what == "no answer from the node"
-
-
-def test_every_error_of_the_ranks_of_one_node_is_reported():
     answers = [line("n1", "all-reduce", rank=rank, error="no GPU", where="", fix="x") for rank in (0, 1)]
     faults, _ = judge_nodes(answers, ["n1"], PreflightConfig())
     assert [fault.what for fault in faults] == ["rank 0, all-reduce: no GPU", "rank 1, all-reduce: no GPU"]
 
 
-def test_checks_run_side_by_side_and_each_reports_its_facts_or_its_error(capsys):
+def test_checks_run_side_by_side_and_each_reports_its_facts_its_error_or_that_it_hangs(capsys):
     both = threading.Barrier(2)
 
     def refuses():
@@ -133,9 +127,6 @@ def test_checks_run_side_by_side_and_each_reports_its_facts_or_its_error(capsys)
     assert answers["passes"] == {"node": "n1", "check": "passes", "facts": {"a": 1}}
     assert (answers["refuses"]["error"], answers["refuses"]["fix"]) == ("no", "yes")
     assert answers["fails"]["error"].startswith("ZeroDivisionError")
-
-
-def test_a_check_that_hangs_is_reported_at_the_timeout(capsys):
     run_checks({"hangs": threading.Event().wait}, node="n1", timeout_s=0.1)
     answer = json.loads(capsys.readouterr().out)
     assert (answer["error"], answer["late"]) == ("no answer within 0.1 s", True)
@@ -188,7 +179,7 @@ def test_an_address_that_cannot_be_the_first_nodes_is_refused_without_connecting
         check_rendezvous(address, free_port(), place(1, 2), timeout_s=20)
 
 
-def test_an_address_where_nothing_or_another_job_answers_is_refused():
+def test_an_address_where_nothing_or_another_job_answers_and_a_port_in_use_are_refused():
     own = socket.gethostname()
     with pytest.raises(HarnessError, match="does not answer at MASTER_ADDR"):
         check_rendezvous(own, free_port(), place(1, 2), timeout_s=0.3)
@@ -202,6 +193,8 @@ def test_an_address_where_nothing_or_another_job_answers_is_refused():
         check_rendezvous(own, port, place(1, 2), timeout_s=1)
     check_rendezvous(own, port, place(1, 2, "8.0"), timeout_s=60)
     first.join(300)
+    with socket.create_server(("", 0)) as server, pytest.raises(HarnessError, match="cannot listen on port"):
+        check_rendezvous("n1", server.getsockname()[1], place(0, 1), timeout_s=1)
 
 
 def wait_until_listening(address: str, port: int) -> None:
@@ -212,11 +205,6 @@ def wait_until_listening(address: str, port: int) -> None:
         except OSError:
             time.sleep(0.1)
     pytest.fail(f"nothing listens on port {port}")
-
-
-def test_a_port_that_is_in_use_is_reported():
-    with socket.create_server(("", 0)) as server, pytest.raises(HarnessError, match="cannot listen on port"):
-        check_rendezvous("n1", server.getsockname()[1], place(0, 1), timeout_s=1)
 
 
 def test_a_folder_that_the_nodes_do_not_share_is_reported(tmp_path):

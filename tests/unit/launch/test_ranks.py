@@ -58,6 +58,8 @@ def test_a_task_of_a_step_takes_its_rank_and_meets_the_others_at_the_first_node(
     step()
     become_rank_of_slurm()
     assert [os.environ[name] for name in RANK] == ["9", "16", "1", "gpu07", str(20000 + 424242 % 12000)]
+    step()
+    assert place_in_slurm() == NodePlace(node="gpu08", number=1, num_nodes=2, attempt="424242.2")
 
 
 @pytest.mark.parametrize("changed", [{"RANK": "3"}, {"SLURM_NTASKS": "1"}, {"SLURM_PROCID": None}])
@@ -66,11 +68,6 @@ def test_a_rank_of_a_launcher_and_a_single_task_are_left_alone(step, changed):
     become_rank_of_slurm()
     assert os.environ.get("RANK") == changed.get("RANK")
     assert "MASTER_ADDR" not in os.environ
-
-
-def test_a_node_knows_its_place_and_the_attempt(step):
-    step()
-    assert place_in_slurm() == NodePlace(node="gpu08", number=1, num_nodes=2, attempt="424242.2")
 
 
 # Two processors of four cores with two threads each, as the kernel numbers them.
@@ -99,6 +96,7 @@ def test_cores_are_read_by_numa_node_with_their_threads_side_by_side(system):
     assert read_cores(range(16), system) == CORES
     assert read_cores({0, 2, 8, 4}, system) == {0: [0, 8, 2], 1: [4]}
     assert read_cores({5, 3}, system / "none") == {0: [3, 5]}
+    assert cores_of_rank(2, 4, {0: [0, 1]}) == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -113,10 +111,6 @@ def test_cores_are_read_by_numa_node_with_their_threads_side_by_side(system):
 )
 def test_ranks_share_the_cores_of_the_numa_node_of_their_gpus(num_ranks, gpu_nodes, expected):
     assert [cores_of_rank(rank, num_ranks, CORES, gpu_nodes) for rank in range(num_ranks)] == expected
-
-
-def test_more_ranks_than_cores_share_all_of_them():
-    assert cores_of_rank(2, 4, {0: [0, 1]}) == {0, 1}
 
 
 def test_the_numa_node_of_each_gpu_is_found_by_its_bus(system, tmp_path, monkeypatch):

@@ -135,9 +135,6 @@ def test_a_job_takes_the_port_of_its_id_and_ids_that_share_it_take_others_while_
     assert 20000 <= taken < 32000
     assert taken not in others
     assert int(run_bash(PORT, SLURM_JOB_ID="424242").stdout) == taken
-
-
-def test_a_port_on_which_another_process_listens_is_skipped():
     free = int(run_bash(PORT, SLURM_JOB_ID="77").stdout)
     with socket.create_server(("127.0.0.1", free)):
         assert int(run_bash(PORT, SLURM_JOB_ID="77").stdout) != free

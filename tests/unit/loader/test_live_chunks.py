@@ -9,10 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from live_streams import Trained, long_chats, some_chats, some_packs, train, write_stream
 
 from harness.errors import FormatError, LoaderError
@@ -55,25 +52,12 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained_tokens(trained: Trained) -> Counter[tuple[int, ...]]:
-    """Return how often each sequence was trained, by its tokens and labels."""
-    found: Counter[tuple[int, ...]] = Counter()
-    for step in trained.steps:
-        for batch in step:
-            for row, ids in zip(batch.rows, batch.sequence_ids, strict=True):
-                bounds = row.cu_seqlens_padded.tolist()
-                for start, count in zip(bounds, np.diff(row.cu_seqlens).tolist(), strict=False):
-                    if ids.shape[0] and count:
-                        tokens = row.tokens[start : start + count].tolist()
-                        found[(*tokens, int(row.labels[start + count - 1]))] += 1
-    return found
-
-
 @pytest.mark.parametrize(("dp_size", "size"), [(1, 4), (2, 5), (3, 4), (4, 5)])
 def test_every_pack_is_trained_once_the_uneven_last_ones_too(packs: Path, dp_size: int, size: int) -> None:
-    expected = Counter(tuple(one.input_ids.tolist()) for pack in some_packs(sum(SIZES)) for one in pack.sequences())
+    expected = sorted(one.input_ids.tolist() for pack in some_packs(sum(SIZES)) for one in pack.sequences())
     trained = train(packs, dp_size=dp_size, size=size)
-    assert trained_tokens(trained) == expected
+    assert sorted(one.input_ids.tolist() for one in trained.stored.values()) == expected
+    assert len(trained.sequences) == len(expected)
     assert trained.log == [f"the stream ended: {sum(SIZES)} rows in {len(SIZES)} chunks"]
     for step in trained.steps:
         assert len({batch.num_microbatches for batch in step}) == 1
@@ -83,74 +67,14 @@ def test_every_pack_is_trained_once_the_uneven_last_ones_too(packs: Path, dp_siz
         )
 
 
-def test_the_log_names_every_chunk_and_the_rank_that_loads_it(packs: Path) -> None:
+def test_rank_r_reads_the_chunks_of_its_number_and_the_log_names_them(packs: Path) -> None:
     assert sorted(train(packs, dp_size=3).loaded) == sorted(
         f"Rank {chunk % 3}: Loaded chunk {chunk} ({count_of(size, 'sample')} from chunk_0000{chunk}.jsonl)"
         for chunk, size in enumerate(SIZES)
     )
-
-
-def test_rank_r_reads_the_chunks_of_its_number(packs: Path) -> None:
     for step in train(packs, dp_size=3, size=6).steps:
         for rank, batch in enumerate(step):
             assert {int(one) >> 40 for row in batch.sequence_ids for one in row} <= set(range(rank, 9, 3))
-
-
-@pytest.mark.parametrize("dp_size", [1, 2, 3])
-def test_conversations_are_packed_on_the_fly_and_each_is_trained_once(
-    chats: Path, tokenizer: ChatTokenizer, dp_size: int
-) -> None:
-    whole = train(chats, dp_size=1, size=3, tokenizer=tokenizer)
-    trained = train(chats, dp_size=dp_size, size=3, tokenizer=tokenizer)
-    assert trained_tokens(trained) == trained_tokens(whole)
-    assert trained_tokens(trained).total() == sum(SIZES)
-    assert max(len(row) for step in trained.steps for batch in step for row in batch.rows) <= 128
-
-
-@pytest.mark.parametrize("kind", ["packs", "chats", "divided"])
-def test_stopping_after_any_step_changes_nothing(
-    kind: str, tokenizer: ChatTokenizer, request: pytest.FixtureRequest
-) -> None:
-    folder = request.getfixturevalue(kind)
-    settings = {"over_long": "split", "pack_size": 64} if kind == "divided" else {}
-    whole = train(folder, dp_size=2, size=4, tokenizer=tokenizer, **settings)
-    for stop in range(1, len(whole.steps)):
-        rest = train(folder, dp_size=2, size=4, tokenizer=tokenizer, state=whole.state(stop - 1), **settings)
-        assert rest.digests == whole.digests[stop:]
-        assert rest.state() == whole.state()
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_over_any_stops_and_changes_of_ranks_every_row_is_trained_once(
-    data: st.DataObject, packs: Path, chats: Path, divided: Path, tokenizer: ChatTokenizer
-) -> None:
-    folder = data.draw(st.sampled_from([packs, chats, divided]))
-    settings = {"over_long": "split", "pack_size": 64} if folder == divided else {}
-    expected = trained_tokens(train(folder, tokenizer=tokenizer, **settings))
-    trained, state = Trained(), None
-    for _ in range(30):
-        steps = data.draw(st.integers(1, 4))
-        made = len(trained.steps)
-        train(
-            folder,
-            dp_size=data.draw(st.integers(1, 4)),
-            size=data.draw(st.integers(4, 7)),
-            steps=steps,
-            state=state,
-            tokenizer=tokenizer,
-            layout={"pad_to_multiple": data.draw(st.sampled_from([1, 4])), "group_size": data.draw(st.integers(1, 2))},
-            into=trained,
-            **settings,
-        )
-        if len(trained.steps) - made < steps:
-            break
-        state = trained.state()
-    assert trained_tokens(trained) == expected
-    position = LivePosition.from_json(trained.state().live)
-    assert (position.done_below, position.finished, position.open_packs) == (8, frozenset(), ())
-    assert (position.taken, position.begun) == ({}, {})
-    assert len(trained.sequences) == len(set(trained.sequences)) == expected.total()
 
 
 def test_sequences_of_one_conversation_are_trained_under_ids_of_their_own(
@@ -187,7 +111,7 @@ def test_a_late_chunk_is_awaited_and_the_wait_is_logged(tmp_path: Path) -> None:
     later = threading.Timer(2.6, lambda: write_stream(tmp_path, rows[4:], [4]))
     later.start()
     trained = train(tmp_path, dp_size=2, size=2)
-    assert trained_tokens(trained).total() == sum(pack.num_sequences for pack in rows)
+    assert len(trained.sequences) == sum(pack.num_sequences for pack in rows)
     waited, _, rest = trained.log[0].partition(" s for chunk_00001 of ")
     assert waited.startswith("data-parallel rank 1 has waited ")
     assert rest.startswith(f"{tmp_path}; its producer was last seen")
@@ -244,7 +168,7 @@ def test_chunks_of_other_producers_need_no_record(tmp_path: Path, tokenizer: Cha
     with LiveProducer(tmp_path) as producer:
         producer.end()
     trained = train(tmp_path, dp_size=2, size=2, tokenizer=tokenizer, require_ready=False)
-    assert trained_tokens(trained).total() == 18
+    assert len(trained.sequences) == 18
 
 
 def test_a_chunk_that_is_written_in_place_is_not_read_before_it_is_whole(
@@ -265,7 +189,7 @@ def test_a_chunk_that_is_written_in_place_is_not_read_before_it_is_whole(
     writing.start()
     trained = train(tmp_path, size=2, tokenizer=tokenizer, require_ready=False, settle_s=3600.0)
     writing.join()
-    assert trained_tokens(trained).total() == 12
+    assert len(trained.sequences) == 12
 
 
 def test_a_misnamed_chunk_is_pointed_at(tmp_path: Path) -> None:
@@ -305,7 +229,7 @@ def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, t
         train(tmp_path, tokenizer=tokenizer, require_ready=False)
     assert caught.value.where.endswith("chunk_00000.jsonl, line 2")
     trained = train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", size=1)
-    assert trained_tokens(trained).total() == 3
+    assert len(trained.sequences) == 3
     assert trained.log == ["the stream ended: 5 rows in 1 chunk; left out: 1 no_messages"]
     (tmp_path / "chunk_00000.jsonl").write_text(json.dumps({**some_chats(1)[0], "images": ["a.png"]}) + "\n")
     with pytest.raises(FormatError, match=r"invalid conversation \(media\)") as caught:

@@ -63,19 +63,12 @@ def test_records_describe_their_chunks_and_the_end_has_the_totals(tmp_path: Path
     assert open_dataset(tmp_path).read(list(range(7))) == packs
 
 
-@pytest.mark.parametrize("kind", ["chat", "packs"])
-def test_parquet_chunks_hold_the_same_rows(tmp_path: Path, kind: str) -> None:
-    rows = some_packs(5) if kind == "packs" else some_chats(5)
-    write_stream(tmp_path / "jsonl", rows, [5])
-    write_stream(tmp_path / "parquet", rows, [5], suffix=".parquet")
-    one = LiveChunk(tmp_path / "jsonl" / chunk_name(0), None)
-    other = LiveChunk(tmp_path / "parquet" / chunk_name(0, ".parquet"), None)
-    assert one.kind == other.kind == kind
-    for row in range(5):
-        if kind == "packs":
-            assert one.pack(row) == other.pack(row) == rows[row]
-        else:
-            assert one.conversation(row).as_record() == other.conversation(row).as_record() == rows[row]
+def test_parquet_chunks_hold_the_same_packs(tmp_path: Path) -> None:
+    packs = some_packs(5)
+    for suffix in (".jsonl", ".parquet"):
+        write_stream(tmp_path / suffix, packs, [5], suffix=suffix)
+        chunk = LiveChunk(tmp_path / suffix / chunk_name(0, suffix), None)
+        assert (chunk.kind, [chunk.pack(row) for row in range(5)]) == ("packs", packs)
 
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "unit": None}}}

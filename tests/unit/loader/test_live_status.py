@@ -33,15 +33,12 @@ def test_a_reader_may_wait_for_the_first_chunk(tmp_path):
     assert status.consumer != "none"
 
 
-def test_the_status_of_a_folder_without_a_stream_is_an_error(tmp_path, harness):
+def test_a_folder_without_a_stream_and_an_input_without_rows_are_errors(tmp_path, harness):
     code, _, err = harness("live", "status", tmp_path / "elsewhere")
     assert (code, "the folder does not exist" in err) == (2, True)
     (tmp_path / "notes.txt").write_text("not a chunk")
     code, _, err = harness("live", "status", tmp_path)
     assert (code, "contains no live stream" in err) == (2, True)
-
-
-def test_an_input_without_rows_does_not_end_a_stream_silently(tmp_path, harness):
     (tmp_path / "none.jsonl").write_text("\n")
     code, _, err = harness("live", "produce", tmp_path / "none.jsonl", tmp_path / "live")
     assert (code, "the input contains no rows" in err) == (2, True)

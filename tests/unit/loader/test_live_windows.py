@@ -1,4 +1,4 @@
-"""Windows of arrived sequences, and folders blended by weight: the same steps as stored data, each row once."""
+"""Balanced live steps, windows of sequences, folders blended by weight: the steps of stored data, each row once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live_streams import CAPACITY, Trained, long_chats, some_chats, some_packs, train, write_stream
+from small_packs import write_packs
 
-from harness.errors import ConfigError, LoaderError
-from harness.formats import open_dataset, open_writer
+from harness.errors import ConfigError, LoaderError, ScheduleError
+from harness.formats import open_dataset
 from harness.loader import LiveConfig, Loader, LoaderConfig, RankLayout
 from harness.loader.datasets import LiveSource
-from harness.loader.live.position import positions_from_json
+from harness.loader.live.position import LivePosition, positions_from_json
 from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.prep.tokenize.bpe import train_bpe
-from harness.records import Pack, SequenceView
+from harness.records import Pack
 from harness.schedule import ScheduleConfig
 
 SIZES = [5, 1, 7, 3, 4, 2, 6, 3]
@@ -45,59 +46,84 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = tmp_path_factory.mktemp("streams")
     for name, rows in (("packs", some_packs), ("chats", some_chats), ("divided", long_chats)):
         write_stream(made / name, rows(sum(SIZES), seed=7), SIZES)
-    return {name: made / name for name in ("packs", "chats", "divided")}
+    write_stream(made / "even", EVEN, [4] * 12)
+    return {name: made / name for name in SETTINGS}
 
 
-SETTINGS = {"packs": {}, "chats": {}, "divided": {"over_long": "split", "pack_size": 64}}
+EVEN = some_packs(48, seed=5)
+SETTINGS = {"packs": {}, "even": {}, "chats": {}, "divided": {"over_long": "split", "pack_size": 64}}
 
 
-def sequences_of(trained: Trained) -> dict[int, SequenceView]:
-    """Return the stored sequences that rows were made of, by id."""
-    found = {}
-    for step in trained.steps:
-        for batch in step:
-            for row, ids in zip(batch.rows, batch.sequence_ids, strict=True):
-                bounds = row.cu_seqlens_padded.tolist()
-                for id_, start, count in zip(ids.tolist(), bounds, np.diff(row.cu_seqlens).tolist(), strict=False):
-                    tokens, end = row.tokens[start : start + count], start + count - 1
-                    mask = row.loss_mask[start : start + count].astype(np.uint8)
-                    found[id_] = SequenceView(
-                        np.append(tokens, row.labels[end]).astype(np.int32), np.append(mask, 0).astype(np.uint8)
-                    )
-    return found
-
-
-@pytest.mark.parametrize(("kind", "dp_size", "layout"), [("packs", 2, {}), *(("divided", *one) for one in LAYOUTS)])
-def test_a_window_is_trained_as_the_global_batch_of_a_stored_dataset(
-    folders, tokenizer, tmp_path, kind, dp_size, layout
+@pytest.mark.parametrize(
+    ("kind", "window", "schedule", "dp_size", "layout"),
+    [
+        *(("even", None, "dp_balanced", *one) for one in LAYOUTS),
+        ("even", None, "cost_balanced", 3, {}),
+        ("even", None, "cost_balanced", 2, {"cp_size": 2, "pad_to_multiple": 4}),
+        ("packs", 12, "dp_balanced", 2, {}),
+        *(("divided", 12, "dp_balanced", *one) for one in LAYOUTS),
+    ],
+)
+def test_a_step_is_the_global_batch_of_a_stored_dataset(
+    folders, tokenizer, tmp_path, kind, window, schedule, dp_size, layout
 ):
-    options = {"schedule": "dp_balanced", "tokenizer": tokenizer, **SETTINGS[kind]}
-    trained = train(folders[kind], dp_size=dp_size, window=12, layout=layout, **options)
-    sizes = [len(step[0].pack_ids) for step in trained.steps]
-    assert set(sizes[:-1]) == {12}
-    assert [step[0].num_sequences for step in trained.steps] == sizes
-    stored = sequences_of(trained)
-    with open_writer(tmp_path / "stored", format="memmap", pack_size=128) as writer:
-        for step in trained.steps:
-            for id_ in step[0].pack_ids.tolist():
-                writer.append(Pack(stored[id_].input_ids, stored[id_].loss_mask, [0]))
+    """A window holds single sequences. Without one, twelve packs are a step on 1, 2, 3 and 4 ranks."""
+    options = {"schedule": schedule, "size": 12, "tokenizer": tokenizer, **SETTINGS[kind]}
+    trained = train(folders[kind], dp_size=dp_size, window=window, layout=layout, **options)
+    ids = [step[0].pack_ids.tolist() for step in trained.steps]
+    assert {len(of_step) for of_step in ids[:-1]} == {12}
+    if window is None:
+        packs = {id_: EVEN[(id_ >> 40) * 4 + (id_ >> 18 & (1 << 22) - 1)] for of_step in ids for id_ in of_step}
+        assert len(packs) == len(EVEN)
+    else:
+        assert [step[0].num_sequences for step in trained.steps] == list(map(len, ids))
+        packs = trained.stored
+        assert trained.sequences == train(folders[kind], tokenizer=tokenizer, **SETTINGS[kind]).sequences
+    write_packs(tmp_path / "stored", [packs[id_] for of_step in ids for id_ in of_step], format="memmap", pack_size=128)
     for rank in range(dp_size):
-        loader = Loader(
+        stored = Loader(
             open_dataset(tmp_path / "stored"),
             LoaderConfig(global_batch_size=12, shuffle=False, num_workers=0),
-            schedule=ScheduleConfig("dp_balanced", max_tokens_per_rank=CAPACITY // layout.get("cp_size", 1)),
+            schedule=ScheduleConfig(schedule, max_tokens_per_rank=CAPACITY // layout.get("cp_size", 1)),
             layout=RankLayout(dp_rank=rank, dp_size=dp_size, **layout),
             num_epochs=1,
         )
-        for mine, theirs in zip([step[rank] for step in trained.steps], loader, strict=True):
+        for mine, theirs in zip([step[rank] for step in trained.steps], stored, strict=True):
             assert mine.digest() == theirs.digest()
+            assert (mine.num_tokens, mine.num_sequences) == (theirs.num_tokens, theirs.num_sequences)
             assert mine.imbalance.rank_tokens.tolist() == theirs.imbalance.rank_tokens.tolist()
-    assert trained.sequences == train(folders[kind], tokenizer=tokenizer, **SETTINGS[kind]).sequences
+            assert mine.imbalance.cost_ratio == theirs.imbalance.cost_ratio
 
 
-@pytest.mark.parametrize("kind", ["packs", "divided"])
-def test_stopping_after_any_window_changes_nothing(folders, tokenizer, kind):
-    options = {"dp_size": 2, "window": 7, "schedule": "cost_balanced", "tokenizer": tokenizer, **SETTINGS[kind]}
+def test_a_step_balanced_by_cost_is_more_even_than_one_as_packed(folders):
+    packed, balanced = (
+        sum(step[0].imbalance.cost_ratio for step in train(folders["even"], dp_size=4, size=12, schedule=name).steps)
+        for name in ("as_packed", "cost_balanced")
+    )
+    assert balanced < packed
+
+
+def test_a_pack_over_a_row_is_divided_and_a_sequence_over_a_row_is_named(tmp_path):
+    starts = np.arange(0, 400, 100)
+    write_stream(tmp_path / "long", [Pack(np.arange(400), np.zeros(400), starts)] * 2, [1, 1])
+    assert len(train(tmp_path / "long", dp_size=2, size=2, schedule="dp_balanced").steps) == 1
+    with pytest.raises(ScheduleError, match="the pack has 396 tokens"):
+        train(tmp_path / "long", dp_size=2, size=2)
+    write_stream(tmp_path / "longer", [Pack(np.arange(400), np.zeros(400), [0])] * 2, [1, 1])
+    with pytest.raises(ScheduleError, match="a sequence of the pack has 399 tokens"):
+        train(tmp_path / "longer", dp_size=2, size=2, schedule="dp_balanced")
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "window", "schedule"),
+    [
+        *((kind, 4, None, "as_packed") for kind in ("packs", "chats", "divided")),
+        *((kind, 4, 7, "cost_balanced") for kind in ("packs", "divided")),
+    ],
+)
+def test_stopping_after_any_step_changes_nothing(folders, tokenizer, kind, size, window, schedule):
+    options = {"dp_size": 2, "size": size, "window": window, "schedule": schedule, "tokenizer": tokenizer}
+    options |= SETTINGS[kind]
     whole = train(folders[kind], **options)
     for stop in range(1, len(whole.steps)):
         rest = train(folders[kind], state=whole.state(stop - 1), **options)
@@ -105,30 +131,38 @@ def test_stopping_after_any_window_changes_nothing(folders, tokenizer, kind):
         assert rest.state() == whole.state()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_over_changes_between_packs_and_windows_and_of_ranks_every_sequence_is_trained_once(folders, tokenizer, data):
-    kind = data.draw(st.sampled_from(sorted(folders)))
-    expected = train(folders[kind], tokenizer=tokenizer, **SETTINGS[kind]).sequences
+def test_over_any_stops_and_changes_of_ranks_schedules_and_windows_every_sequence_is_trained_once(
+    folders, tokenizer, data
+):
+    kind = data.draw(st.sampled_from(["packs", "chats", "divided"]))
+    whole = train(folders[kind], tokenizer=tokenizer, **SETTINGS[kind])
     trained, state = Trained(), None
     for _ in range(40):
         steps, made = data.draw(st.integers(1, 4)), len(trained.steps)
+        schedule = data.draw(st.sampled_from(["as_packed", "dp_balanced", "cost_balanced"]))
         train(
             folders[kind],
             dp_size=data.draw(st.integers(1, 4)),
             size=data.draw(st.integers(4, 7)),
-            window=data.draw(st.sampled_from([None, 5, 8])),
-            schedule="dp_balanced",
+            window=None if schedule == "as_packed" else data.draw(st.sampled_from([None, 5, 8])),
+            schedule=schedule,
             steps=steps,
             state=state,
             tokenizer=tokenizer,
+            layout={"pad_to_multiple": data.draw(st.sampled_from([1, 4])), "group_size": data.draw(st.integers(1, 2))},
             into=trained,
             **SETTINGS[kind],
         )
         if len(trained.steps) - made < steps:
             break
         state = trained.state()
-    assert trained.sequences == expected
+    assert trained.sequences == whole.sequences
+    assert trained.stored == whole.stored
+    position = LivePosition.from_json(trained.state().live)
+    assert (position.done_below, position.finished, position.open_packs) == (8, frozenset(), ())
+    assert (position.taken, position.begun) == ({}, {})
 
 
 def shares_of(step, num_folders: int) -> list[int]:

@@ -95,10 +95,6 @@ def test_a_source_is_never_one_pack_ahead_of_its_share_nor_two_behind(weights, s
     assert behind.max() < (1 + 1e-9 if len(weights) == 2 else 2)
 
 
-def test_literal_draws_of_three_sources():
-    assert drawn(blend([5, 5, 5], [0.5, 0.3, 0.2]), 10).tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
-
-
 def packs_of(made, order, steps):
     packs = BlendOrder(order, made)
     return [(step.epoch, packs.packs(step).tolist()) for step in steps]
@@ -117,11 +113,12 @@ def test_each_source_goes_through_its_own_epochs_in_its_own_order():
     assert [sorted(seconds[start : start + 11]) for start in range(0, 77, 11)] == [list(range(11))] * 7
 
 
-def test_sources_of_one_length_are_shuffled_differently():
+def test_sources_of_one_length_are_shuffled_differently_and_drawn_by_their_weights():
     made = blend([40, 40], [1, 1])
     order = config(80)
     packs = BlendOrder(order, made).packs(next(made.steps(order, epoch=0, packs_consumed=0)))
     assert [pack for pack in packs if pack < 40] != [pack - 40 for pack in packs if pack >= 40]
+    assert drawn(blend([5, 5, 5], [0.5, 0.3, 0.2]), 10).tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
 
 
 def test_without_weights_an_epoch_holds_each_source_its_epochs():

@@ -28,6 +28,8 @@ def test_the_order_of_a_seed_and_epoch_never_changes() -> None:
     order = config(12, seed=1234, block=3, window=2)
     assert EpochOrder(order, 12, 0).packs(0, 12).tolist() == [1, 2, 10, 11, 0, 9, 7, 8, 3, 5, 6, 4]
     assert EpochOrder(order, 12, 1).packs(0, 12).tolist() == [5, 10, 3, 11, 4, 9, 2, 8, 7, 1, 0, 6]
+    found = [shuffle_in_windows(8, 8, seed, epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert found == [[1, 0, 2, 7, 6, 5, 3, 4], [5, 2, 7, 0, 3, 1, 6, 4], [7, 0, 3, 1, 4, 6, 2, 5]]
 
 
 @settings(deadline=None, max_examples=200)
@@ -68,11 +70,6 @@ def test_a_shuffle_in_windows_moves_numbers_within_them_alone(count: int, window
     assert sorted(shuffled.tolist()) == list(range(count))
 
 
-def test_the_shuffle_in_windows_of_a_seed_and_epoch_never_changes() -> None:
-    found = [shuffle_in_windows(8, 8, seed, epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
-    assert found == [[1, 0, 2, 7, 6, 5, 3, 4], [5, 2, 7, 0, 3, 1, 6, 4], [7, 0, 3, 1, 4, 6, 2, 5]]
-
-
 def test_packs_stay_within_their_window_of_blocks() -> None:
     order = EpochOrder(config(block=10, window=3), 300, 0)
     seen = []
@@ -83,7 +80,7 @@ def test_packs_stay_within_their_window_of_blocks() -> None:
     assert sorted(seen) == list(range(30))
 
 
-def test_epochs_and_seeds_differ_and_blocks_are_mixed() -> None:
+def test_epochs_seeds_and_sources_of_a_blend_differ_and_blocks_are_mixed() -> None:
     orders = [
         EpochOrder(config(seed=seed, block=4, window=8), 1000, epoch).packs(0, 1000).tolist()
         for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))
@@ -92,22 +89,16 @@ def test_epochs_and_seeds_differ_and_blocks_are_mixed() -> None:
     # Neighbours stay neighbours about once in a window of 32, not in every block.
     steps = np.diff(np.asarray(orders[0]))
     assert np.count_nonzero(steps == 1) < 100
-
-
-def test_the_sources_of_a_blend_have_seeds_of_their_own_but_for_the_first() -> None:
     assert derive_seed(7, 0) == 7
     assert len({derive_seed(seed, source) for seed in (7, 8) for source in range(5)}) == 10
 
 
-def test_an_order_knows_its_epoch() -> None:
+def test_without_shuffle_packs_come_as_stored_and_an_order_knows_its_epoch() -> None:
+    assert EpochOrder(config(4, shuffle=False), 10, 5).packs(8, 10).tolist() == [8, 9]
     assert [EpochOrder(config(shuffle=shuffle), 10, 3).epoch for shuffle in (True, False)] == [3, 3]
 
 
-def test_without_shuffle_packs_come_as_stored() -> None:
-    assert EpochOrder(config(4, shuffle=False), 10, 5).packs(8, 10).tolist() == [8, 9]
-
-
-def test_the_ragged_end_is_kept_unless_dropped() -> None:
+def test_the_ragged_end_is_kept_unless_dropped_and_steps_go_on_from_any_position() -> None:
     assert steps_per_epoch(config(4), 10) == 3
     assert steps_per_epoch(config(4, drop_last=True), 10) == 2
     kept = list(itertools.islice(Blend.of_one(10).steps(config(4), epoch=0, packs_consumed=0), 4))
@@ -119,6 +110,12 @@ def test_the_ragged_end_is_kept_unless_dropped() -> None:
     ]
     dropped = list(itertools.islice(Blend.of_one(10).steps(config(4, drop_last=True), epoch=0, packs_consumed=0), 3))
     assert [(step.epoch, step.start, step.stop) for step in dropped] == [(0, 0, 4), (0, 4, 8), (1, 0, 4)]
+    steps = itertools.islice(Blend.of_one(10).steps(config(4), epoch=2, packs_consumed=3), 3)
+    assert [(step.epoch, step.index, step.start, step.stop) for step in steps] == [
+        (2, 1, 3, 7),
+        (2, 2, 7, 10),
+        (3, 0, 0, 4),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -152,21 +149,9 @@ def test_steps_in_epochs_count_the_ragged_batch_as_what_it_holds() -> None:
     assert epochs_after(config(4), 4, 3, epoch=0, packs_consumed=0) == 3
 
 
-def test_steps_go_on_from_any_position() -> None:
-    steps = itertools.islice(Blend.of_one(10).steps(config(4), epoch=2, packs_consumed=3), 3)
-    assert [(step.epoch, step.index, step.start, step.stop) for step in steps] == [
-        (2, 1, 3, 7),
-        (2, 2, 7, 10),
-        (3, 0, 0, 4),
-    ]
-
-
-def test_a_dataset_that_never_fills_a_dropped_batch_is_refused() -> None:
+def test_a_dataset_that_never_fills_a_dropped_batch_and_settings_below_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 packs cannot fill a global batch of 4"):
         next(Blend.of_one(3).steps(config(4, drop_last=True), epoch=0, packs_consumed=0))
-
-
-def test_settings_below_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="window_blocks is 0"):
         config(window=0)
 

@@ -8,10 +8,12 @@ from harness.loader import LoaderState
 START = LoaderState(seed=7, fingerprint="aaaa", order="stored")
 
 
-def test_a_state_survives_json() -> None:
+def test_a_state_survives_json_and_one_saved_without_a_tokenizer_still_resumes() -> None:
     state = LoaderState(seed=7, epoch=2, packs_consumed=31, fingerprint="aaaa", order="stored")
     assert LoaderState.from_json(state.to_json()) == state
     assert LoaderState.from_json(START.to_json()) == START
+    text = '{"seed": 7, "epoch": 1, "packs_consumed": 3, "fingerprint": "aaaa", "order": "stored"}'
+    assert LoaderState.from_json(text) == LoaderState(7, 1, 3, "aaaa", "stored")
 
 
 @pytest.mark.parametrize(
@@ -33,16 +35,13 @@ def test_anything_else_is_refused(text: str) -> None:
     assert (caught.value.where, caught.value.fix) == ("the loader state", "resume from another checkpoint")
 
 
-def test_the_end_of_an_epoch_begins_the_next() -> None:
+def test_the_end_of_an_epoch_begins_the_next_and_a_run_resumes_where_it_stopped() -> None:
     state = START.advance(6, of=10)
     assert (state.epoch, state.packs_consumed) == (0, 6)
     state = state.advance(4, of=10)
     assert (state.epoch, state.packs_consumed) == (1, 0)
     with pytest.raises(LoaderError, match="11 packs of an epoch were read, but it has 10"):
         state.advance(11, of=10)
-
-
-def test_a_run_resumes_where_it_stopped() -> None:
     for state in (START.advance(6, of=10), LoaderState(7, 2, 9, "aaaa", "stored")):
         assert state.resumed(START, num_packs=10) == state.resumed(START, num_packs=None) == state
 
@@ -71,11 +70,6 @@ def test_another_tokenizer_is_refused_where_both_are_known() -> None:
         LoaderState(seed=7, fingerprint="aaaa", order="stored", tokenizer="t1").resumed(now, num_packs=10)
     assert START.resumed(now, num_packs=10) == now
     assert now.resumed(START, num_packs=10) == now
-
-
-def test_a_state_saved_without_a_tokenizer_still_resumes() -> None:
-    text = '{"seed": 7, "epoch": 1, "packs_consumed": 3, "fingerprint": "aaaa", "order": "stored"}'
-    assert LoaderState.from_json(text) == LoaderState(7, 1, 3, "aaaa", "stored")
 
 
 @pytest.mark.parametrize("name", ["epoch", "packs_consumed"])

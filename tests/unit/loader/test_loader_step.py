@@ -174,16 +174,13 @@ def test_ranks_without_sequences_train_rows_of_zero_loss() -> None:
     assert made.num_tokens == 4
 
 
-def test_the_state_after_a_batch_is_where_the_next_begins() -> None:
+def test_the_state_after_a_batch_is_where_the_next_begins_and_groups_of_microbatches_are_filled() -> None:
     data = source(11)
     made = batch(data, BatchRange(epoch=2, index=1, start=4, stop=8))
     assert (made.state.epoch, made.state.packs_consumed) == (2, 8)
     assert (made.epoch, made.step_in_epoch) == (2, 1)
     made = batch(data, BatchRange(epoch=2, index=2, start=8, stop=11))
     assert (made.state.epoch, made.state.packs_consumed) == (3, 0)
-
-
-def test_groups_of_microbatches_are_filled() -> None:
     assert batch(source(), BatchRange(0, 0, 0, 1), group_size=4).num_microbatches == 4
 
 
@@ -212,13 +209,10 @@ def test_a_pack_over_capacity_is_refused_as_packed() -> None:
         reader(MemorySource([pack(17, 17), pack(4, 31)]), "as_packed", capacity=32).check()
 
 
-def test_rows_of_context_parallel_ranks_hold_as_many_times_the_tokens_and_are_measured_by_them() -> None:
+def test_rows_are_measured_by_the_tokens_of_their_ranks_and_sequences_placed_by_their_cost() -> None:
     made = reader(MemorySource([pack(50)]), capacity=26, cp_size=2, pad_to_multiple=4)
     _, _, placed, imbalance = made.plan(BatchRange(0, 0, 0, 1))
     assert (placed.num_microbatches, imbalance.fill) == (1, 1.0)
-
-
-def test_sequences_are_placed_and_measured_by_their_cost() -> None:
     # 8 tokens in one sequence cost as much as four sequences of 4.
     made = BatchReader(
         MemorySource([pack(9, 5, 5, 5, 5)]),
@@ -256,7 +250,19 @@ def test_a_message_of_model_tokens_is_laid_out_as_it_is() -> None:
     assert (row.tokens.tolist(), row.labels.tolist(), row.position_ids.tolist()) == ([0, 1, 2], [10, 11, 12], [0, 1, 0])
 
 
-def test_a_source_that_returns_another_number_of_packs_is_noticed() -> None:
+def test_a_sequence_of_one_token_and_a_rank_that_does_not_exist_are_refused_by_name() -> None:
+    with pytest.raises(ScheduleError, match="sequence 1 of the dataset has 0 model tokens"):
+        reader(MemorySource([pack(5, 1, 3)])).check()
+    with pytest.raises(LoaderError, match="rank 2 is out of range for size 2"):
+        RankLayout(dp_rank=2, dp_size=2)
+
+
+def test_packs_other_than_the_index_says_are_refused() -> None:
+    data = MemorySource([pack(5, 9), pack(4)])
+    data.packs[0] = pack(6, 8)
+    with pytest.raises(LoaderError, match=r"pack 0 holds 2 sequences of 14 tokens, but 2 of 14 in its dataset's index"):
+        batch(data, BatchRange(0, 0, 0, 2))
+
     class Repeating(MemorySource):
         def read(self, indices: list[int]) -> list[Pack]:
             return super().read([*indices, indices[-1]])
@@ -265,24 +271,7 @@ def test_a_source_that_returns_another_number_of_packs_is_noticed() -> None:
         batch(Repeating([pack(5), pack(4)]), BatchRange(0, 0, 0, 2))
 
 
-def test_a_sequence_of_one_token_is_refused_by_name() -> None:
-    with pytest.raises(ScheduleError, match="sequence 1 of the dataset has 0 model tokens"):
-        reader(MemorySource([pack(5, 1, 3)])).check()
-
-
-def test_a_pack_that_is_not_what_the_index_says_is_refused() -> None:
-    data = MemorySource([pack(5, 9), pack(4)])
-    data.packs[0] = pack(6, 8)
-    with pytest.raises(LoaderError, match=r"pack 0 holds 2 sequences of 14 tokens, but 2 of 14 in its dataset's index"):
-        batch(data, BatchRange(0, 0, 0, 2))
-
-
-def test_a_rank_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(LoaderError, match="rank 2 is out of range for size 2"):
-        RankLayout(dp_rank=2, dp_size=2)
-
-
-def test_a_reader_reads_the_same_after_pickling() -> None:
+def test_a_reader_reads_the_same_after_pickling_and_in_epochs_back_and_forth() -> None:
     data = source()
     made = reader(data, dp_rank=1, dp_size=2)
     step = BatchRange(0, 1, 4, 8)
@@ -290,9 +279,6 @@ def test_a_reader_reads_the_same_after_pickling() -> None:
     after = pickle.loads(pickle.dumps(made)).read(step)
     assert before.tokens["input_ids"].tolist() == after.tokens["input_ids"].tolist()
     assert [row.tolist() for row in before.sequence_ids] == [row.tolist() for row in after.sequence_ids]
-
-
-def test_a_reader_goes_from_one_epoch_to_the_next_and_back() -> None:
     made = reader(source(11))
     for epoch in (0, 1, 0):
         expected = EpochOrder(LoaderConfig(seed=3, block_packs=2, window_blocks=2), 11, epoch).packs(4, 8)

@@ -247,12 +247,10 @@ def test_an_option_that_megatron_core_has_not_is_refused_by_name() -> None:
     assert refused.value.where == "data.warp_speed"
 
 
-def test_the_bench_of_many_sources_gives_its_figures(tmp_path: Path) -> None:
+def test_blocks_of_documents_read_fewer_pages_than_megatrons_order(tmp_path: Path) -> None:
     with Workspace(tmp_path) as workspace:
         bench = PEERS["corpus"]
-        report = bench.measure(bench.sizes(quick=True, packs=3, rounds=1), workspace, lambda line: None)
-    assert report.figure("indices built for the first time").value > 0
-    assert report.figure("all fast options").of == ("indices found", "and defer_npy_index_mmap")
+        report = bench.measure(bench.sizes(quick=True), workspace, lambda line: None)
     assert report.figure("pages read, Megatron's order to blocks").value > 5
 
 

@@ -78,9 +78,6 @@ def test_the_same_layout_has_no_tolerance_on_a_cpu_and_a_default_one_on_a_gpu() 
     assert "atomically" in on_device(IDENTICAL, "cuda").reason
     assert on_device(Tolerances(), "cuda") == on_device(IDENTICAL, "cuda")
     assert on_device(Tolerances(1e-9), "cuda") == Tolerances(1e-9)
-
-
-def test_several_ranks_have_the_tolerance_of_layouts_on_losses_and_none_on_data() -> None:
     found = [step(1), step(2), step(3, loss=4.0 * (1 + 3.5e-8))]
     across = on_device(IDENTICAL, "cpu", num_ranks=2)
     assert messages_of(found, across) == []

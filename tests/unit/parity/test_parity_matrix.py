@@ -28,13 +28,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("matrix") / "data")
 
 
-def test_the_default_compares_every_format_with_legacy_npy() -> None:
+def test_the_default_compares_every_format_with_legacy_npy_and_the_device_is_that_of_the_runs() -> None:
     made = config()
     assert made.checks == ["formats"]
     assert made.formats[0] == "1 format=npy"
     assert sorted(made.formats) == sorted(f"1 format={name}" for name in FORMATS)
     persistent = [case for case in made.workers if "num_workers=4 loader.persistent_workers=true" in case]
     assert {parse_case(case).value_of("format") for case in persistent} == set(FORMATS)
+    assert device_of(config()) == "cpu"
+    assert device_of(config("device=cuda")) == "cuda"
+    assert device_of(config('sft_more=["trainer.device=cpu", "trainer.device=cuda"]')) == "cuda"
+    with pytest.raises(ConfigError, match="device is auto"):
+        device_of(config('sft_more=["trainer.device=auto"]'))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,7 @@ def test_a_meaningless_matrix_is_refused(overrides, what) -> None:
         config(*overrides)
 
 
-def test_cells_use_the_named_datasets_and_versions(tmp_path) -> None:
+def test_cells_use_the_named_datasets_and_versions_and_isolation_is_checked_on_each_layout_by_itself(tmp_path) -> None:
     made = config(
         "check=formats+versions", 'versions=["new=/opt/python"]', 'datasets=["parquet=/data/mine"]', "steps=3"
     )
@@ -73,17 +78,6 @@ def test_cells_use_the_named_datasets_and_versions(tmp_path) -> None:
     assert [(cell.name, cell.status) for cell in left_out] == [("versions", "skipped")]
     with pytest.raises(ConfigError, match="format 'csv' does not exist"):
         plan(config('formats=["1 format=npy", "1 format=csv"]'), source, tmp_path, "cpu")
-
-
-def test_the_device_is_that_of_the_runs_and_may_not_be_auto() -> None:
-    assert device_of(config()) == "cpu"
-    assert device_of(config("device=cuda")) == "cuda"
-    assert device_of(config('sft_more=["trainer.device=cpu", "trainer.device=cuda"]')) == "cuda"
-    with pytest.raises(ConfigError, match="device is auto"):
-        device_of(config('sft_more=["trainer.device=auto"]'))
-
-
-def test_isolation_is_checked_on_each_layout_by_itself(tmp_path) -> None:
     cells, _ = plan(config("check=isolation", "max_ranks=2"), tmp_path, tmp_path, "cpu")
     assert {cell.case.ranks for cell in cells} == {1, 2}
     assert {cell.reference for cell in cells} == {None}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,10 +100,3 @@ def test_a_config_that_cannot_be_read_is_an_error(harness, tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     code, _, error = harness("models", tmp_path)
     assert (code, "Traceback" in error, "fix:" in error) == (2, False, True)
-
-
-def test_models_are_listed_and_read_without_torch(tmp_path):
-    program = "import sys; sys.modules['torch'] = sys.modules['megatron'] = None; from harness.cli import main; main()"
-    for arguments in ([], [str(folder_of(tmp_path, "llama3_8b"))]):
-        done = subprocess.run([sys.executable, "-c", program, "models", *arguments], capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr

@@ -26,6 +26,8 @@ def test_chats_that_a_rank_holds_need_no_context_parallelism() -> None:
     assert list(found) == ["1", "2", "4", "dynamic_context"]
     assert found["dynamic_context"] == pytest.approx(found["1"])
     assert found["1"] < found["2"] < found["4"]
+    config = compose_config("sft", SftConfig, ["schedule=dynamic_context", "model.dtype=float32"])
+    assert config.on("cuda").model.attention == "torch"
 
 
 @pytest.mark.parametrize(
@@ -43,8 +45,3 @@ def test_settings_that_rows_of_several_ranks_do_not_have_are_refused(settings: l
     config = compose_config("sft", SftConfig, ["schedule=dynamic_context", "model.vocab_size=300", *settings])
     with pytest.raises(ConfigError, match=message):
         config.check(4)
-
-
-def test_float32_on_a_gpu_has_attention_that_divides_sequences() -> None:
-    config = compose_config("sft", SftConfig, ["schedule=dynamic_context", "model.dtype=float32"])
-    assert config.on("cuda").model.attention == "torch"

@@ -88,20 +88,6 @@ def test_rows_of_one_length_that_only_a_gpu_has_by_default_are_refused_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"family": "qwen3_moe", "num_experts": 4, "expert_ffn_hidden_size": 32}, "num_experts is 4: CUDA graphs"),
-        ({"fp8": "tensorwise"}, "fp8 is tensorwise: CUDA graphs do not support FP8"),
-    ],
-)
-def test_models_that_no_graph_is_captured_of_are_refused(changes, message) -> None:
-    model = ModelConfig(hidden_size=512, ffn_hidden_size=1024, **changes)
-    model.check(ParallelConfig(static_rows=True))
-    with pytest.raises(ConfigError, match=message):
-        model.check(ParallelConfig(static_rows=True, cuda_graphs=True))
-
-
-@pytest.mark.parametrize(
     ("model", "trainer", "message"),
     [
         ({"lora_rank": 4}, {}, "lora_rank is 4: LoRA adapters"),
@@ -124,12 +110,15 @@ def test_runs_whose_exchanges_cannot_overlap_with_products_are_refused(model, tr
         check()
 
 
-def test_ranks_that_cannot_hold_whole_models_are_refused_with_the_arithmetic() -> None:
+def test_ranks_that_cannot_hold_whole_models_are_refused_and_the_smallest_batch_that_fits_is_not() -> None:
     with pytest.raises(
         ConfigError, match=r"6 ranks cannot hold whole copies of a model on 4 ranks \(tensor 2 x pipeline 2"
     ):
         ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2).dp_size(6)
     assert ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2).dp_size(8) == 2
+    layout = ParallelConfig(context_parallel_size=2, tensor_parallel_size=8, sequence_parallel=True)
+    layout.check(32, global_batch_size=2, max_tokens_per_rank=1000)
+    ParallelConfig().check(1, global_batch_size=1, max_tokens_per_rank=1)
 
 
 @pytest.mark.parametrize(
@@ -160,72 +149,59 @@ def test_ranks_and_rows_that_do_not_fit_a_layout_are_refused_with_the_arithmetic
         ParallelConfig(**parallel).check(ranks, global_batch_size=packs, max_tokens_per_rank=tokens)
 
 
-def test_the_smallest_batch_and_rows_that_fit_a_layout_are_accepted() -> None:
-    layout = ParallelConfig(context_parallel_size=2, tensor_parallel_size=8, sequence_parallel=True)
-    layout.check(32, global_batch_size=2, max_tokens_per_rank=1000)
-    ParallelConfig().check(1, global_batch_size=1, max_tokens_per_rank=1)
+LATENT = {"family": "deepseek_v3", "kv_lora_rank": 8, "num_attention_heads": 4, "num_query_groups": 4}
+LATENT_EXPERTS = {**LATENT, "num_experts": 4}
+GRAPHS = {"static_rows": True, "cuda_graphs": True}
+CUT = {"tensor_parallel_size": 2, "sequence_parallel": True}
+CUT_EXPERTS = {**CUT, "expert_tensor_parallel_size": 2}
+INTERLEAVED = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
     ("model", "parallel", "message"),
     [
-        (
-            {"num_attention_heads": 4, "num_query_groups": 2},
-            {"tensor_parallel_size": 4},
-            "num_query_groups 2 is not a multiple",
-        ),
+        ({"num_query_groups": 2}, {"tensor_parallel_size": 4}, "num_query_groups 2 is not a multiple"),
         ({"num_layers": 4}, {"pipeline_parallel_size": 3}, "4 layers cannot be cut into 3"),
+        ({"num_layers": 6}, INTERLEAVED, "6 layers cannot be cut into 4"),
         (
-            {"num_layers": 6},
-            {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2},
-            "6 layers cannot be cut into 4",
+            {"num_attention_heads": 6, "num_query_groups": 3, "hidden_size": 96},
+            {"tensor_parallel_size": 3},
+            "3 tensor-parallel ranks",
         ),
-    ],
-)
-def test_a_model_that_a_layout_cannot_divide_is_refused(model, parallel, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ModelConfig(**model).check(ParallelConfig(**parallel))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size 100 is not a multiple of num_attention_heads 3"),
-        (
-            {"num_attention_heads": 4, "num_query_groups": 3},
-            "num_attention_heads 4 is not a multiple of",
-        ),
-        ({"dtype": "float8"}, "'float8' is not known"),
-        ({"attention": "xformers"}, "'xformers' is not known"),
-        ({"num_layers": 0}, "num_layers is 0"),
-    ],
-)
-def test_a_model_that_cannot_exist_is_refused(settings, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ModelConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("model", "parallel", "message"),
-    [
         ({"num_experts": 6}, {"expert_parallel_size": 4}, "num_experts 6 is not a multiple of expert_parallel_size 4"),
         ({}, {"expert_parallel_size": 2}, "the model has no experts to divide"),
         (
             {"num_experts": 4, "expert_ffn_hidden_size": 33},
-            {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2},
+            CUT_EXPERTS,
             "expert_ffn_hidden_size 33 is not a multiple of expert_tensor_parallel_size 2",
         ),
         (
             {"num_experts": 4, "shared_ffn_hidden_size": 33},
-            {"tensor_parallel_size": 2, "sequence_parallel": True},
+            CUT,
             "shared_ffn_hidden_size 33 is not a multiple of tensor_parallel_size 2",
         ),
         ({"num_experts": 4}, {"tensor_parallel_size": 2}, "only with sequence parallelism"),
+        (LATENT_EXPERTS, {"tensor_parallel_size": 2}, "latent attention on 2 tensor-parallel ranks only with sequence"),
+        (
+            {**LATENT_EXPERTS, "qk_rope_head_dim": 6},
+            {"tensor_parallel_size": 4, "sequence_parallel": True},
+            "the 14 outputs of linear_kv_down_proj are not a multiple of",
+        ),
+        ({"num_experts": 4, "lora_rank": 2}, CUT_EXPERTS, "experts with adapters cannot be cut into 2 parts"),
+        (
+            {"family": "gpt_oss", "sliding_window": 8, "num_experts": 4},
+            CUT_EXPERTS,
+            "experts with biases cannot be cut into 2 parts",
+        ),
+        ({"num_experts": 4, "expert_ffn_hidden_size": 32}, GRAPHS, "num_experts is 4: CUDA graphs"),
+        ({"fp8": "tensorwise"}, GRAPHS, "fp8 is tensorwise: CUDA graphs do not support FP8"),
     ],
 )
-def test_experts_that_a_layout_cannot_divide_are_refused(model, parallel, message) -> None:
+def test_a_model_that_a_layout_cannot_divide_or_capture_is_refused(model, parallel, message) -> None:
+    made = ModelConfig(**{"hidden_size": 512, "ffn_hidden_size": 768, "num_attention_heads": 4, **model})
+    made.check(ParallelConfig())
     with pytest.raises(ConfigError, match=message):
-        ModelConfig(**model).check(ParallelConfig(**parallel))
+        made.check(ParallelConfig(**parallel))
 
 
 def test_ranks_that_cannot_hold_whole_experts_are_refused_with_the_arithmetic() -> None:
@@ -243,12 +219,17 @@ def test_ranks_that_cannot_hold_whole_experts_are_refused_with_the_arithmetic() 
     assert (both.dp_size(2), both.expert_copies(2)) == (1, 1)
 
 
-LATENT = {"family": "deepseek_v3", "kv_lora_rank": 8, "num_attention_heads": 4, "num_query_groups": 4}
+HYBRID = {"family": "nemotron_h", "layer_pattern": "M*-E", "num_experts": 4, "scan_num_heads": 8, "scan_head_dim": 8}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size 100 is not a multiple of num_attention_heads 3"),
+        ({"num_attention_heads": 4, "num_query_groups": 3}, "num_attention_heads 4 is not a multiple of"),
+        ({"dtype": "float8"}, "'float8' is not known"),
+        ({"attention": "xformers"}, "'xformers' is not known"),
+        ({"num_layers": 0}, "num_layers is 0"),
         ({"experts_per_token": 5}, "cannot be routed to 5 of 4 experts"),
         ({"dense_layers": 4}, "4 of 4 layers are dense"),
         ({"router_groups": 2}, "cannot come evenly from null of 2 groups"),
@@ -273,28 +254,29 @@ LATENT = {"family": "deepseek_v3", "kv_lora_rank": 8, "num_attention_heads": 4, 
         ({"num_experts": 0, "aux_loss": 0.1, "grouped_gemm": "on"}, "aux_loss, grouped_gemm would have no effect"),
         ({"sliding_window": 8}, "family llama do not have the setting sliding_window, but it is 8"),
         ({"family": "gpt_oss"}, "family gpt_oss require the setting sliding_window, but it is null"),
+        ({**HYBRID, "family": "llama"}, "do not have the setting layer_pattern"),
+        ({**HYBRID, "layer_pattern": "M*-"}, "3 letters"),
+        ({**HYBRID, "layer_pattern": "M*-A"}, "for 4 layers"),
+        ({**HYBRID, "num_experts": 0}, "the pattern has 1 layers with experts"),
+        ({**HYBRID, "dense_layers": 1}, "dense_layers is 1: it is not supported with hybrid models"),
+        ({**HYBRID, "scan_head_dim": 0}, "a size is 0"),
+        ({**HYBRID, "rope_scaling": "linear"}, "rope_scaling is linear: it is not supported with hybrid models"),
+        ({**HYBRID, "fp8": "tensorwise"}, "FP8 is not supported with hybrid models"),
     ],
 )
-def test_experts_that_cannot_exist_are_refused(settings, message) -> None:
+def test_a_model_that_cannot_exist_is_refused(settings, message) -> None:
+    for whole in (HYBRID, LATENT_EXPERTS):
+        ModelConfig(**whole)
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**{"num_experts": 4, **settings})
 
 
-def test_latent_attention_and_adapters_of_experts_are_refused_on_layouts_that_cannot_have_them() -> None:
-    tp2 = ParallelConfig(tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="latent attention on 2 tensor-parallel ranks only with sequence"):
-        ModelConfig(**LATENT, num_experts=4).check(tp2)
-    four = ParallelConfig(tensor_parallel_size=4, sequence_parallel=True)
-    with pytest.raises(ConfigError, match="the 14 outputs of linear_kv_down_proj are not a multiple of"):
-        ModelConfig(**LATENT, num_experts=4, qk_rope_head_dim=6).check(four)
-    cut = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="experts with adapters cannot be cut into 2 parts"):
-        ModelConfig(num_experts=4, lora_rank=2).check(cut)
-    with pytest.raises(ConfigError, match="experts with biases cannot be cut into 2 parts"):
-        ModelConfig(family="gpt_oss", sliding_window=8, num_experts=4).check(cut)
-
-
-def test_the_cost_of_latent_attention_counts_its_projections() -> None:
+def test_the_cost_of_a_token_counts_its_experts_and_the_projections_of_latent_attention() -> None:
+    sizes = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 16}
+    experts = {"num_experts": 6, "expert_ffn_hidden_size": 4, "shared_ffn_hidden_size": 5, "dense_layers": 1}
+    cost = sequence_cost(ModelConfig(**sizes, **experts))
+    # Attention 128 + 64; one dense MLP; two of 2 experts of 4, a shared one of 5, and a router of 6.
+    assert cost.linear == 2 * (3 * (128 + 64) + 3 * 8 * 16 + 2 * 8 * (3 * (2 * 4 + 5) + 6))
     sizes = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 5, "q_lora_rank": 7, "hidden_size": 16}
     model = ModelConfig(**LATENT, **sizes, num_layers=2, num_experts=4, expert_ffn_hidden_size=3)
     # Queries by way of 7 numbers; keys and values of 4 heads by way of 8, beside 2 that all heads share.
@@ -304,43 +286,9 @@ def test_the_cost_of_latent_attention_counts_its_projections() -> None:
     assert cost.quadratic == 2 * 4 * (8 + 5)
 
 
-def test_the_cost_of_a_token_counts_the_experts_that_it_is_sent_to() -> None:
-    sizes = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 16}
-    experts = {"num_experts": 6, "expert_ffn_hidden_size": 4, "shared_ffn_hidden_size": 5, "dense_layers": 1}
-    cost = sequence_cost(ModelConfig(**sizes, **experts))
-    # Attention 128 + 64; one dense MLP; two of 2 experts of 4, a shared one of 5, and a router of 6.
-    assert cost.linear == 2 * (3 * (128 + 64) + 3 * 8 * 16 + 2 * 8 * (3 * (2 * 4 + 5) + 6))
-
-
 def test_the_vocabulary_is_padded_to_a_multiple_of_128_on_every_layout() -> None:
     assert padded_vocab_size(8192) == 8192
     assert padded_vocab_size(8193) == 8320
-    with pytest.raises(ConfigError, match="3 tensor-parallel ranks"):
-        ModelConfig(num_attention_heads=6, num_query_groups=3, hidden_size=96).check(
-            ParallelConfig(tensor_parallel_size=3)
-        )
-
-
-HYBRID = {"family": "nemotron_h", "layer_pattern": "M*-E", "num_experts": 4, "scan_num_heads": 8, "scan_head_dim": 8}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"family": "llama"}, "do not have the setting layer_pattern"),
-        ({"layer_pattern": "M*-"}, "3 letters"),
-        ({"layer_pattern": "M*-A"}, "for 4 layers"),
-        ({"num_experts": 0}, "the pattern has 1 layers with experts"),
-        ({"dense_layers": 1}, "dense_layers is 1: it is not supported with hybrid models"),
-        ({"scan_head_dim": 0}, "a size is 0"),
-        ({"rope_scaling": "linear"}, "rope_scaling is linear: it is not supported with hybrid models"),
-        ({"fp8": "tensorwise"}, "FP8 is not supported with hybrid models"),
-    ],
-)
-def test_a_pattern_that_does_not_fit_the_model_is_refused(change, message) -> None:
-    ModelConfig(**HYBRID)
-    with pytest.raises(ConfigError, match=message):
-        ModelConfig(**{**HYBRID, **change})
 
 
 @pytest.mark.parametrize(

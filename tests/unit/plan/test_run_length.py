@@ -75,13 +75,10 @@ def test_a_run_is_one_epoch_of_pretrained_weights_and_sixty_steps_of_random_ones
     assert (given.trainer.steps, given.trainer.epochs) == (7, None)
 
 
-def test_steps_and_epochs_together_are_refused_unless_one_is_null() -> None:
+def test_steps_and_epochs_together_and_epochs_of_data_without_them_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.steps is 7, and trainer\.epochs is 2"):
         compose_config("sft", SftConfig, ["trainer.steps=7", "trainer.epochs=2"])
     assert compose_config("sft", SftConfig, ["trainer.steps=null", "trainer.epochs=2"]).trainer.epochs == 2
-
-
-def test_epochs_of_data_that_has_none_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.epochs is 2, but only packed datasets support epochs"):
         compose_config("sft", SftConfig, ["data=live", "schedule=as_packed", "trainer.epochs=2"])
     with pytest.raises(ConfigError, match=r"trainer\.epochs is 2, but only packed datasets support epochs"):

@@ -68,9 +68,12 @@ def test_a_layout_that_no_pipeline_has_is_refused_by_stage(text, message) -> Non
         ParallelConfig(pipeline_parallel_size=2, pipeline_layout=text)
 
 
-def test_a_layout_of_one_stage_is_refused() -> None:
+def test_a_layout_of_one_stage_and_more_chunks_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 1: one stage has all layers"):
         ParallelConfig(pipeline_layout="EttL")
+    with pytest.raises(ConfigError, match="2 layers cannot be cut into 4 equal") as refused:
+        ModelConfig(num_layers=2).check(ParallelConfig(pipeline_parallel_size=4))
+    assert refused.value.fix.startswith("fewer stages")
 
 
 @pytest.mark.parametrize(
@@ -93,12 +96,6 @@ def test_the_error_of_layers_that_do_not_fit_has_a_setting_with_which_they_do(mo
     for text in (line, line.replace("'", "")):
         composed = compose_config("sft", SftConfig, [text, "parallel.pipeline_parallel_size=2"])
         assert composed.parallel.pipeline_layout == value.strip("'")
-
-
-def test_more_chunks_than_layers_are_refused_without_a_layout() -> None:
-    with pytest.raises(ConfigError, match="2 layers cannot be cut into 4 equal") as refused:
-        ModelConfig(num_layers=2).check(ParallelConfig(pipeline_parallel_size=4))
-    assert refused.value.fix.startswith("fewer stages")
 
 
 @pytest.mark.parametrize(

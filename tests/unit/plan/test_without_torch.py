@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+PUBLISHED = Path(__file__).parents[2] / "golden" / "hf_configs"
 PROGRAM = """
 import sys
 
@@ -27,14 +30,15 @@ settings.check(1)
 assert plan_run(settings, packs=AssumedPacks(100, 4096, 512)).work.steps > 0
 """
 
-COMMAND = """
+COMMANDS = """
 import sys
-sys.argv = ["harness", "plan", "llama3_8b_1node", "packs=1000"]
 from harness.cli import main
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code, ended.code
+for words in ("plan llama3_8b_1node packs=1000", "models", "models MODEL"):
+    sys.argv = ["harness", *words.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, ended.code
 """
 
 
@@ -49,5 +53,8 @@ def test_a_plan_and_its_settings_need_no_torch_no_megatron_and_no_hydra() -> Non
     run(PLAN, "hydra", "omegaconf")
 
 
-def test_the_command_plans_an_experiment_without_torch() -> None:
-    assert "fits" in run(COMMAND)
+def test_commands_plan_an_experiment_and_read_models_without_torch(tmp_path: Path) -> None:
+    shutil.copy(PUBLISHED / "llama3_8b.json", tmp_path / "config.json")
+    printed = run(COMMANDS.replace("MODEL", str(tmp_path)))
+    assert "fits" in printed
+    assert "can be trained: model.init_from=" in printed

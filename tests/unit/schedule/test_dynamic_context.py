@@ -89,16 +89,13 @@ def test_ranks_are_even_with_the_encoding_of_media_that_each_sharing_rank_does()
     assert found[0] <= 1.01 < 1.03 < found[1]
 
 
-def test_a_sequence_that_would_hold_up_the_step_is_divided_further() -> None:
+def test_a_sequence_that_would_hold_up_the_step_is_divided_further_and_others_stay_alone() -> None:
     lengths = np.array([16_000, *[500] * 64])
     assert ranks_of(placed(lengths, 8)).max() == 4
     assert ranks_of(placed(lengths[1:], 8)).max() == 1
     # Not where keys and values would take longer than they save.
     dear = SequenceCost(1.0, COST.quadratic, exchange=1e3)
     assert ranks_of(placed(lengths, 8, cost=dear)).max() == 1
-
-
-def test_sequences_of_just_over_half_a_rank_have_rows_of_their_own_beside_a_long_one() -> None:
     lengths = np.array([40_000, *[8_200] * 800])
     made = placed(lengths, 4)
     assert made.num_microbatches == 201

@@ -90,14 +90,12 @@ def test_settings_that_cannot_work_are_refused() -> None:
         SequenceCost(exchange=-1.0)
 
 
-@pytest.mark.parametrize(("linear", "quadratic", "cost"), [(0.0, 0.25, 1.0), (0.25, 0.0, 0.5), (0.25, 0.5, 2.5)])
-def test_either_part_of_the_cost_may_be_0_and_both_small(linear: float, quadratic: float, cost: float) -> None:
-    assert SequenceCost(linear=linear, quadratic=quadratic).of(np.asarray([2])).tolist() == [cost]
-
-
 def test_cost_grows_with_the_square_of_the_length() -> None:
     assert SequenceCost(linear=2.0, quadratic=0.5).of(np.asarray([1, 10])).tolist() == [2.5, 70.0]
     assert SequenceCost().of(np.asarray([8192])).tolist() == [16384.0]
+    # Either part may be 0, and both small.
+    for linear, quadratic, cost in ((0.0, 0.25, 1.0), (0.25, 0.0, 0.5), (0.25, 0.5, 2.5)):
+        assert SequenceCost(linear=linear, quadratic=quadratic).of(np.asarray([2])).tolist() == [cost]
 
 
 def test_ratios_compare_the_busiest_rank_with_the_mean() -> None:
@@ -115,21 +113,10 @@ def test_ratios_compare_the_busiest_rank_with_the_mean() -> None:
     assert found.sync_ratio == pytest.approx(36 / 20)
     assert found.fill == pytest.approx(12 / 24)
     assert found.num_microbatches == 2
-
-
-def test_a_rank_without_work_shows() -> None:
-    found = measure_imbalance(
-        Schedule(2, np.asarray([0]), np.asarray([0, 1, 1])), np.asarray([5]), max_tokens_per_row=5
-    )
-    assert found.cost_ratio == 2.0
-    assert found.rank_tokens.tolist() == [5, 0]
-
-
-def test_one_rank_is_always_even() -> None:
-    found = measure_imbalance(
-        Schedule(1, np.asarray([0, 1]), np.asarray([0, 1, 2])), np.asarray([5, 1]), max_tokens_per_row=5
-    )
-    assert (found.token_ratio, found.cost_ratio, found.sync_ratio) == (1.0, 1.0, 1.0)
+    # Encoders of media add their own.
+    media, linear = np.asarray([0.0, 1.0, 0.0, 2.0]), SequenceCost(linear=1.0, quadratic=0.0)
+    found = measure_imbalance(placed, np.asarray([4, 2, 2, 4]), max_tokens_per_row=6, cost=linear, media_cost=media)
+    assert found.rank_cost.tolist() == [7.0, 8.0]
 
 
 def test_ranks_that_share_a_row_have_an_equal_part_of_it_and_wait_for_its_keys() -> None:

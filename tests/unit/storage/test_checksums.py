@@ -27,15 +27,12 @@ def folder_of_two(folder: Path) -> list[StoredFile]:
     return files
 
 
-def test_what_was_written_is_read_back_and_has_no_problem(tmp_path: Path) -> None:
+def test_what_was_written_is_read_back_and_has_no_problem_and_without_it_there_is_none(tmp_path: Path) -> None:
+    assert read_checksums(tmp_path) is None
     files = folder_of_two(tmp_path)
     assert [(file.path, file.num_bytes) for file in files] == [("notes", 4), ("weights", 1000)]
     assert list_size_problems(tmp_path, files) == []
     assert list_hash_problems(tmp_path, files) == []
-
-
-def test_a_folder_without_checksums_has_none(tmp_path: Path) -> None:
-    assert read_checksums(tmp_path) is None
 
 
 def test_every_flipped_bit_of_the_checksums_is_noticed(tmp_path: Path) -> None:

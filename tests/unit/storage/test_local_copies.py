@@ -28,7 +28,7 @@ def original(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_copy_has_all_files_and_a_second_one_copies_nothing(original, tmp_path):
+def test_a_copy_has_all_files_and_a_later_one_copies_and_removes_what_has_changed(original, tmp_path):
     local = tmp_path / "local"
     made = copy_to_node(str(original), local)
     assert made.path == local / original.relative_to("/")
@@ -36,9 +36,6 @@ def test_a_copy_has_all_files_and_a_second_one_copies_nothing(original, tmp_path
     assert (made.new_bytes, made.num_bytes) == (2 + (1 << 20), 2 + (1 << 20))
     again = copy_to_node(str(original), local)
     assert (again.new_bytes, again.digest) == (0, made.digest)
-
-
-def test_a_changed_original_is_copied_again_and_removed_files_are_removed(original, tmp_path):
     made = copy_to_node(str(original), tmp_path / "local")
     (original / "config.json").unlink()
     (original / "inner" / "weights").write_bytes(b"new")
@@ -67,22 +64,16 @@ def test_a_killed_copy_is_not_read_and_is_made_again(original, tmp_path, monkeyp
     assert not list((tmp_path / "local").rglob("*.partial"))
 
 
-def test_bytes_with_another_hash_than_is_written_down_are_refused(original, tmp_path):
+def test_other_bytes_missing_originals_and_what_a_disk_cannot_hold_are_refused(original, tmp_path):
     with pytest.raises(HarnessError, match=r"weights has the hash \w+, 0123 is expected"):
         copy_to_node(str(original), tmp_path / "local", known={"inner/weights": "0123"})
     assert not list((tmp_path / "local").rglob("*.copied"))
-
-
-def test_what_a_disk_cannot_hold_is_refused_before_it_is_copied(original, tmp_path):
+    with pytest.raises(HarnessError, match="cannot be copied to this node: there are no files"):
+        copy_to_node(str(tmp_path / "none"), tmp_path / "local")
     with (original / "large").open("wb") as file:
         file.truncate(1 << 43)  # none of its bytes is stored
     with pytest.raises(HarnessError, match=r"8,192 GiB must be copied, but only \S+ GiB are free"):
         copy_to_node(str(original), tmp_path / "local")
-
-
-def test_an_original_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(HarnessError, match="cannot be copied to this node: there are no files"):
-        copy_to_node(str(tmp_path / "none"), tmp_path / "local")
 
 
 def test_datasets_and_weights_are_read_in_their_copies(tmp_path, original, monkeypatch):
