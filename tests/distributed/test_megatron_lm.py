@@ -164,29 +164,16 @@ def assert_same(got: dict[int, dict[str, Any]], recipe: dict[int, dict[str, Any]
         assert got[step]["loss"] == pytest.approx(recipe[step]["loss"], rel=1e-5), step
 
 
-def test_pretrain_trains_the_data_of_the_recipe_and_resumes_on_two_ranks(
+def test_pretrain_trains_the_data_of_the_recipe_and_resumes_on_more_and_on_fewer_ranks(
     pretrain: Callable[..., dict[int, dict[str, Any]]], recipe: dict[int, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Seven steps of six packs are an epoch of forty: the last is ragged, and the resumed run begins before it."""
-    checkpoints = tmp_path / "checkpoints"
-
-    first = pretrain("one rank", save=checkpoints, save_interval=5, exit_interval=5)
-    assert_same(first, recipe, range(1, 6))
-
-    second = pretrain("two ranks", ranks=2, load=checkpoints)
-    assert_same(second, recipe, range(6, 10))
-
-
-def test_pretrain_resumes_on_one_rank_what_two_saved(
-    pretrain: Callable[..., dict[int, dict[str, Any]]], recipe: dict[int, dict[str, Any]], tmp_path: Path
-) -> None:
-    checkpoints = tmp_path / "checkpoints"
-
-    first = pretrain("two ranks", ranks=2, save=checkpoints, save_interval=3, exit_interval=3)
-    assert_same(first, recipe, range(1, 4))
-
-    second = pretrain("one rank", load=checkpoints)
-    assert_same(second, recipe, range(4, 10))
+    """Seven steps of six packs are an epoch of forty: the last is ragged, and the second part begins before it."""
+    kept, checkpoints = {}, tmp_path / "checkpoints"
+    for ranks, first, last in ((1, 1, 3), (2, 4, 7), (1, 8, 9)):
+        save = {"save": checkpoints, "save_interval": last, "exit_interval": last}
+        found = pretrain(f"to {last}", ranks=ranks, **save, **kept)
+        assert_same(found, recipe, range(first, last + 1))
+        kept = {"load": checkpoints}
 
 
 TENSOR, CONTEXT = {"tensor_parallel_size": 2, "sequence_parallel": True}, {"context_parallel_size": 2}

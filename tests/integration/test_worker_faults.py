@@ -131,19 +131,24 @@ def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(
     assert re.search(expected, capfd.readouterr().err)
 
 
-@pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.nightly)])
-def test_a_killed_worker_that_was_not_forked_is_an_error_within_the_timeout(
-    in_every_format: dict[str, Path], start_method: str
+@pytest.mark.parametrize(
+    ("start_method", "num_workers"),
+    [("fork", 2), ("spawn", 1), pytest.param("forkserver", 1, marks=pytest.mark.nightly)],
+)
+def test_a_killed_worker_is_an_error_within_the_timeout_and_the_others_end(
+    in_every_format: dict[str, Path], start_method: str, num_workers: int
 ) -> None:
-    with loader(in_every_format["jsonl"], num_workers=1, start_method=start_method, timeout_s=20.0) as made:
+    settings = {"num_workers": num_workers, "start_method": start_method, "timeout_s": 20.0}
+    with loader(in_every_format["jsonl"], **settings) as made:
         batches = iter(made)
         next(batches)
-        pid = made.worker_pids()[0]
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(LoaderError, match=rf"loader worker with process id {pid} died"):
+        pids = made.worker_pids()
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(LoaderError, match=rf"loader worker with process id {pids[0]} died") as caught:
             for _ in batches:
                 pass
-        assert has_ended(pid)
+    assert "num_workers" in caught.value.fix
+    assert all(map(has_ended, pids))
 
 
 @pytest.mark.parametrize(

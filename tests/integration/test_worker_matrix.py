@@ -60,8 +60,8 @@ def covering(cells: list[Cell], *, together: int) -> list[Cell]:
     return chosen
 
 
-# Every worker that is not forked imports torch, which takes seconds: by default few, each format with one.
-FORKED = covering([cell for cell in CELLS if cell.start == "fork"], together=2)
+# By default few workers; every one that is not forked imports torch, which takes seconds.
+FORKED = covering([cell for cell in CELLS if cell.start == "fork" and cell.num_workers < 8], together=2)
 IMPORTING = [
     Cell("memmap", 1, True, "spawn", 2, 1),
     Cell("parquet", 1, False, "forkserver", 4, 1),

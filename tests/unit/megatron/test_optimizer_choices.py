@@ -16,7 +16,7 @@ from harness.megatron.job.runtime import join
 from harness.megatron.run.resuming import notes_of_moments
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint, stored_moments
 from harness.megatron.step import MegatronStep
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
 from harness.train import Progress
@@ -96,44 +96,6 @@ def test_moments_of_another_dtype_are_converted_and_the_log_says_so(make, tmp_pa
         [f"{start} bfloat16, and were converted to float32"],
         [],
     ]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "parallel", "settings", "message"),
-    [
-        ({"offload": 0.5}, {}, {}, "optimizer.offload is 0.5, and parallel.distributed_optimizer is false"),
-        (
-            {"moments_dtype": "bfloat16"},
-            {},
-            {},
-            "moments_dtype is bfloat16, and parallel.distributed_optimizer is false",
-        ),
-        ({"offload": 1}, {"distributed_optimizer": True}, {"dtype": "float32"}, "is 1, and model.dtype is float32"),
-        (
-            {"offload": 1},
-            {"distributed_optimizer": True},
-            {"dtype": "auto", "device": "cpu"},
-            "and model.dtype is float32",
-        ),
-        (
-            {"moments_dtype": "bfloat16"},
-            {"distributed_optimizer": True},
-            {"device": "cpu"},
-            "moments_dtype is bfloat16, and trainer.device is cpu",
-        ),
-    ],
-)
-def test_what_an_optimizer_cannot_do_is_refused_before_a_job(optimizer, parallel, settings, message) -> None:
-    config = SftConfig(
-        model=ModelConfig(dtype=settings.get("dtype", "bfloat16")),
-        optimizer=OptimizerConfig(**optimizer),
-        parallel=ParallelConfig(**parallel),
-    )
-    config.trainer.device = settings.get("device", "cuda")
-    with pytest.raises(ConfigError, match=message):
-        config.check_dtypes()
-    config.parallel.distributed_optimizer, config.model.dtype, config.trainer.device = True, "bfloat16", "cuda"
-    config.check_dtypes()
 
 
 @pytest.mark.parametrize(

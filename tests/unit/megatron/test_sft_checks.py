@@ -26,6 +26,7 @@ from harness.plan.settings import SftConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train.attempts import decide
+from harness.train.digests import read_digests
 from harness.train.folder import open_run_folder
 from harness.train.identity import read_identity
 
@@ -325,48 +326,20 @@ def test_live_chunks_are_refused_with_settings_that_they_do_not_support(tmp_path
             main(live_config(tmp_path / name, **live))
 
 
-def test_windows_of_two_folders_train_as_a_stored_dataset_of_the_same_global_batches(tmp_path):
-    packs = {"a": some_packs(16, seed=1), "b": some_packs(16, seed=2)}
+def test_windows_of_two_folders_are_full_and_train_every_sequence_once(tmp_path):
+    """That they are the global batches of a stored dataset is tested in tests/unit/loader/test_live_windows.py."""
+    packs = {name: some_packs(16, seed=seed) for seed, name in enumerate("ab")}
     for name, rows in packs.items():
         write_stream(tmp_path / name, rows, [5, 8, 3])
-    made = live_config(
-        tmp_path, blend=[LiveSource(str(tmp_path / "a"), 3.0), LiveSource(str(tmp_path / "b"))], window_sequences=8
-    )
-    made.trainer.steps = None
-    stored = live_config(tmp_path)
-    stored.data = DataConfig(path=str(tmp_path / "stored"))
-    stored.loader = LoaderConfig(global_batch_size=8, shuffle=False, num_workers=0)
-    for config in (made, stored):
-        config.schedule = ScheduleConfig("dp_balanced", 64)
-        config.trainer.checkpoint_interval, config.optimizer.decay = 0, "constant"
-        config.optimizer.warmup_steps = 5
-    made.run_dir, stored.run_dir = str(tmp_path / "live-run"), str(tmp_path / "stored-run")
+    blend = [LiveSource(str(tmp_path / "a"), 3.0), LiveSource(str(tmp_path / "b"))]
+    made = live_config(tmp_path, blend=blend, window_sequences=8)
+    made.schedule, made.optimizer.decay, made.optimizer.warmup_steps = ScheduleConfig("dp_balanced", 64), "constant", 5
+    made.trainer.steps, made.trainer.checkpoint_interval, made.trainer.record_digests = None, 0, True
     assert main(made) == 0
-    # The order of a blend: the folder that is furthest behind its share, the first one at a tie.
-    left = {name: [one for pack in rows for one in pack.sequences()] for name, rows in packs.items()}
-    drawn, batches = {"a": 0, "b": 0}, []
-    while left["a"] or left["b"]:
-        batch: dict[str, list] = {"a": [], "b": []}
-        for _ in range(8):
-            at = max(sum(drawn.values()), 1)
-            behind = "b" if at / 4 - drawn["b"] > at * 3 / 4 - drawn["a"] else "a"
-            name = behind if left[behind] else next((other for other in left if left[other]), "")
-            if name:
-                drawn[name] += 1
-                batch[name].append(left[name].pop(0))
-        batches.append([*batch["a"], *batch["b"]])
-    with open_writer(tmp_path / "stored", format="memmap", pack_size=64) as writer:
-        for one in [one for batch in batches for one in batch]:
-            writer.append(Pack(one.input_ids, one.loss_mask, [0]))
-    stored.trainer.steps = len(batches)
-    assert main(stored) == 0
-
-    def curve(run):
-        lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
-        names = ("loss", "grad_norm", "imbalance_tokens", "imbalance_cost", "fill")
-        return [[line[name] for name in names] for line in lines]
-
-    assert curve("live-run") == curve("stored-run")
+    steps = read_digests(tmp_path / "run")
+    assert {len(step.packs) for step in steps[:-1]} == {8}
+    trained = [one for step in steps for row in step.rows for one in row.sequences.tolist()]
+    assert len(trained) == len(set(trained)) == sum(pack.num_sequences for rows in packs.values() for pack in rows)
 
 
 def test_a_model_that_no_memory_of_the_machine_holds_is_refused_by_name():
