@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,7 @@ def test_peft_loads_the_adapters_and_merges_to_the_same_weights(dataset, tmp_pat
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_adapters_of_experts_that_peft_would_skip_are_not_written_alone(tmp_path, name) -> None:
+def test_missing_adapters_and_those_of_experts_that_peft_would_skip_are_not_written_alone(tmp_path, name) -> None:
     folder = save_model(tmp_path, name)
     stored = read_hf_config(folder)
     model = ModelConfig(
@@ -145,6 +146,9 @@ def test_adapters_of_experts_that_peft_would_skip_are_not_written_alone(tmp_path
         lora_rank=RANK,
         lora_targets=["linear_qkv", "linear_fc2"],
     )
+    with pytest.raises(ConfigError, match="the run trained all weights") as refused:
+        check_choices(replace(model, lora_rank=0), folder, adapters_only=True, keep_mtp=False)
+    assert "--adapter" in refused.value.fix
     if not model.num_experts or model.family in ("qwen3_moe", "olmoe"):
         check_choices(model, folder, adapters_only=True, keep_mtp=False)
         return
@@ -208,14 +212,6 @@ def test_a_run_does_not_resume_with_other_adapters(base, dataset, trained, tmp_p
         train(base, dataset, tmp_path / "run", change, "trainer.steps=7", "resume=true")
     assert message in refused.value.what
     assert len(read_metrics(tmp_path / "run")) == 6
-
-
-def test_missing_adapters_are_not_exported(base: Path, dataset: Path, tmp_path: Path) -> None:
-    train(base, dataset, tmp_path / "run", "model.lora_rank=0", "trainer.steps=1")
-    with pytest.raises(ConfigError, match="the run trained all weights") as refused:
-        export_checkpoint(tmp_path / "run", tmp_path / "out", adapters_only=True)
-    assert "--adapter" in refused.value.fix
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.nightly

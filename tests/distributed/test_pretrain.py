@@ -18,23 +18,11 @@ from harness.recipes import pretrain as recipe
 from .conftest import Run, forked, read_metrics, run_command, run_here
 
 SMALL = (
-    "model.num_layers=4",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    f"model.vocab_size={VOCAB}",
-    "loader.global_batch_size=6",
-    "loader.num_workers=1",
-    "data.sequence_length=64",
-    "data.split='90,10,0'",
-    "data.eod=0",
-    "data.reset_attention_mask=true",
-    "data.reset_position_ids=true",
-    "optimizer.decay_steps=10",
-    "trainer.device=cpu",
-    "trainer.record_digests=true",
-    "trainer.checkpoint_interval=3",
-    "trainer.eval_interval=3",
-    "trainer.eval_batches=1",
+    *("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=64", f"model.vocab_size={VOCAB}"),
+    *("loader.global_batch_size=6", "loader.num_workers=1", "data.sequence_length=64", "data.split='90,10,0'"),
+    *("data.eod=0", "data.reset_attention_mask=true", "data.reset_position_ids=true", "optimizer.decay_steps=10"),
+    *("trainer.device=cpu", "trainer.record_digests=true", "trainer.checkpoint_interval=3"),
+    *("trainer.eval_interval=3", "trainer.eval_batches=1"),
 )
 # Layouts of two data-parallel or context-parallel ranks of two stages.
 AT_NIGHT = ("pp2", "pp2_cp2")

@@ -19,22 +19,9 @@ from harness.train import StepResult
 from .conftest import one_rank
 
 VOCAB = 128
-SIZES = {
-    "family": "glm4_moe",
-    "qk_norm": False,
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_experts": 4,
-    "shared_ffn_hidden_size": 48,
-    "router_score": "sigmoid",
-    "expert_bias": True,
-    "expert_bias_rate": 0,
-    "z_loss": 0.01,
-    "tie_embeddings": False,
-    "mtp_layers": 2,
-    "init_std": 0.2,
-}
+SIZES = {"family": "glm4_moe", "qk_norm": False, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48}
+SIZES |= {"num_experts": 4, "shared_ffn_hidden_size": 48, "router_score": "sigmoid", "expert_bias": True}
+SIZES |= {"expert_bias_rate": 0, "z_loss": 0.01, "tie_embeddings": False, "mtp_layers": 2, "init_std": 0.2}
 
 
 def conversations() -> list[SequenceView]:
