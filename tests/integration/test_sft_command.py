@@ -19,6 +19,7 @@ from tests.samples.chat_models import save_qwen3
 
 QUESTION, ANSWER = "What is {} + 2?", "It is {}."
 SETTINGS = ["trainer.device=cpu", "optimizer.lr=1e-3", "data.validation_fraction=0.1", "data.pack_size=256"]
+SETTINGS += ["data.num_workers=0"]  # each would import what the stage has
 
 
 @pytest.fixture(scope="module")
