@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.recipes.parity import make_dataset
+from small_packs import write_packs
 
-from harness.formats import Provenance, open_dataset, open_writer
+from harness.formats import Provenance, open_dataset
 from harness.loader import Loader, LoaderConfig, RankBatch
 from harness.parity.compare import IDENTICAL, compare_runs
 from harness.parity.locate import recorded_run
@@ -89,12 +90,8 @@ def first(reference: Path, found: Path) -> Difference:
 
 def rewritten(data: Path, target: Path, change: Callable[[int, Pack], Iterable[Pack]], format: str = "parquet") -> Path:
     """Write the training set again with the packs that `change(number, pack)` returns."""
-    reader = open_dataset(data / "train")
-    with open_writer(target, format=format, pack_size=256, provenance=Provenance(counts={"vocab_size": 300})) as writer:
-        for number in range(len(reader)):
-            for pack in change(number, reader[number]):
-                writer.append(pack)
-    return target
+    packs = (pack for number, stored in enumerate(open_dataset(data / "train")) for pack in change(number, stored))
+    return write_packs(target, packs, format=format, pack_size=256, provenance=Provenance(counts={"vocab_size": 300}))
 
 
 def victim(data: Path) -> tuple[int, int, int, int]:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_packs import write_packs
 
 from harness.errors import FormatError, LoaderError
-from harness.formats import open_dataset, open_writer
+from harness.formats import open_dataset
 from harness.loader import BatchRange, Loader, LoaderConfig
 from harness.loader.workers import BatchStream
 from harness.records import Pack
@@ -92,10 +93,8 @@ def test_a_worker_that_hangs_in_the_middle_of_a_batch_is_named() -> None:
 def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
     # Small batches first, which need no more than is there; then one whose arrays are so large that malloc maps them.
     large = 5 << 18
-    with open_writer(tmp_path / "packs", format="binidx", pack_size=large) as writer:
-        for length in [4] * 40 + [large] * 8:
-            writer.append(Pack(np.arange(length), np.zeros(length), [0]))
-    reader = open_dataset(tmp_path / "packs")
+    packs = (Pack(np.arange(length), np.zeros(length), [0]) for length in [4] * 40 + [large] * 8)
+    reader = open_dataset(write_packs(tmp_path / "packs", packs, format="binidx", pack_size=large))
     config = LoaderConfig(global_batch_size=8, num_workers=1, prefetch_factor=1, shuffle=False, timeout_s=60.0)
     with Loader(reader, config, schedule=ScheduleConfig("dp_balanced", large), num_epochs=1) as made:
         batches = iter(made)
@@ -114,9 +113,8 @@ def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
 def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(
     tmp_path: Path, start_method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with open_writer(tmp_path / "packs", format="binidx", pack_size=4096) as writer:
-        for number in range(16):
-            writer.append(Pack(np.full(4096, number), np.zeros(4096), [0]))
+    packs = [Pack(np.full(4096, number), np.zeros(4096), [0]) for number in range(16)]
+    write_packs(tmp_path / "packs", packs, format="binidx", pack_size=4096)
     cut = tmp_path / "packs" / "shard_000000.bin"
     with loader(tmp_path / "packs", global_batch_size=2, num_workers=1, start_method=start_method) as made:
         batches = iter(made)
@@ -173,9 +171,7 @@ def test_workers_of_a_killed_rank_end_themselves(in_every_format: dict[str, Path
 
 
 def test_a_program_that_ends_with_an_error_and_an_open_loader_ends_with_its_workers(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "packs", format="memmap", pack_size=8) as writer:
-        for _ in range(10):
-            writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    write_packs(tmp_path / "packs", [Pack([1, 2, 3], [1, 1, 0], [0])] * 10, format="memmap", pack_size=8)
     code = """
 import sys
 from harness import Loader, LoaderConfig, open_dataset

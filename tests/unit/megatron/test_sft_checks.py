@@ -13,9 +13,10 @@ import pytest
 import torch
 from harness.recipes.sft import main
 from live_streams import some_chats, some_packs, write_stream
+from small_packs import write_packs
 
 from harness.errors import ConfigError, HarnessError, LoaderError
-from harness.formats import Provenance, open_writer
+from harness.formats import Provenance
 from harness.loader import DataConfig, LiveConfig, LoaderConfig, RankLayout, open_datasets
 from harness.loader.datasets import BlendSource, LiveSource
 from harness.loader.live.folder import LiveFolder
@@ -30,17 +31,16 @@ from harness.train.digests import read_digests
 from harness.train.folder import open_run_folder
 from harness.train.identity import read_identity
 
+VOCABULARY = Provenance(counts={"vocab_size": 90})
+
 
 @pytest.fixture
 def data(tmp_path):
     def made(*, vocab_size=90, pack_size=64):
         counts = {} if vocab_size is None else {"vocab_size": vocab_size}
-        path = tmp_path / f"data-{vocab_size}-{pack_size}"
-        with open_writer(
-            path, format="parquet", pack_size=pack_size, provenance=Provenance(counts=counts), overwrite=True
-        ) as writer:
-            writer.append(Pack([1, 2, 3, 95] * 12, [1] * 47 + [0], [0]))
-        return open_datasets(DataConfig(path=str(path)))
+        path, packs = tmp_path / f"data-{vocab_size}-{pack_size}", [Pack([1, 2, 3, 95] * 12, [1] * 47 + [0], [0])]
+        options = {"pack_size": pack_size, "provenance": Provenance(counts=counts), "overwrite": True}
+        return open_datasets(DataConfig(path=str(write_packs(path, packs, format="parquet", **options))))
 
     return made
 
@@ -49,6 +49,15 @@ def config(**model):
     made = SftConfig()
     for name, value in model.items():
         setattr(made.model, name, value)
+    return made
+
+
+def small(folder, data, **trainer):
+    """Return a run on a CPU that trains a step in a moment."""
+    made = SftConfig(run_dir=str(folder), data=data)
+    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
+    made.loader.num_workers = 0
+    made.trainer = replace(made.trainer, device="cpu", **trainer)
     return made
 
 
@@ -64,9 +73,7 @@ def test_the_vocabulary_comes_from_the_dataset_or_from_the_settings(data):
 
 def test_batches_larger_than_the_data_are_warned_of(tmp_path):
     for name in ("train", "validation"):
-        with open_writer(tmp_path / name, format="parquet", pack_size=8) as writer:
-            for _ in range(3):
-                writer.append(Pack([1, 2], [1, 0], [0]))
+        write_packs(tmp_path / name, [Pack([1, 2], [1, 0], [0])] * 3, format="parquet", pack_size=8)
     made = SftConfig(data=DataConfig(path=str(tmp_path)), loader=LoaderConfig(global_batch_size=2))
     made.model.vocab_size = 90
     ranks = SimpleNamespace(world_size=1, device=torch.device("cpu"))
@@ -81,10 +88,8 @@ def test_batches_larger_than_the_data_are_warned_of(tmp_path):
 
 
 def test_the_most_sequences_of_a_row_are_known_for_graphs_before_the_first_step(tmp_path):
-    path = tmp_path / "data"
-    with open_writer(path, format="parquet", pack_size=64, provenance=Provenance(counts={"vocab_size": 90})) as writer:
-        for starts in ([0, 20], [0, 10, 20, 30, 40], [0]):
-            writer.append(Pack([1] * 48, [1] * 47 + [0], starts))
+    packs = [Pack([1] * 48, [1] * 47 + [0], starts) for starts in ([0, 20], [0, 10, 20, 30, 40], [0])]
+    path = write_packs(tmp_path / "data", packs, format="parquet", pack_size=64, provenance=VOCABULARY)
     made = SftConfig(data=DataConfig(path=str(path)), loader=LoaderConfig(global_batch_size=2))
     made.parallel.static_rows = True
     ranks = SimpleNamespace(world_size=1, device=torch.device("cpu"))
@@ -109,9 +114,8 @@ def test_a_pack_size_above_the_limit_of_the_model_is_refused(data):
 
 
 def run(tmp_path, data, *, resume="false", **changes):
-    made = SftConfig(runs=str(tmp_path / "runs"), data=DataConfig(path=str(data.train.path)), resume=resume)
-    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
-    made.loader.num_workers, made.trainer.device, made.trainer.steps = 0, "cpu", 1
+    made = small("", DataConfig(path=str(data.train.path)), steps=1)
+    made.run_dir, made.runs, made.resume = None, str(tmp_path / "runs"), resume
     for name, value in changes.items():
         setattr(made.schedule if name == "max_tokens_per_rank" else made.model, name, value)
     main(made)
@@ -145,10 +149,8 @@ def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_rec
 
 
 def test_the_records_of_a_step_are_on_disk_before_the_checkpoint_after_it_has_its_name(tmp_path, data, monkeypatch):
-    made = SftConfig(run_dir=str(tmp_path / "run"), data=DataConfig(path=str(data(vocab_size=96).train.path)))
-    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
-    made.loader.num_workers, made.trainer.device, made.trainer.steps = 0, "cpu", 2
-    made.trainer.checkpoint_interval, made.trainer.record_digests = 1, True
+    stored = DataConfig(path=str(data(vocab_size=96).train.path))
+    made = small(tmp_path / "run", stored, steps=2, checkpoint_interval=1, record_digests=True)
     fsync, rename, events = os.fsync, os.rename, []
 
     def forced(descriptor):
@@ -172,14 +174,9 @@ def test_the_records_of_a_step_are_on_disk_before_the_checkpoint_after_it_has_it
 
 
 def test_epochs_end_with_their_ragged_batch_also_where_a_resumed_run_has_another_batch_size(tmp_path, capsys):
-    with open_writer(
-        tmp_path / "train", format="parquet", pack_size=64, provenance=Provenance(counts={"vocab_size": 90})
-    ) as writer:
-        for number in range(7):
-            writer.append(Pack([number + 1] * 40, [1] * 39 + [0], [0]))
-    made = SftConfig(data=DataConfig(path=str(tmp_path / "train")), run_dir=str(tmp_path / "run"))
-    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
-    made.trainer.device = "cpu"
+    packs = [Pack([number + 1] * 40, [1] * 39 + [0], [0]) for number in range(7)]
+    write_packs(tmp_path / "train", packs, format="parquet", pack_size=64, provenance=VOCABULARY)
+    made = small(tmp_path / "run", DataConfig(path=str(tmp_path / "train")))
 
     def train(resume: str, size: int, steps: int | None, epochs: int | None) -> tuple[list[dict], str]:
         made.loader, made.resume = LoaderConfig(global_batch_size=size, num_workers=0), resume
@@ -264,13 +261,9 @@ def test_a_job_whose_settings_are_refused_is_not_started_again_even_if_its_launc
 
 
 def live_config(tmp_path, **data):
-    made = SftConfig(run_dir=str(tmp_path / "run"))
+    made = small(tmp_path / "run", SftConfig().data, steps=100, checkpoint_interval=2)
     made.data.live = LiveConfig(path=str(tmp_path / "live"), pack_size=64, timeout_s=20, **data)
-    made.schedule = ScheduleConfig("as_packed", 64)
-    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
-    made.model.vocab_size = 300
-    made.trainer.device, made.trainer.steps, made.trainer.checkpoint_interval = "cpu", 100, 2
-    made.loader.global_batch_size = 4
+    made.schedule, made.model.vocab_size, made.loader.global_batch_size = ScheduleConfig("as_packed", 64), 300, 4
     return made
 
 
