@@ -123,10 +123,10 @@ def refused(action: Callable[[], object], name: str) -> HarnessError:
 
 @pytest.mark.parametrize(("plant", "name"), PLANTS, ids=lambda value: getattr(value, "__name__", None))
 def test_export_and_resume_run_no_planted_code(run: Path, dataset: Path, tmp_path: Path, plant, name) -> None:
-    """The hashes of the checkpoint fit."""
     folder, model = shutil.copytree(run, tmp_path / "run"), tmp_path / "model"
     checkpoint = folder / CHECKPOINTS / "step-00000002"
     plant(checkpoint, tmp_path / "marker")
+    # With hashes that fit: nothing else names the file.
     names = [path.name for path in checkpoint.iterdir() if path.name != CHECKSUMS_FILE]
     write_checksums(checkpoint, digest_files(checkpoint, names))
 

@@ -320,7 +320,7 @@ def test_live_chunks_are_refused_with_settings_that_they_do_not_support(tmp_path
 
 
 def test_windows_of_two_folders_are_full_and_train_every_sequence_once(tmp_path):
-    """That they are the global batches of a stored dataset is tested in tests/unit/loader/test_live_windows.py."""
+    # Windows are compared with the global batches of a stored dataset in tests/unit/loader/test_live_windows.py.
     packs = {name: some_packs(16, seed=seed) for seed, name in enumerate("ab")}
     for name, rows in packs.items():
         write_stream(tmp_path / name, rows, [5, 8, 3])
