@@ -274,7 +274,7 @@ def test_weights_come_back_bit_by_bit_after_a_step_that_changes_nothing(
     np.testing.assert_array_equal(logits, expected(models[name]))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2_tied", "qwen3_moe"])
 def test_init_from_alone_gives_the_settings_of_every_size_by_hand(models, name) -> None:
     alone = compose_config("sft", SftConfig, [f"model.init_from={models[name]}"])
     assert alone == compose_config("sft", SftConfig, settings_of(models[name]))
