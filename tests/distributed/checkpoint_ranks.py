@@ -37,13 +37,12 @@ def forget(step: MegatronStep) -> None:
         tensor.fill_(-1)
 
 
-def save(folder: Path, step: MegatronStep) -> tuple[Path, int]:
-    """Return the checkpoint, and the bytes of tensors that saving made on this rank."""
-    writer = CheckpointWriter(folder, step, keep=1)
-    with HeldBytes() as held:
-        writer.start(Progress(1, LoaderState(0)))
+def save(folder: Path, step: MegatronStep, **options: Any) -> Path:
+    """Write a checkpoint of a step, and return its folder."""
+    writer = CheckpointWriter(folder, step, keep=1, **options)
+    writer.start(Progress(1, LoaderState(0)))
     writer.finish()
-    return folder / "step-00000001", held.most
+    return folder / "step-00000001"
 
 
 def main(folder: Path) -> None:
@@ -64,7 +63,8 @@ def main(folder: Path) -> None:
                     for weight in chunk.parameters():
                         torch.distributed.broadcast(weight.data, 0)
                 kept = [tensor.clone() for tensor in tensors_of(step)]
-            path, made = save(folder / f"{dtype}-split", step)
+            with HeldBytes() as held:
+                path = save(folder / f"{dtype}-split", step)
             own = sum(tensor.nbytes for tensor in kept[weights:])
             shared = sum(tensor.nbytes for tensor in kept[:weights]) // job.world_size
             if dtype == "float32":  # the main weights are counted as weights
@@ -75,7 +75,7 @@ def main(folder: Path) -> None:
             other = make_step(1, 64, plain, layout, job.device, dtype=dtype)
             forget(other)
             load_checkpoint(path, other)
-            path, _ = save(folder / f"{dtype}-plain", other)
+            path = save(folder / f"{dtype}-plain", other)
             forget(step)
             load_checkpoint(path, step)
             same_again = all(map(torch.equal, tensors_of(step), kept))
@@ -84,12 +84,12 @@ def main(folder: Path) -> None:
                 other = make_step(1, 64, split, layout, job.device, dtype=dtype, optimizer=half)
                 forget(other)
                 load_checkpoint(path, other)
-                path, _ = save(folder / "hosted", other)
+                path = save(folder / "hosted", other)
                 forget(step)
                 load_checkpoint(path, step)
                 same_again = same_again and all(map(torch.equal, tensors_of(step), kept))
             written = sum(file.stat().st_size for file in (folder / f"{dtype}-split").rglob(f"__{job.rank}_*"))
-            found[dtype] = {"own": own + shared, "made": made, "written": written, "same": [same, same_again]}
+            found[dtype] = {"own": own + shared, "made": held.most, "written": written, "same": [same, same_again]}
     (folder / f"rank-{job.rank}.json").write_text(json.dumps(found))
 
 

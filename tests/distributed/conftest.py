@@ -123,8 +123,8 @@ def run_command(arguments: list[str], *, timeout_s: float = 280) -> tuple[int, s
 
 
 def run_ranks(ranks: int, module: str, *arguments: object, timeout_s: float = 280) -> str:
-    """Run a module of this folder on ranks that share their imports; return what they print once none has failed."""
-    command = [*forked(ranks), f"tests.distributed.{module}", *map(str, arguments)]
+    """Run a module, of this folder by its name, on ranks that share their imports; return what they print."""
+    command = [*forked(ranks), module if "." in module else f"tests.distributed.{module}", *map(str, arguments)]
     code, output = run_command(command, timeout_s=timeout_s)
     assert code == 0, output
     return output
@@ -135,6 +135,14 @@ def run_jobs(ranks: int, module: str, folder: Path, jobs: Sequence[Sequence[Any]
     listed = folder / "jobs.json"
     listed.write_text(json.dumps([[port, *job] for port, job in zip(free_ports(len(jobs)), jobs, strict=True)]))
     run_ranks(ranks, module, listed, *arguments, timeout_s=1000)
+
+
+def run_sft(ranks: int, place: Path, runs: Sequence[tuple[list[str], str, str | None]]) -> str:
+    """Train runs in the same processes: the settings of each, its folder, and the one that it is first copied from."""
+    jobs = [[port, *run] for port, run in zip(free_ports(len(runs)), runs, strict=True)]
+    listed = place / "runs.json"
+    listed.write_text(json.dumps({"program": "harness.recipes.sft", "runs": jobs}))
+    return run_ranks(ranks, "harness.recipes.sft_runs", listed)
 
 
 def found_by(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:

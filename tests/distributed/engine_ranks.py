@@ -16,15 +16,13 @@ prepare_process()
 import torch  # noqa: E402
 import transformer_engine.pytorch as engine  # noqa: E402
 
-from harness.loader import LoaderState  # noqa: E402
 from harness.megatron.job import runtime  # noqa: E402
 from harness.megatron.job.runtime import join  # noqa: E402
-from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint  # noqa: E402
+from harness.megatron.state.checkpoint import load_checkpoint  # noqa: E402
 from harness.megatron.step import MegatronStep  # noqa: E402
 from harness.plan import ModelConfig, ParallelConfig  # noqa: E402
-from harness.train import Progress  # noqa: E402
 
-from .checkpoint_ranks import forget, tensors_of  # noqa: E402
+from .checkpoint_ranks import forget, save, tensors_of  # noqa: E402
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "max_sequence_length": 256}
 SCANS: dict[str, int] = {
@@ -84,24 +82,18 @@ def main(folder: Path, tp_size: int, families: list[str]) -> None:
             step.optimizer.step()
             return step
 
-        def save(step: MegatronStep, name: str) -> Path:
-            writer = CheckpointWriter(folder / name, step, keep=1)
-            writer.start(Progress(1, LoaderState(0)))
-            writer.finish()
-            return folder / name / "step-00000001"
-
         for name in families:
             model = MODELS[name]
             ours, theirs = make(model, "torch"), make(model, "transformer_engine")
             torch.manual_seed(0)  # replicas of tensor-parallel ranks are equal
             for tensor in tensors_of(ours)[len(list(ours.chunks[0].parameters())) :]:
                 tensor.copy_(torch.randn_like(tensor))
-            path = save(ours, f"{name}-ours")
+            path = save(folder / f"{name}-ours", ours)
             kept = [tensor.clone() for tensor in tensors_of(ours)]
             forget(theirs)
             load_checkpoint(path, theirs)
             forget(ours)
-            load_checkpoint(save(theirs, f"{name}-theirs"), ours)
+            load_checkpoint(save(folder / f"{name}-theirs", theirs), ours)
             modules = [module for chunk in theirs.chunks for module in chunk.modules()]
             parts = getattr(theirs.optimizer, "chained_optimizers", [theirs.optimizer])
             found[name] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from harness import LoaderConfig
 from harness.integrations import RankStream
 from harness.integrations.huggingface import PackedTraining
 from harness.schedule import ScheduleConfig
-from tests.integrations.probes import thd_of
 
 OPTIMIZER = {
     "learning_rate": 2e-3,
@@ -29,11 +27,7 @@ OPTIMIZER = {
 
 
 class PackedTrainer(PackedTraining, Trainer):
-    """The Trainer on packed data, recording what its model is given."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.given.append(thd_of(inputs))
-        return super().compute_loss(model, inputs, *args, **kwargs)
+    """The Trainer on packed data."""
 
 
 def trainer(model: Any, data: str, folder: Path, *, kind: str = "trainer", size: int = 6, **options: Any) -> Any:
@@ -66,27 +60,20 @@ def trainer(model: Any, data: str, folder: Path, *, kind: str = "trainer", size:
         args, more, made = TrainingArguments(**settings), {}, PackedTrainer
     config = LoaderConfig(global_batch_size=size, num_workers=options.get("dataloader_num_workers", 0), block_packs=4)
     stream = RankStream(data, config, schedule=schedule, dp_rank=args.process_index, dp_size=args.world_size)
-    built = made(model, args=args, stream=stream, **more)
-    built.given = []
-    return built
+    return made(model, args=args, stream=stream, **more)
 
 
 def main() -> None:
-    """Train on the ranks of torchrun; each writes its losses and the rows of its steps."""
-    model, data, folder, out, options = sys.argv[1:6]
+    """Train on the ranks of torchrun, and write the losses."""
+    model, data, folder, options = sys.argv[1:]
     torch.set_num_threads(1)
     settings = json.loads(options)
     resume = settings.pop("resume", None)
     built = trainer(AutoModelForCausalLM.from_pretrained(model), data, Path(folder), **settings)
     built.train(resume_from_checkpoint=resume)
-    rank, accumulation = built.args.process_index, built.args.gradient_accumulation_steps
-    cuts = range(0, len(built.given) + 1, accumulation)
-    steps = [built.given[start:stop] for start, stop in pairwise(cuts)]
-    written = {
-        "losses": [line["loss"] for line in built.state.log_history if "loss" in line],
-        "rows": [[[row.tokens.tolist(), row.loss_mask.tolist()] for row in rows] for rows in steps],
-    }
-    Path(f"{out}.{rank}.json").write_text(json.dumps(written))
+    if built.args.process_index == 0:
+        losses = [line["loss"] for line in built.state.log_history if "loss" in line]
+        (Path(folder) / "losses.json").write_text(json.dumps(losses))
 
 
 if __name__ == "__main__":

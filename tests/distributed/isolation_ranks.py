@@ -26,7 +26,7 @@ from .planted_defects import planted_defects
 
 VOCAB = 256
 MODEL = ModelConfig(
-    num_layers=4, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=4, init_std=0.2
+    num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=4, init_std=0.2
 )
 
 

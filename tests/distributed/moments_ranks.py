@@ -15,16 +15,16 @@ prepare_process()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from harness.loader import LoaderState  # noqa: E402
 from harness.megatron import compat  # noqa: E402
 from harness.megatron.job import runtime  # noqa: E402
 from harness.megatron.job.runtime import join  # noqa: E402
-from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint, stored_moments  # noqa: E402
+from harness.megatron.state.checkpoint import load_checkpoint, stored_moments  # noqa: E402
 from harness.megatron.step import MegatronStep  # noqa: E402
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, plan_memory  # noqa: E402
 from harness.records import SequenceView  # noqa: E402
 from harness.thd import build_thd_batch  # noqa: E402
-from harness.train import Progress  # noqa: E402
+
+from .checkpoint_ranks import save  # noqa: E402
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=96, dtype="bfloat16")
 SMALL = OptimizerConfig(lr=1e-2, warmup_steps=1, moments_dtype="bfloat16")
@@ -75,22 +75,16 @@ def main(folder: Path) -> None:
                 results += [result.loss, result.grad_norm]
             return results
 
-        def save(step: MegatronStep, name: str) -> Path:
-            writer = CheckpointWriter(folder / name, step, keep=1)
-            writer.start(Progress(3, LoaderState(0)))
-            writer.finish()
-            return folder / name / "step-00000003"
-
         small, whole = make(SMALL), make(OptimizerConfig(lr=1e-2, warmup_steps=1))
         losses, precise = train(small, 1, 2, 3), train(whole, 1, 2, 3)
-        path = save(small, "small")
+        path, of_whole = save(folder / "small", small), save(folder / "whole", whole)
         kept = [{name: value.clone() for name, value in one.items()} for one in states(small)]
         planned = plan_memory(
             MODEL, split, vocab_size=64, dp_size=job.world_size, max_tokens_per_rank=1, optimizer=SMALL
         ).optimizer
         found: dict[str, Any] = {
             "adam": type(small.optimizer.chained_optimizers[0].optimizer).__module__.partition(".")[0],
-            "stored": [stored_moments(path), stored_moments(save(whole, "whole"))],
+            "stored": [stored_moments(path), stored_moments(of_whole)],
             "dtypes": {name: str(value.dtype) for one in kept for name, value in one.items()},
             "bytes": [sum(value.nbytes for one in kept for value in one.values()), planned],
             "differ": max(abs(a - b) / b for a, b in zip(losses, precise, strict=True)),
@@ -116,12 +110,12 @@ def main(folder: Path) -> None:
             if name != "float32":  # of an optimizer that has a state already, and of one that has none
                 train(other, 7)
             load_checkpoint(path, other)
-            load_checkpoint(save(other, name), back)
+            load_checkpoint(save(folder / name, other), back)
             others[name] = same(back, third, torch.bfloat16)
             following[name] = train(other, 4, 5)
         found["others"], found["following"] = others, following
         rounded = make(SMALL)
-        load_checkpoint(folder / "whole" / "step-00000003", rounded)
+        load_checkpoint(of_whole, rounded)
         found["rounded"] = same(rounded, whole, torch.bfloat16) and not same(rounded, whole, torch.float32)
     (folder / f"rank-{job.rank}.json").write_text(json.dumps(found))
 

@@ -42,19 +42,27 @@ DRIFTS = {
 }
 
 
+# Of each kind of copies; the others at night.
+DEFAULT = ("distributed", "norms", "stages", "experts")
+
+
 @pytest.fixture(scope="module")
-def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     place = tmp_path_factory.mktemp("drift")
     settings = ("trainer.steps=3", "trainer.drift_interval=1", "trainer.eval_interval=0", "loader.num_workers=0")
+    wanted = {item.callspec.params["name"] for item in request.session.items if item.path == request.path}
     runs = [
         [end, overrides_of(dataset, place / name, "model.num_layers=2", *settings, *more)]
         for name, (more, end, *_) in DRIFTS.items()
+        if name in wanted
     ]
     run_jobs(2, "test_drift", place, runs)
     return place
 
 
-@pytest.mark.parametrize("name", DRIFTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.nightly) for name in DRIFTS]
+)
 def test_one_bit_on_one_rank_is_named_by_parameter_ranks_and_step(runs, name) -> None:
     _, _, parameter, kind = DRIFTS[name]
     for rank in (0, 1):  # every rank stops, with the same words

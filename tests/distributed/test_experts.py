@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -56,45 +56,16 @@ FAULTS = (
 )
 
 
+def steps_of(fault: str | None) -> int:
+    """Return the last step of a run: a fault shows in the one after the start."""
+    return 4 if fault is None else 2
+
+
 def settings_of_kind(kind: str) -> list[str]:
     return [*compose_config("parity", ParityConfig).kinds[kind].split(), *SMALLER, *STEPS]
 
 
 Compare = Callable[[str, str, "str | None"], dict[str, Check]]
-
-
-def run_all(dataset: Path, place: Path, wanted: Sequence[tuple[str, str, str | None]]) -> Compare:
-    """Train each (kind, layout, fault) on two ranks, and each kind on one.
-
-    Returns:
-        compare(kind, layout, fault): the checks of a run on two ranks against the same run on one.
-    """
-
-    # A blend, whose sources have loads of their own; with a pipeline other rows come before a layer is computed again.
-    blend = f"data.blend=[{{path: {dataset}}}, {{path: {dataset / 'validation'}}}]"
-
-    def overrides(kind: str, folder: Path, steps: int) -> list[str]:
-        again = ("model.recompute=full", "model.recompute_layers=1") if kind == "qwen3_moe" else ()
-        return overrides_of(dataset, folder, *settings_of_kind(kind), blend, *again, f"trainer.steps={steps}")
-
-    for kind in {kind for kind, _, _ in wanted}:
-        start, one = place / kind / "start", place / kind / "one"
-        run_here(sft, SftConfig, overrides(kind, start, 1))
-        shutil.copytree(start, one)
-        run_here(sft, SftConfig, overrides(kind, one, 4))
-    folders = {run: place / "-".join(filter(None, run)).replace(" ", "_") for run in wanted}
-    runs = [
-        [fault, [*overrides(kind, folder, 4), f"parallel={layout}"], str(folder), str(place / kind / "start")]
-        for (kind, layout, fault), folder in folders.items()
-    ]
-    run_jobs(2, "test_experts", place, runs)
-
-    def compare(kind: str, layout: str, fault: str | None = None) -> dict[str, Check]:
-        expected, found = recorded_run(place / kind / "one"), recorded_run(folders[kind, layout, fault])
-        assert len(found.steps) == 4
-        return {check.name: check for check in compare_runs(expected, found, Tolerances())}
-
-    return compare
 
 
 def differences(checks: dict[str, Check]) -> list[str]:
@@ -109,14 +80,39 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compare(dataset: Path, place: Path) -> Compare:
-    """Compare runs of a kind; all of them are made when the first is asked for."""
+    """compare(kind, layout, fault): the checks of a run on two ranks against the same run on one.
+
+    All runs of a kind are made when the first is asked for.
+    """
+    # A blend, whose sources have loads of their own; with a pipeline other rows come before a layer is computed again.
+    blend = f"data.blend=[{{path: {dataset}}}, {{path: {dataset / 'validation'}}}]"
 
     @cache
-    def runs_of(kind: str) -> Compare:
-        wanted = [(kind, "tp2_ep2", None)] * (kind == DEFAULT_KIND)
-        return run_all(dataset, place, [*wanted, *((of, on, fault) for fault, of, on, _ in FAULTS if of == kind)])
+    def runs_of(kind: str) -> dict[tuple[str, str | None], Path]:
+        def overrides(folder: Path, steps: int) -> list[str]:
+            again = ("model.recompute=full", "model.recompute_layers=1") if kind == "qwen3_moe" else ()
+            return overrides_of(dataset, folder, *settings_of_kind(kind), blend, *again, f"trainer.steps={steps}")
 
-    return lambda kind, layout, fault=None: runs_of(kind)(kind, layout, fault)
+        start, one = place / kind / "start", place / kind / "one"
+        run_here(sft, SftConfig, overrides(start, 1))
+        shutil.copytree(start, one)
+        run_here(sft, SftConfig, overrides(one, 4))
+        wanted = [(layout, fault) for fault, of, layout, _ in FAULTS if of == kind]
+        wanted += [("tp2_ep2", None)] * (kind == DEFAULT_KIND)
+        folders = {run: place / "-".join([kind, *filter(None, run)]).replace(" ", "_") for run in wanted}
+        jobs = [
+            [fault, [*overrides(folder, steps_of(fault)), f"parallel={layout}"], str(folder), str(start)]
+            for (layout, fault), folder in folders.items()
+        ]
+        run_jobs(2, "test_experts", place, jobs)
+        return folders
+
+    def compare(kind: str, layout: str, fault: str | None = None) -> dict[str, Check]:
+        found = recorded_run(runs_of(kind)[layout, fault])
+        assert len(found.steps) == steps_of(fault)
+        return {check.name: check for check in compare_runs(recorded_run(place / kind / "one"), found, Tolerances())}
+
+    return compare
 
 
 def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(dataset, place, compare) -> None:
@@ -147,13 +143,11 @@ def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(data
     assert "![expert load](experts.png)" in (place / "deepseek_like" / "one" / "report.md").read_text()
 
 
-def some_nightly(cases: Iterable[tuple[str, ...]]) -> list[Any]:
-    """Return the cases, all but those of one kind for the nightly run."""
-    return [pytest.param(*case, marks=() if DEFAULT_KIND in case else pytest.mark.nightly) for case in cases]
-
-
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("fault", "kind", "layout", "named"), some_nightly(FAULTS))
+@pytest.mark.parametrize(
+    ("fault", "kind", "layout", "named"),
+    [pytest.param(*one, marks=() if DEFAULT_KIND in one else pytest.mark.nightly) for one in FAULTS],
+)
 def test_a_fault_planted_in_experts_is_named(compare, fault, kind, layout, named) -> None:
     check = compare(kind, layout, fault)["mtp" if named == "mtp_tokens" else "experts"]
     assert check.difference is not None

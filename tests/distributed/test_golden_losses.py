@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from harness.recipes.parity import make_dataset
 
-from .conftest import read_metrics, run_command
+from harness.plan import SftConfig
+from harness.recipes import sft
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "losses_cpu.json"
+from .conftest import ROOT, read_metrics, run_here
+
+GOLDEN = ROOT / "tests" / "golden" / "losses_cpu.json"
 
 
 def test_a_small_run_has_the_recorded_losses(tmp_path) -> None:
@@ -20,8 +21,7 @@ def test_a_small_run_has_the_recorded_losses(tmp_path) -> None:
     golden = json.loads(GOLDEN.read_text())
     data = make_dataset(tmp_path / "data")
     settings = [f"data.path={data}", f"run_dir={tmp_path / 'run'}", *golden["settings"]]
-    code, output = run_command([sys.executable, "-m", "harness.recipes.sft", *settings])
-    assert code == 0, output
+    run_here(sft, SftConfig, settings)
     steps = read_metrics(tmp_path / "run")
     assert len(steps) == len(golden["loss"]) == 8
     assert [step["trained_tokens"] for step in steps] == golden["trained_tokens"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from harness.plan.hf_config import HfModel, complete_model, read_hf_config, to_h
 from harness.prep.media import measure
 from harness.recipes import sft
 from harness.records import Medium, SequenceView
-from harness.thd import build_thd_batch, context_parallel_indices
+from harness.thd import ThdBatch, build_thd_batch, context_parallel_indices
 from harness.train.metrics import read_metrics
 
 from .conftest import run_here
@@ -90,6 +91,20 @@ def made_sequences(encoder: str) -> list[SequenceView]:
     return sequences
 
 
+def row_of(sequences: list[SequenceView], features: Callable[..., Any]) -> ThdBatch:
+    row = build_thd_batch(sequences, pad_to_multiple=4)
+    return replace(row, media=row_media([one.media for one in sequences], features))
+
+
+def chunk_of(model: ModelConfig) -> Any:
+    """Return the model of a job of one rank, with its stored weights."""
+    layout, pretrained = join(ParallelConfig(), 1), find_pretrained(model)
+    assert pretrained is not None
+    options = {"vocab_size": pretrained.vocab_size, "device": torch.device("cpu")}
+    (chunk,) = build_model(model, ParallelConfig(), fill=pretrained.filler(layout), **options)
+    return chunk
+
+
 def transformers_logits(model: ModelConfig, sequences: list[SequenceView]) -> np.ndarray:
     """Return the logits of unpacked sequences, float32 [model tokens, vocabulary]."""
     import transformers
@@ -113,25 +128,14 @@ def transformers_logits(model: ModelConfig, sequences: list[SequenceView]) -> np
 def test_a_packed_row_has_the_logits_of_transformers_and_the_weights_come_back_bit_by_bit(folders, name) -> None:
     folder, model = folders[name], model_of(folders[name])
     sequences, rules = made_sequences(model.encoder), _rules_of(model.encoder)
+    row, vocab = row_of(sequences, rules.features), read_hf_config(folder).vocab_size
     with runtime.start("cpu", timeout_s=60):
-        layout = join(ParallelConfig(), 1)
-        pretrained = find_pretrained(model)
-        assert pretrained is not None
-        (chunk,) = build_model(
-            model,
-            ParallelConfig(),
-            vocab_size=pretrained.vocab_size,
-            device=torch.device("cpu"),
-            fill=pretrained.filler(layout),
-        )
-        row = build_thd_batch(sequences, pad_to_multiple=4)
-        row = replace(row, media=row_media([one.media for one in sequences], rules.features))
+        chunk = chunk_of(model)
         with torch.no_grad():
             logits = run_row(chunk, to_device(row, torch.device("cpu")), with_labels=False)[0].numpy()
-        written = dict(hf_tensors(chunk.module, model, pretrained.vocab_size))
+        written = dict(hf_tensors(chunk.module, model, vocab))
         count = sum(weight.numel() for weight in chunk.module.encoder.parameters())
-    expected = transformers_logits(model, sequences)
-    assert np.abs(logits[~row.padding_mask, : pretrained.vocab_size] - expected).max() < 1e-5
+    assert np.abs(logits[~row.padding_mask, :vocab] - transformers_logits(model, sequences)).max() < 1e-5
     with HfWeights(folder) as weights:
         own = {_name_of_part(name): tensor for name, tensor in written.items()}
         assert set(own) == {name for name in weights.names if not name.startswith(model.left_out)}
@@ -142,17 +146,10 @@ def test_a_packed_row_has_the_logits_of_transformers_and_the_weights_come_back_b
 
 def test_layers_that_compute_themselves_again_give_the_encoder_the_same_gradients(folders) -> None:
     model = replace(model_of(folders["qwen3_vl"]), train_encoder=True)
-    sequences, rules = made_sequences(model.encoder), _rules_of(model.encoder)
-    row = build_thd_batch(sequences, pad_to_multiple=4)
-    row = replace(row, media=row_media([one.media for one in sequences], rules.features))
-    found = []
-    with runtime.start("cpu", timeout_s=60):
-        pretrained, layout = find_pretrained(model), join(ParallelConfig(), 1)
-        assert pretrained is not None
-        for recompute in ("none", "full"):
-            options = {"vocab_size": pretrained.vocab_size, "device": torch.device("cpu")}
-            changed, fill = replace(model, recompute=recompute), pretrained.filler(layout)
-            (chunk,) = build_model(changed, ParallelConfig(), fill=fill, **options)
+    row, found = row_of(made_sequences(model.encoder), _rules_of(model.encoder).features), []
+    for recompute in ("none", "full"):
+        with runtime.start("cpu", timeout_s=60):
+            chunk = chunk_of(replace(model, recompute=recompute))
             run_row(chunk.train(), to_device(row, torch.device("cpu"))).sum().backward()
             found.append({name: weight.main_grad for name, weight in chunk.module.named_parameters()})
     plain, again = found
@@ -167,8 +164,7 @@ def test_positions_of_a_row_are_those_of_transformers_for_each_sequence(folders)
     model = model_of(folders["qwen2_5_vl"])
     plain = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(model.init_from)
     sequences, rules = made_sequences(model.encoder), _rules_of(model.encoder)
-    row = build_thd_batch(sequences, pad_to_multiple=4)
-    row = replace(row, media=row_media([one.media for one in sequences], rules.grids))
+    row = row_of(sequences, rules.grids)
     ranks = [to_device(row, torch.device("cpu"), cp_size=2, cp_rank=rank).packed_seq_params.grid for rank in (0, 1)]
     whole = to_device(row, torch.device("cpu")).packed_seq_params.grid
     for rank, own in enumerate(ranks):

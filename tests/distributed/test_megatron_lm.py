@@ -29,46 +29,16 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-MODEL = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "max_sequence_length": 256,
-    "vocab_size": VOCAB,
-    "dtype": "float32",
-}
+MODEL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+MODEL |= {"max_sequence_length": 256, "vocab_size": VOCAB, "dtype": "float32"}
 LOADER = {"block_packs": 4, "seed": 5, "num_workers": 1}
-ARGUMENTS = {
-    "hidden-size": 32,
-    "ffn-hidden-size": 64,
-    "num-attention-heads": 4,
-    "seq-length": 256,
-    "max-position-embeddings": 256,
-    "micro-batch-size": 1,
-    "global-batch-size": 6,
-    "train-iters": 9,
-    "dataloader-type": "external",
-    "tokenizer-type": "NullTokenizer",
-    "vocab-size": VOCAB,
-    "lr": 1e-2,
-    "min-lr": 1e-3,
-    "lr-decay-style": "cosine",
-    "lr-warmup-iters": 2,
-    "lr-decay-iters": 10,
-    "weight-decay": 0.01,
-    "adam-beta1": 0.9,
-    "adam-beta2": 0.95,
-    "adam-eps": 1e-8,
-    "clip-grad": 1.0,
-    "eval-iters": 0,
-    "eval-interval": 1000,
-    "log-interval": 1,
-    "distributed-backend": "gloo",
-    "transformer-impl": "local",
-    "ckpt-format": "torch_dist",
-}
+ARGUMENTS = {"hidden-size": 32, "ffn-hidden-size": 64, "num-attention-heads": 4, "seq-length": 256}
+ARGUMENTS |= {"max-position-embeddings": 256, "micro-batch-size": 1, "global-batch-size": 6, "train-iters": 9}
+ARGUMENTS |= {"dataloader-type": "external", "tokenizer-type": "NullTokenizer", "vocab-size": VOCAB}
+ARGUMENTS |= {"lr": 1e-2, "min-lr": 1e-3, "lr-decay-style": "cosine", "lr-warmup-iters": 2, "lr-decay-iters": 10}
+ARGUMENTS |= {"weight-decay": 0.01, "adam-beta1": 0.9, "adam-beta2": 0.95, "adam-eps": 1e-8, "clip-grad": 1.0}
+ARGUMENTS |= {"eval-iters": 0, "eval-interval": 1000, "log-interval": 1, "distributed-backend": "gloo"}
+ARGUMENTS |= {"transformer-impl": "local", "ckpt-format": "torch_dist"}
 FLAGS = ("--calculate-per-token-loss", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion")
 
 
@@ -127,21 +97,12 @@ def thd(row: dict[str, Any]) -> ThdBatch:
 @pytest.fixture
 def recipe(sft: Callable[..., Run], tmp_path: Path) -> dict[int, dict[str, Any]]:
     """Return what `recipes.sft` trains with the same settings."""
-    run = sft(
-        tmp_path / "recipe",
-        *overrides("model", MODEL),
-        *overrides("loader", LOADER),
-        "schedule=as_packed",
-        "optimizer.lr=1e-2",
-        "optimizer.min_lr_ratio=0.1",
-        "optimizer.warmup_steps=2",
-        "optimizer.decay_steps=10",
-        "optimizer.weight_decay=0.01",
-        "optimizer.beta2=0.95",
-        "optimizer.clip_grad=1.0",
-        "trainer.steps=9",
-        "trainer.record_digests=true",
-    )
+    optimizer = {"lr": 1e-2, "min_lr_ratio": 0.1, "warmup_steps": 2, "decay_steps": 10, "weight_decay": 0.01}
+    optimizer |= {"beta2": 0.95, "clip_grad": 1.0}
+    groups = {"model": MODEL, "loader": LOADER, "optimizer": optimizer}
+    settings = [text for group, values in groups.items() for text in overrides(group, values)]
+    more = ("schedule=as_packed", "trainer.steps=9", "trainer.record_digests=true")
+    run = sft(tmp_path / "recipe", *settings, *more)
     assert run.code == 0, run.output
     steps = zip(run.metrics, read_digests(tmp_path / "recipe"), strict=True)
     return {
@@ -164,29 +125,16 @@ def assert_same(got: dict[int, dict[str, Any]], recipe: dict[int, dict[str, Any]
         assert got[step]["loss"] == pytest.approx(recipe[step]["loss"], rel=1e-5), step
 
 
-def test_pretrain_trains_the_data_of_the_recipe_and_resumes_on_two_ranks(
+def test_pretrain_trains_the_data_of_the_recipe_and_resumes_on_more_and_on_fewer_ranks(
     pretrain: Callable[..., dict[int, dict[str, Any]]], recipe: dict[int, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Seven steps of six packs are an epoch of forty: the last is ragged, and the resumed run begins before it."""
-    checkpoints = tmp_path / "checkpoints"
-
-    first = pretrain("one rank", save=checkpoints, save_interval=5, exit_interval=5)
-    assert_same(first, recipe, range(1, 6))
-
-    second = pretrain("two ranks", ranks=2, load=checkpoints)
-    assert_same(second, recipe, range(6, 10))
-
-
-def test_pretrain_resumes_on_one_rank_what_two_saved(
-    pretrain: Callable[..., dict[int, dict[str, Any]]], recipe: dict[int, dict[str, Any]], tmp_path: Path
-) -> None:
-    checkpoints = tmp_path / "checkpoints"
-
-    first = pretrain("two ranks", ranks=2, save=checkpoints, save_interval=3, exit_interval=3)
-    assert_same(first, recipe, range(1, 4))
-
-    second = pretrain("one rank", load=checkpoints)
-    assert_same(second, recipe, range(4, 10))
+    """Seven steps of six packs are an epoch of forty: the last is ragged, and the second part begins before it."""
+    kept, checkpoints = {}, tmp_path / "checkpoints"
+    for ranks, first, last in ((1, 1, 3), (2, 4, 7), (1, 8, 9)):
+        save = {"save": checkpoints, "save_interval": last, "exit_interval": last}
+        found = pretrain(f"to {last}", ranks=ranks, **save, **kept)
+        assert_same(found, recipe, range(first, last + 1))
+        kept = {"load": checkpoints}
 
 
 TENSOR, CONTEXT = {"tensor_parallel_size": 2, "sequence_parallel": True}, {"context_parallel_size": 2}

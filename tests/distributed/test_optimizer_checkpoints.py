@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from harness.parity.running import free_ports
-
-from .conftest import SMALL, forked, found_by, read_metrics, run_command, run_ranks
+from .conftest import SMALL, found_by, read_metrics, run_ranks, run_sft
 
 PLAIN, SPLIT = "parallel=data", "parallel=data_distributed"
 # name: run that it resumes from, its last step, its settings.
@@ -37,25 +33,14 @@ LAST = {
 
 @pytest.mark.nightly
 def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_not(dataset, tmp_path) -> None:
-    runs = [(dtype, name, *run) for dtype, by_name in RUNS.items() for name, run in by_name.items()]
-    jobs = []
-    for port, (dtype, name, start, last, settings) in zip(free_ports(len(runs)), runs, strict=True):
-        overrides = [
-            f"data.path={dataset}",
-            *SMALL,
-            f"model.dtype={dtype}",
-            f"trainer.steps={last}",
-            "trainer.eval_interval=0",
-            "trainer.checkpoint_interval=0",
-            "resume=auto",
-            *settings.split(),
-        ]
-        before = None if start is None else str(tmp_path / f"{dtype}-{start}")
-        jobs.append([port, overrides, str(tmp_path / f"{dtype}-{name}"), before])
-    listed = tmp_path / "jobs.json"
-    listed.write_text(json.dumps({"program": "harness.recipes.sft", "runs": jobs}))
-    code, output = run_command([*forked(2), "harness.recipes.sft_runs", str(listed)])
-    assert code == 0, output
+    runs = []
+    for dtype, by_name in RUNS.items():
+        for name, (start, last, settings) in by_name.items():
+            more = ("trainer.eval_interval=0", "trainer.checkpoint_interval=0", "resume=auto", *settings.split())
+            overrides = [f"data.path={dataset}", *SMALL, f"model.dtype={dtype}", f"trainer.steps={last}", *more]
+            before = None if start is None else str(tmp_path / f"{dtype}-{start}")
+            runs.append((overrides, str(tmp_path / f"{dtype}-{name}"), before))
+    run_sft(2, tmp_path, runs)
     for dtype, nearness in (("float32", 1e-5), ("bfloat16", 2e-3)):
         expected = read_metrics(tmp_path / f"{dtype}-undisturbed")
         for name in LAST[dtype]:

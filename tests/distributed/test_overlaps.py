@@ -17,17 +17,16 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from harness.loader import LoaderState
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model import gpt
-from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
+from harness.megatron.state.checkpoint import load_checkpoint
 from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.records import SequenceView
 from harness.thd import build_thd_batch
-from harness.train import Progress
 
+from .checkpoint_ranks import save
 from .conftest import found_by, run_ranks
 
 
@@ -70,12 +69,10 @@ def main(folder: Path) -> None:
                 losses.append(step.evaluate([batch_of(9, 0)]).loss)
             # After a step, before anything gathers its weights.
             losses.append(step.train(batch_of(3, job.rank)).loss)
-            writer = CheckpointWriter(folder / name, step, keep=1, in_background=False)
-            writer.start(Progress(4, LoaderState(0)))
-            writer.finish()
+            path = save(folder / name, step, in_background=False)
             losses.append(step.train(batch_of(4, job.rank)).loss)
             again = make(job, overlaps=overlaps)
-            load_checkpoint(folder / name / "step-00000004", again)
+            load_checkpoint(path, again)
             total = sum(float(weight.double().sum()) for weight in again.chunks[0].parameters())
             found[name] = {"losses": losses, "sum": total, "resumed": again.train(batch_of(4, job.rank)).loss}
         (folder / f"rank-{job.rank}.json").write_text(json.dumps(found))

@@ -114,48 +114,32 @@ PLANTS = [
 ]
 
 
-@pytest.fixture(params=PLANTS, ids=lambda plant: plant[0].__name__)
-def planted(request: pytest.FixtureRequest, run: Path, tmp_path: Path) -> tuple[Path, str | None]:
-    """A run whose checkpoint has planted code, and fitting hashes; and the file that has it."""
-    plant: Callable[[Path, Path], None]
-    plant, name = request.param
-    folder = shutil.copytree(run, tmp_path / "run")
-    checkpoint = folder / CHECKPOINTS / "step-00000002"
-    plant(checkpoint, tmp_path / "marker")
-    names = [path.name for path in checkpoint.iterdir() if path.name != CHECKSUMS_FILE]
-    write_checksums(checkpoint, digest_files(checkpoint, names))
-    return folder, name
-
-
-def refused(action: Callable[[], object], tmp_path: Path, name: str) -> HarnessError:
+def refused(action: Callable[[], object], name: str) -> HarnessError:
     with pytest.raises(HarnessError) as error:
         action()
-    assert not (tmp_path / "marker").exists()
     assert name in error.value.what
     return error.value
 
 
-def test_resume_runs_no_planted_code(planted: tuple[Path, str | None], dataset: Path, tmp_path: Path) -> None:
-    folder, name = planted
-    settings = overrides_of(dataset, folder, *SETTINGS, "trainer.steps=3", "resume=true")
+@pytest.mark.parametrize(("plant", "name"), PLANTS, ids=lambda value: getattr(value, "__name__", None))
+def test_export_and_resume_run_no_planted_code(run: Path, dataset: Path, tmp_path: Path, plant, name) -> None:
+    folder, model = shutil.copytree(run, tmp_path / "run"), tmp_path / "model"
+    checkpoint = folder / CHECKPOINTS / "step-00000002"
+    plant(checkpoint, tmp_path / "marker")
+    # With hashes that fit: nothing else names the file.
+    names = [path.name for path in checkpoint.iterdir() if path.name != CHECKSUMS_FILE]
+    write_checksums(checkpoint, digest_files(checkpoint, names))
 
     def resume() -> None:
-        run_here(sft, SftConfig, settings)
+        run_here(sft, SftConfig, overrides_of(dataset, folder, *SETTINGS, "trainer.steps=3", "resume=true"))
 
     if name is None:
+        export_checkpoint(folder, model)
         resume()
-        assert not (tmp_path / "marker").exists()
     else:
-        assert isinstance(refused(resume, tmp_path, name), CheckpointError)
-
-
-def test_export_runs_no_planted_code(planted: tuple[Path, str | None], tmp_path: Path) -> None:
-    folder, name = planted
-    if name is None:
-        export_checkpoint(folder, tmp_path / "model")
-    else:
-        refused(lambda: export_checkpoint(folder, tmp_path / "model"), tmp_path, name)
-        assert not (tmp_path / "model").exists()
+        refused(lambda: export_checkpoint(folder, model), name)
+        assert not model.exists()
+        assert isinstance(refused(resume, name), CheckpointError)
     assert not (tmp_path / "marker").exists()
 
 

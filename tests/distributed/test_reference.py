@@ -81,14 +81,15 @@ def differences(
     expected, found = read_metrics(plain / (reference or family)), read_metrics(run)
     assert [line["learning_rate"] for line in found] == pytest.approx([line["learning_rate"] for line in expected])
     assert [line["trained_tokens"] for line in found] == [line["trained_tokens"] for line in expected]
-    names = ("loss", "grad_norm", "validation_loss")
-    columns = [
-        [np.asarray([line[name] for line in lines if line[name] is not None]) for lines in (expected, found)]
-        for name in names
-    ]
-    return {
-        name: float(abs(right - wrong).max() / right.min()) for name, (right, wrong) in zip(names, columns, strict=True)
-    }
+    return of_runs(plain / (reference or family), run)
+
+
+def of_runs(expected: Path, found: Path) -> dict[str, float]:
+    lines, worst = [read_metrics(run) for run in (expected, found)], {}
+    for name in ("loss", "grad_norm", "validation_loss"):
+        right, wrong = (np.asarray([line[name] for line in run if line[name] is not None]) for run in lines)
+        worst[name] = float(abs(right - wrong).max() / right.min())
+    return worst
 
 
 @pytest.mark.parametrize("family", FAMILIES_HERE)
@@ -98,24 +99,16 @@ def test_a_family_trains_as_plain_transformers_do_on_unpacked_conversations(plai
     assert found["grad_norm"] <= ALIKE.grad_norm
 
 
+@pytest.mark.parametrize("reference", ["by_conversation", "by_weight"])
 @pytest.mark.parametrize("schedule", ["as_packed", "dp_balanced", "cost_balanced"])
-def test_conversations_count_alike_as_in_plain_pytorch_under_every_schedule(plain, schedule, dataset, tmp_path) -> None:
-    more = (BY_CONVERSATION, f"schedule={schedule}")
-    found = differences(plain, "qwen2", dataset, tmp_path / "run", *more, reference="by_conversation")
+def test_conversations_and_weights_count_as_in_plain_pytorch_under_every_schedule(
+    plain, schedule, reference, dataset, tmp_path
+) -> None:
+    data, more = (dataset, [BY_CONVERSATION]) if reference == "by_conversation" else (plain / "data", [])
+    found = differences(plain, "qwen2", data, tmp_path / "run", f"schedule={schedule}", *more, reference=reference)
     assert max(found.values()) <= 1e-6
-    # A mean over tokens is another loss.
-    by_token = differences(plain, "qwen2", dataset, tmp_path / "other", more[1], reference="by_conversation")
-    assert min(by_token.values()) > 1e-4
-
-
-@pytest.mark.parametrize("schedule", ["as_packed", "dp_balanced", "cost_balanced"])
-def test_tokens_count_by_their_weights_as_in_plain_pytorch_under_every_schedule(plain, schedule, dataset, tmp_path):
-    run = tmp_path / "run"
-    found = differences(plain, "qwen2", plain / "data", run, f"schedule={schedule}", reference="by_weight")
-    assert max(found.values()) <= 1e-6
-    # The same tokens without weights have another loss.
-    alike = differences(plain, "qwen2", dataset, tmp_path / "other", f"schedule={schedule}", reference="by_weight")
-    assert min(alike.values()) > 1e-4
+    # A mean over tokens, all of one weight, is another loss.
+    assert min(of_runs(plain / reference, plain / "qwen2").values()) > 1e-4
 
 
 @pytest.mark.parametrize(

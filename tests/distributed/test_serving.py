@@ -36,22 +36,11 @@ ANSWERS = {
     "Count to five.": "One, two, three, four, five.",
 }
 SETTINGS = (
-    "model.num_layers=2",
-    "model.hidden_size=64",
-    "model.ffn_hidden_size=128",
-    "model.max_sequence_length=256",
-    "loader.global_batch_size=4",
-    "loader.num_workers=0",
-    "schedule.max_tokens_per_rank=512",
-    "optimizer.lr=0.01",
-    "optimizer.min_lr_ratio=0.1",
-    "optimizer.warmup_steps=2",
-    "trainer.device=cpu",
-    "trainer.trackers=[]",
-    "trainer.eval_interval=0",
-    "trainer.checkpoint_interval=0",
+    *("model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.max_sequence_length=256"),
+    *("loader.global_batch_size=4", "loader.num_workers=0", "schedule.max_tokens_per_rank=512", "optimizer.lr=0.01"),
+    *("optimizer.min_lr_ratio=0.1", "optimizer.warmup_steps=2", "trainer.device=cpu", "trainer.trackers=[]"),
+    *("trainer.eval_interval=0", "trainer.checkpoint_interval=0", "trainer.sample_tokens=24"),
     f"trainer.sample_prompts={json.dumps(list(ANSWERS))}",
-    "trainer.sample_tokens=24",
 )
 
 

@@ -19,14 +19,6 @@ from .conftest import ROOT, command, environment, overrides_of, run_command
 from .test_stopping import started
 
 
-def unlike(dataset: Path, folder: Path, *overrides: str, rank_1: str) -> list[str]:
-    """Return the command of two ranks under torchrun, the second of which runs `rank_1` in its shell first."""
-    recipe = [sys.executable, "-m", "harness.recipes.sft", *overrides_of(dataset, folder, *overrides)]
-    script = f'if [ "$RANK" = 1 ]; then {rank_1}; fi; exec "$@"'
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    return [*launcher, "bash", "-c", script, "bash", *recipe]
-
-
 def handles(process: int, number: signal.Signals) -> bool:
     status = Path(f"/proc/{process}/status").read_text()
     caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
@@ -45,8 +37,10 @@ def unreadable(dataset, tmp_path) -> Path:
 
 
 def test_a_missing_rank_is_named(dataset, tmp_path) -> None:
-    arguments = unlike(dataset, tmp_path / "run", "trainer.startup_timeout_s=5", rank_1="exec sleep 1000")
-    code, output = run_command(arguments)
+    recipe = [sys.executable, "-m", "harness.recipes.sft", *overrides_of(dataset, tmp_path / "run")]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    script = 'if [ "$RANK" = 1 ]; then exec sleep 1000; fi; exec "$@"'
+    code, output = run_command([*launcher, "bash", "-c", script, "bash", *recipe, "trainer.startup_timeout_s=5"])
     assert code == 1
     assert output.count("LostRankError: rank 1 of 2 did not connect within 5 s") == 1, output
     assert not (tmp_path / "run").exists()

@@ -16,10 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.parity.running import free_ports
 from harness.train.attempts import decide
 
-from .conftest import ROOT, command, environment, forked, kill_tree, overrides_of, read_metrics, run_command
+from .conftest import ROOT, command, environment, kill_tree, overrides_of, read_metrics, run_command, run_sft
 from .test_resume import SAME
 
 # Long enough that none ends before its signal.
@@ -134,14 +133,9 @@ def test_a_signal_to_the_launcher_ends_the_run_after_a_checkpoint_and_it_resumes
     assert decide(folder, exit_code=code).requeue
 
     # All in the same processes, which saves the seconds of their start.
-    jobs = [
-        [port, overrides_of(dataset, place, *SETTINGS, f"trainer.steps={done + 3}", "resume=auto"), str(place), None]
-        for port, place in zip(free_ports(3), (folder, tmp_path / "killed", tmp_path / "whole"), strict=True)
-    ]
-    (tmp_path / "runs.json").write_text(json.dumps({"program": "harness.recipes.sft", "runs": jobs}))
-    kept = checkpoints_in(tmp_path / "killed")[-1]
-    code, output = run_command([*forked(2), "harness.recipes.sft_runs", str(tmp_path / "runs.json")])
-    assert code == 0, output
+    kept, more = checkpoints_in(tmp_path / "killed")[-1], (*SETTINGS, f"trainer.steps={done + 3}", "resume=auto")
+    places = (folder, tmp_path / "killed", tmp_path / "whole")
+    output = run_sft(2, tmp_path, [(overrides_of(dataset, place, *more), str(place), None) for place in places])
     assert not (folder / "_stopped.json").exists()
     # Both resumed from their checkpoints, and not from the beginning.
     assert f"resuming after step {done}, from {folder}" in output

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import small_packs
 
-from harness.formats import FORMATS, Provenance, open_writer
+from harness.formats import FORMATS, Provenance
 from harness.records import Pack
 
 WritePacks = Callable[..., Path]
@@ -42,17 +43,9 @@ def write_packs() -> WritePacks:
         tokenizer: str = "",
     ) -> Path:
         provenance = Provenance(tokenizer=tokenizer, tokenizer_hash=tokenizer, counts={"vocab_size": 500})
-        with open_writer(
-            folder,
-            format=format,
-            pack_size=pack_size,
-            rows_per_group=4,
-            packs_per_shard=packs_per_shard,
-            provenance=provenance,
-        ) as writer:
-            for pack in random_packs(count, seed=seed, pack_size=pack_size):
-                writer.append(pack)
-        return folder
+        options = {"pack_size": pack_size, "packs_per_shard": packs_per_shard, "provenance": provenance}
+        packs = random_packs(count, seed=seed, pack_size=pack_size)
+        return small_packs.write_packs(folder, packs, format=format, rows_per_group=4, **options)
 
     return write
 

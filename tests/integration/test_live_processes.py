@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from live_streams import some_chats, some_packs, train, write_stream
+from small_packs import write_packs
 
-from harness.formats import open_writer
 from harness.loader.live.folder import LiveFolder
 from harness.parity.running import free_ports
 from harness.train.metrics import whole_lines
@@ -125,9 +125,7 @@ def write_chats(path: Path, count: int) -> Path:
 @pytest.mark.nightly
 def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream: Stream, tmp_path: Path) -> None:
     rows = some_packs(120)
-    with open_writer(tmp_path / "source", format="memmap", pack_size=64) as writer:
-        for pack in rows:
-            writer.append(pack)
+    write_packs(tmp_path / "source", rows, format="memmap", pack_size=64)
     write_stream(tmp_path / "reference", rows, [9] * 13 + [3])
     expected = train(tmp_path / "reference", dp_size=2, size=SIZE)
 

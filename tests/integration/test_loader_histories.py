@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -131,9 +132,12 @@ class History(RuleBasedStateMachine):
         config = LoaderConfig(
             seed=1 if change == "seed" else 0, block_packs=4 if change == "order" else 3, window_blocks=2, num_workers=0
         )
+        format = "other" if change == "data" else "npy"
         with pytest.raises(LoaderError, match="on other data or in another order") as caught:
-            self.open("other" if change == "data" else "npy", config, 1)
+            self.open(format, config, 1)
         assert "loader.allow_other_data=true" in caught.value.fix
+        for rank in self.open(format, replace(config, allow_other_data=True), 1):
+            rank.close()
 
     def teardown(self) -> None:
         self.stop()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from harness.errors import FormatError, LoaderError
+from harness.errors import FormatError
 from harness.formats import PackReader, open_dataset
 from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.loader.order import BatchRange
@@ -122,24 +121,6 @@ def test_an_error_of_the_data_arrives_as_itself(tmp_path: Path, num_workers: int
         contents(made)
     assert shard.name in caught.value.where
     assert caught.value.fix
-
-
-def test_a_killed_worker_is_named(dataset: Path) -> None:
-    made = loader(dataset, num_workers=2, num_epochs=100)
-
-    def train() -> None:
-        with made:
-            for _ in made:
-                if not pids:
-                    pids.extend(made.worker_pids())
-                    os.kill(pids[0], signal.SIGKILL)
-
-    pids: list[int] = []
-    with pytest.raises(LoaderError, match=r"loader worker with process id \d+ died") as caught:
-        train()
-    assert str(pids[0]) in caught.value.what
-    assert "num_workers" in caught.value.fix
-    assert not Path(f"/proc/{pids[1]}").exists()
 
 
 def test_a_forked_worker_leaves_the_garbage_of_the_training_process_alone(dataset: Path) -> None:

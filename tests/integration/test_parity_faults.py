@@ -8,32 +8,33 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness.recipes.parity import make_dataset
+from small_packs import write_packs
 
-from harness.formats import Provenance, open_dataset, open_writer
+from harness.formats import Provenance, open_dataset
 from harness.loader import Loader, LoaderConfig, RankBatch
 from harness.parity.compare import IDENTICAL, compare_runs
 from harness.parity.locate import recorded_run
 from harness.parity.result import Check, Difference
+from harness.plan import SftConfig
+from harness.recipes import sft
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train.digests import BATCHES, DIGESTS_FILE, DigestWriter, merge_ranks, rank_rows
 from harness.train.metrics import METRICS_FILE
 
-from ..distributed.conftest import run_command
+from ..distributed.conftest import run_here
 
 STEPS = 6
 SETTINGS = ("loader.global_batch_size=8", "loader.block_packs=4", "schedule.max_tokens_per_rank=256")
 LOADING = LoaderConfig(global_batch_size=8, block_packs=4, num_workers=0)
 MODEL = ("num_layers=2", "hidden_size=32", "ffn_hidden_size=64", "num_attention_heads=4", "num_query_groups=2")
-Plant = Callable[[list[RankBatch]], list[RankBatch]]
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +45,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reference") / "run"
-    model = [f"model.{setting}" for setting in MODEL]
-    code, output = run_command(
-        [
-            *(sys.executable, "-m", "harness.recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *model),
-            *("loader.num_workers=1", f"trainer.steps={STEPS}", "trainer.eval_interval=3", "trainer.device=cpu"),
-            "trainer.record_batches=true",
-        ]
-    )
-    assert code == 0, output
+    trainer = (f"steps={STEPS}", "eval_interval=3", "device=cpu", "record_batches=true")
+    settings = [f"data.path={data}", f"run_dir={folder}", *SETTINGS, *(f"model.{one}" for one in MODEL)]
+    run_here(sft, SftConfig, [*settings, "loader.num_workers=1", *(f"trainer.{one}" for one in trainer)])
     return folder
 
 
@@ -61,19 +56,22 @@ def copy(reference: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(reference, tmp_path / "run"))
 
 
-def trained(folder: Path, source: Path, plant: Plant = list, loading: LoaderConfig = LOADING) -> None:
-    """Put the data records of a run on `source` into `folder`."""
-    loader = Loader(open_dataset(source), loading, schedule=ScheduleConfig("dp_balanced", 256), num_steps=STEPS)
-    record(folder, plant(list(loader)))
+def batches_of(source: Path, steps: int = STEPS) -> list[RankBatch]:
+    schedule = ScheduleConfig("dp_balanced", 256)
+    return list(Loader(open_dataset(source), LOADING, schedule=schedule, num_steps=steps))
 
 
-def record(folder: Path, batches: Iterable[RankBatch]) -> None:
+def record(folder: Path, steps: Iterable[Sequence[RankBatch]]) -> None:
+    """Put the data records of a run into a folder, with the batches of each of its processes."""
     (folder / DIGESTS_FILE).unlink()
     shutil.rmtree(folder / BATCHES)
     writer = DigestWriter(folder)
-    for step, batch in enumerate(batches, start=1):
-        own = rank_rows(batch, process=0, dp_rank=0, is_first_stage=True, is_last_stage=True, keep=True)
-        writer.write(merge_ranks(step, batch, [own]))
+    for step, processes in enumerate(steps, start=1):
+        parts = [
+            rank_rows(one, process=process, dp_rank=0, is_first_stage=True, is_last_stage=True, keep=True)
+            for process, one in enumerate(processes)
+        ]
+        writer.write(merge_ranks(step, processes[0], parts))
     writer.close()
 
 
@@ -92,23 +90,14 @@ def first(reference: Path, found: Path) -> Difference:
 
 def rewritten(data: Path, target: Path, change: Callable[[int, Pack], Iterable[Pack]], format: str = "parquet") -> Path:
     """Write the training set again with the packs that `change(number, pack)` returns."""
-    reader = open_dataset(data / "train")
-    with open_writer(target, format=format, pack_size=256, provenance=Provenance(counts={"vocab_size": 300})) as writer:
-        for number in range(len(reader)):
-            for pack in change(number, reader[number]):
-                writer.append(pack)
-    return target
-
-
-def third_batch(data: Path) -> RankBatch:
-    batches = Loader(open_dataset(data / "train"), LOADING, schedule=ScheduleConfig("dp_balanced", 256), num_steps=3)
-    return list(batches)[2]
+    packs = (pack for number, stored in enumerate(open_dataset(data / "train")) for pack in change(number, stored))
+    return write_packs(target, packs, format=format, pack_size=256, provenance=Provenance(counts={"vocab_size": 300}))
 
 
 def victim(data: Path) -> tuple[int, int, int, int]:
     """Find a sequence of step 3 with more than 20 tokens: microbatch, sequence id, pack, first sequence of the pack."""
     offsets = open_dataset(data / "train").pack_offsets
-    batch = third_batch(data)
+    batch = batches_of(data / "train", 3)[2]
     for microbatch, (row, sequences) in enumerate(zip(batch.rows, batch.sequence_ids, strict=True)):
         for place, sequence in enumerate(sequences.tolist()):
             if microbatch and place and row.cu_seqlens[place + 1] - row.cu_seqlens[place] > 20:
@@ -128,7 +117,7 @@ def changed(data: Path, edit: Callable[[Pack, int], Pack]) -> Callable[[int, Pac
 
 
 def test_the_same_data_gives_no_difference_in_any_format(reference, copy, data, tmp_path) -> None:
-    trained(copy, rewritten(data, tmp_path / "memmap", lambda number, pack: [pack], "memmap"))
+    record(copy, zip(batches_of(rewritten(data, tmp_path / "memmap", lambda number, pack: [pack], "memmap"))))
     assert failed(reference, copy) == {}
 
 
@@ -141,7 +130,7 @@ def test_one_token_changed_in_one_format_is_named_to_its_position(reference, cop
 
     microbatch, sequence, pack, offset = victim(data)
     stored = open_dataset(data / "train")[pack].sequence(sequence - offset)
-    trained(copy, rewritten(data, tmp_path / "other", changed(data, edit), format))
+    record(copy, zip(batches_of(rewritten(data, tmp_path / "other", changed(data, edit), format))))
     difference = first(reference, copy)
     assert difference == Difference(
         f"step 3, microbatch {microbatch}, rank 0, sequence {sequence}: tokens at position 5 is 299, not "
@@ -162,7 +151,7 @@ def test_positions_are_found_in_the_datasets_where_only_digests_were_recorded(re
         return replace(pack, input_ids=np.where(np.arange(len(pack)) == start + 7, 298, pack.input_ids))
 
     other = rewritten(data, tmp_path / "other" / "train", changed(data, edit))
-    trained(copy, other)
+    record(copy, zip(batches_of(other)))
     shutil.rmtree(copy / BATCHES)
     settings = copy / "config.yaml"
     settings.write_text(settings.read_text().replace(str(data), str(other.parent)))
@@ -180,92 +169,77 @@ def test_positions_are_found_in_the_datasets_where_only_digests_were_recorded(re
     assert len(difference.found) == 16
 
 
-def test_a_dropped_pack_is_named(reference, copy, data) -> None:
-    lost = third_batch(data)
-
-    def drop(batches: list[RankBatch]) -> list[RankBatch]:
-        batches[2] = replace(
-            lost, pack_ids=lost.pack_ids[:-1], rows=lost.rows[:-1], sequence_ids=lost.sequence_ids[:-1]
-        )
-        return batches
-
-    trained(copy, data / "train", drop)
-    difference = first(reference, copy)
-    assert (difference.step, difference.field, difference.position) == (3, "packs", 7)
-    assert (difference.expected, difference.found) == (int(lost.pack_ids[-1]), None)
-    assert difference.sequence == int(lost.sequence_ids[-1][0])
-    assert "is not trained" in difference.message
+def with_row(batch: RankBatch, place: int, **changes: object) -> RankBatch:
+    rows = list(batch.rows)
+    rows[place] = replace(rows[place], **changes)
+    return replace(batch, rows=rows)
 
 
-def test_two_packs_swapped_in_a_global_batch_are_named(reference, copy, data) -> None:
-    def swap(batches: list[RankBatch]) -> list[RankBatch]:
-        ids = batches[1].pack_ids.copy()
-        ids[[2, 5]] = ids[[5, 2]]
-        batches[1] = replace(batches[1], pack_ids=ids)
-        return batches
-
-    trained(copy, data / "train", swap)
-    difference = first(reference, copy)
-    assert (difference.step, difference.field, difference.position) == (2, "packs", 2)
-    assert list(failed(reference, copy)) == ["data"]
+def without_a_boundary(batch: RankBatch) -> RankBatch:
+    bounds = {name: np.delete(getattr(batch.rows[1], name), 1) for name in ("cu_seqlens", "cu_seqlens_padded")}
+    return with_row(batch, 1, **bounds)
 
 
-def edited_rows(step: int, edit: Callable[[RankBatch], RankBatch]) -> Plant:
-    return lambda batches: [edit(batch) if number == step else batch for number, batch in enumerate(batches, start=1)]
+def without_the_last(batch: RankBatch) -> RankBatch:
+    return replace(batch, **{name: getattr(batch, name)[:-1] for name in ("pack_ids", "rows", "sequence_ids")})
 
 
-def test_positions_that_do_not_restart_and_labels_that_are_not_shifted_are_named(reference, copy, data) -> None:
-    def continued(batch: RankBatch) -> RankBatch:
-        row = batch.rows[1]
-        return replace(batch, rows=[batch.rows[0], replace(row, position_ids=np.arange(len(row))), *batch.rows[2:]])
+# The step, what is done to its batch, the check that fails first, and what the difference says.
+DEFECTS: dict[str, tuple[int, Callable[[RankBatch], RankBatch], str, dict[str, object]]] = {
+    "a pack dropped": (3, without_the_last, "data", {"field": "packs", "position": 7, "found": None}),
+    "two packs swapped": (
+        2,
+        lambda batch: replace(batch, pack_ids=batch.pack_ids[[0, 1, 5, 3, 4, 2, 6, 7]]),
+        "data",
+        {"field": "packs", "position": 2},
+    ),
+    "positions that do not restart": (
+        4,
+        lambda batch: with_row(batch, 1, position_ids=np.arange(len(batch.rows[1]))),
+        "data",
+        {"microbatch": 1, "field": "position_ids", "position": 0, "expected": 0},
+    ),
+    "labels that are not shifted": (
+        2,
+        lambda batch: with_row(batch, 0, labels=batch.rows[0].tokens),
+        "data",
+        {"microbatch": 0, "field": "labels"},
+    ),
+    "a boundary lost": (4, without_a_boundary, "data", {"microbatch": 1, "field": "boundaries"}),
+    "a row trained twice": (
+        5,
+        lambda batch: replace(batch, rows=batch.rows * 2, sequence_ids=batch.sequence_ids * 2),
+        "data",
+        {"microbatch": 0, "field": "sequences", "expected": 1, "found": 2},
+    ),
+    "rows in another order": (
+        5,
+        lambda batch: replace(batch, rows=batch.rows[::-1], sequence_ids=batch.sequence_ids[::-1]),
+        "placement",
+        {},
+    ),
+}
 
-    trained(copy, data / "train", edited_rows(4, continued))
-    difference = first(reference, copy)
-    assert (difference.step, difference.microbatch, difference.field, difference.position) == (4, 1, "position_ids", 0)
-    assert (difference.expected, difference.found > 0) == (0, True)
 
-    def unshifted(batch: RankBatch) -> RankBatch:
-        return replace(batch, rows=[replace(batch.rows[0], labels=batch.rows[0].tokens), *batch.rows[1:]])
-
-    trained(copy, data / "train", edited_rows(2, unshifted))
-    difference = first(reference, copy)
-    assert (difference.step, difference.microbatch, difference.field) == (2, 0, "labels")
-
-
-def test_a_lost_boundary_is_named(reference, copy, data) -> None:
-    def lose(batch: RankBatch) -> RankBatch:
-        row = batch.rows[1]
-        kept = [np.delete(bounds, 1) for bounds in (row.cu_seqlens, row.cu_seqlens_padded)]
-        return replace(
-            batch,
-            rows=[batch.rows[0], replace(row, cu_seqlens=kept[0], cu_seqlens_padded=kept[1]), *batch.rows[2:]],
-        )
-
-    trained(copy, data / "train", edited_rows(4, lose))
-    difference = first(reference, copy)
-    assert (difference.step, difference.microbatch, difference.field) == (4, 1, "boundaries")
-    assert difference.position == difference.expected < difference.found
-    assert list(failed(reference, copy)) == ["data"]
-
-
-def test_a_sequence_trained_twice_and_rows_in_another_order_are_named(reference, copy, data) -> None:
-    def twice(batch: RankBatch) -> RankBatch:
-        return replace(
-            batch, rows=[*batch.rows, batch.rows[0]], sequence_ids=[*batch.sequence_ids, batch.sequence_ids[0]]
-        )
-
-    trained(copy, data / "train", edited_rows(5, twice))
-    difference = first(reference, copy)
-    assert (difference.step, difference.microbatch, difference.field) == (5, 0, "sequences")
-    assert (difference.expected, difference.found) == (1, 2)
-
-    def other_order(batch: RankBatch) -> RankBatch:
-        return replace(batch, rows=batch.rows[::-1], sequence_ids=batch.sequence_ids[::-1])
-
-    trained(copy, data / "train", edited_rows(5, other_order))
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_of_a_global_batch_is_named(reference, copy, data, defect) -> None:
+    step, edit, check, values = DEFECTS[defect]
+    batches = batches_of(data / "train")
+    right = batches[step - 1]
+    batches[step - 1] = edit(right)
+    record(copy, zip(batches))
     checks = failed(reference, copy)
-    assert list(checks) == ["placement"]
-    assert checks["placement"].difference.step == 5
+    assert next(iter(checks)) == check
+    difference = checks[check].difference
+    assert {name: getattr(difference, name) for name in values} == values
+    assert difference.step == step
+    if defect == "a pack dropped":
+        assert (difference.expected, difference.sequence) == (right.pack_ids[-1], right.sequence_ids[-1][0])
+        assert "is not trained" in difference.message
+    if defect == "a boundary lost":
+        assert difference.position == difference.expected < difference.found
+    if defect in ("two packs swapped", "a boundary lost"):
+        assert list(checks) == ["data"]
 
 
 def edit_metrics(folder: Path, edit: Callable[[dict], dict | None]) -> None:
@@ -305,19 +279,9 @@ def test_missing_steps_and_missing_digests_are_named(reference, copy) -> None:
 
 
 def test_a_rank_whose_rows_differ_from_those_of_its_group_is_named(reference, copy, data) -> None:
-    batches = list(
-        Loader(open_dataset(data / "train"), LOADING, schedule=ScheduleConfig("dp_balanced", 256), num_steps=STEPS)
-    )
-    (copy / DIGESTS_FILE).unlink()
-    writer = DigestWriter(copy)
-    for step, batch in enumerate(batches, start=1):
-        odd = replace(batch, rows=[replace(row, tokens=row.tokens + (step == 3)) for row in batch.rows])
-        parts = [
-            rank_rows(one, process=process, dp_rank=0, is_first_stage=True, is_last_stage=True)
-            for process, one in enumerate((batch, odd))
-        ]
-        writer.write(merge_ranks(step, batch, parts))
-    writer.close()
+    batches = batches_of(data / "train")
+    odd = [replace(batch, rows=[replace(row, tokens=row.tokens + 1) for row in batch.rows]) for batch in batches]
+    record(copy, zip(batches, [*batches[:2], odd[2], *batches[3:]], strict=True))
     difference = first(reference, copy)
     assert (difference.step, difference.field) == (3, "ranks")
     assert "process 1, microbatch 0, data-parallel rank 0: tokens" in difference.message

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_packs import write_packs
 
 from harness.errors import FormatError, LoaderError
-from harness.formats import open_dataset, open_writer
+from harness.formats import open_dataset
 from harness.loader import BatchRange, Loader, LoaderConfig
 from harness.loader.workers import BatchStream
 from harness.records import Pack
@@ -92,10 +93,8 @@ def test_a_worker_that_hangs_in_the_middle_of_a_batch_is_named() -> None:
 def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
     # Small batches first, which need no more than is there; then one whose arrays are so large that malloc maps them.
     large = 5 << 18
-    with open_writer(tmp_path / "packs", format="binidx", pack_size=large) as writer:
-        for length in [4] * 40 + [large] * 8:
-            writer.append(Pack(np.arange(length), np.zeros(length), [0]))
-    reader = open_dataset(tmp_path / "packs")
+    packs = (Pack(np.arange(length), np.zeros(length), [0]) for length in [4] * 40 + [large] * 8)
+    reader = open_dataset(write_packs(tmp_path / "packs", packs, format="binidx", pack_size=large))
     config = LoaderConfig(global_batch_size=8, num_workers=1, prefetch_factor=1, shuffle=False, timeout_s=60.0)
     with Loader(reader, config, schedule=ScheduleConfig("dp_balanced", large), num_epochs=1) as made:
         batches = iter(made)
@@ -114,9 +113,8 @@ def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
 def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(
     tmp_path: Path, start_method: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with open_writer(tmp_path / "packs", format="binidx", pack_size=4096) as writer:
-        for number in range(16):
-            writer.append(Pack(np.full(4096, number), np.zeros(4096), [0]))
+    packs = [Pack(np.full(4096, number), np.zeros(4096), [0]) for number in range(16)]
+    write_packs(tmp_path / "packs", packs, format="binidx", pack_size=4096)
     cut = tmp_path / "packs" / "shard_000000.bin"
     with loader(tmp_path / "packs", global_batch_size=2, num_workers=1, start_method=start_method) as made:
         batches = iter(made)
@@ -131,19 +129,24 @@ def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(
     assert re.search(expected, capfd.readouterr().err)
 
 
-@pytest.mark.parametrize("start_method", ["spawn", pytest.param("forkserver", marks=pytest.mark.nightly)])
-def test_a_killed_worker_that_was_not_forked_is_an_error_within_the_timeout(
-    in_every_format: dict[str, Path], start_method: str
+@pytest.mark.parametrize(
+    ("start_method", "num_workers"),
+    [("fork", 2), ("spawn", 1), pytest.param("forkserver", 1, marks=pytest.mark.nightly)],
+)
+def test_a_killed_worker_is_an_error_within_the_timeout_and_the_others_end(
+    in_every_format: dict[str, Path], start_method: str, num_workers: int
 ) -> None:
-    with loader(in_every_format["jsonl"], num_workers=1, start_method=start_method, timeout_s=20.0) as made:
+    settings = {"num_workers": num_workers, "start_method": start_method, "timeout_s": 20.0}
+    with loader(in_every_format["jsonl"], **settings) as made:
         batches = iter(made)
         next(batches)
-        pid = made.worker_pids()[0]
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(LoaderError, match=rf"loader worker with process id {pid} died"):
+        pids = made.worker_pids()
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(LoaderError, match=rf"loader worker with process id {pids[0]} died") as caught:
             for _ in batches:
                 pass
-        assert has_ended(pid)
+    assert "num_workers" in caught.value.fix
+    assert all(map(has_ended, pids))
 
 
 @pytest.mark.parametrize(
@@ -168,9 +171,7 @@ def test_workers_of_a_killed_rank_end_themselves(in_every_format: dict[str, Path
 
 
 def test_a_program_that_ends_with_an_error_and_an_open_loader_ends_with_its_workers(tmp_path: Path) -> None:
-    with open_writer(tmp_path / "packs", format="memmap", pack_size=8) as writer:
-        for _ in range(10):
-            writer.append(Pack([1, 2, 3], [1, 1, 0], [0]))
+    write_packs(tmp_path / "packs", [Pack([1, 2, 3], [1, 1, 0], [0])] * 10, format="memmap", pack_size=8)
     code = """
 import sys
 from harness import Loader, LoaderConfig, open_dataset

@@ -71,8 +71,11 @@ def mapped_from(folder: Path, pid: str) -> int:
     return total
 
 
-def check_pages_are_shared(tmp_path: Path, write_packs, format: str, *, packs: int, ranks: int, workers: int) -> None:
-    sizes = (1024, packs)
+# Resident memory is judged, which needs a machine that runs nothing else.
+@pytest.mark.nightly
+@pytest.mark.parametrize("format", ["memmap", "binidx"])
+def test_workers_of_a_whole_node_share_the_pages_of_a_dataset(tmp_path: Path, write_packs, format: str) -> None:
+    sizes, ranks, workers = (1024, 32768), 8, 4
     paths = [write_packs(tmp_path / str(size), size, format=format, pack_size=4096) for size in sizes]
     bytes_more = sum(
         sign * file.stat().st_size
@@ -88,19 +91,6 @@ def check_pages_are_shared(tmp_path: Path, write_packs, format: str, *, packs: i
     assert large.mapped - small.mapped < 1.1 * bytes_more
     # The pages were really read by way of these mappings.
     assert large.mapped - small.mapped > 0.5 * bytes_more
-
-
-# Resident memory is judged, which needs a machine that runs nothing else.
-@pytest.mark.nightly
-@pytest.mark.parametrize("format", ["memmap"])
-def test_workers_share_the_pages_of_a_dataset(tmp_path: Path, write_packs, format: str) -> None:
-    check_pages_are_shared(tmp_path, write_packs, format, packs=6144, ranks=1, workers=4)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("format", ["memmap", "binidx"])
-def test_workers_of_a_whole_node_share_the_pages_of_a_dataset(tmp_path: Path, write_packs, format: str) -> None:
-    check_pages_are_shared(tmp_path, write_packs, format, packs=32768, ranks=8, workers=4)
 
 
 def shard_files(pid: str, folder: Path) -> set[str]:

@@ -1,9 +1,9 @@
-"""The global batches of every integration compared with the loader's own, through a resume on other ranks.
+"""The global batches of integrations compared with the loader's own, through a resume on other ranks.
 
-    python -m tests.integrations.global_batches FOLDER [NAME | NAME=PYTHON]...
+    python -m tests.integrations.global_batches FOLDER [NAME]...
 
-A trainer in another environment is named with its python; without names all are read. The report is written to FOLDER,
-beside the data; the exit code is 1 on any difference.
+Without names all are read that have a probe; the other trainers have tests of their own in this folder. The report is
+written to FOLDER, beside the data; the exit code is 1 on any difference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -43,6 +43,7 @@ from tests.integrations.probes import PROBES, ProbeJob, trained_part
 
 CHECK = "integrations"
 PROGRAM = Path(__file__).with_name("probes.py")
+SCHEDULES = ("as_packed", "dp_balanced")
 # Packs of a global batch: 40 or 160 packs leave a ragged end of an epoch.
 _BATCH_SIZE = 12
 
@@ -61,49 +62,8 @@ class Split:
 BEFORE, AFTER = Split(2, 1), Split(3, 0)
 
 
-@dataclass(frozen=True)
-class IntegrationCase:
-    """One integration with one schedule.
-
-    Attributes:
-        integration: a key of PROBES.
-        schedule: its name.
-        python: interpreter of an environment that has the trainer.
-    """
-
-    integration: str
-    schedule: str
-    python: str
-
-    @property
-    def name(self) -> str:
-        return f"{CHECK}: {self.integration} {self.schedule}"
-
-
-def parse_integrations(texts: Sequence[str]) -> dict[str, str]:
-    """Parse `NAME` and `NAME=PATH`; all integrations for none.
-
-    Returns:
-        the interpreter of each integration.
-
-    Raises:
-        ConfigError: there is no such integration.
-    """
-    pythons = {}
-    for text in texts or list(INTEGRATIONS):
-        name, _, python = text.partition("=")
-        if name not in INTEGRATIONS:
-            raise ConfigError(
-                f"there is no integration {name!r}",
-                where="integrations",
-                fix=f"one or more of {', '.join(INTEGRATIONS)}, each as NAME or NAME=PATH",
-            )
-        pythons[name] = python or sys.executable
-    return pythons
-
-
 def compare_integrations(
-    pythons: Mapping[str, str], dataset: str, folder: Path, *, steps: int, timeout_s: float
+    names: Sequence[str], dataset: str, folder: Path, *, steps: int, timeout_s: float
 ) -> Iterator[CellResult]:
     """Read a dataset through each integration, and yield its comparison with the loader.
 
@@ -112,26 +72,20 @@ def compare_integrations(
     they are trained: some trainers replace the others.
 
     Args:
-        pythons: interpreter of each integration.
+        names: keys of PROBES.
         dataset: path of a dataset.
         folder: for jobs and logs.
         steps: optimizer steps, half of them before the resume.
         timeout_s: time limit of a job.
     """
-    references: dict[str, tuple[list[str], list[dict[str, Any]]]] = {}
-    for name, python in pythons.items():
-        missing = _missing(name, python)
-        if missing or name not in PROBES:
+    references = {schedule: _reference(dataset, schedule, steps=steps) for schedule in SCHEDULES}
+    for name in names:
+        if missing := missing_packages(name):
             reason = f"{' and '.join(missing)} not installed: {INTEGRATIONS[name].install}"
-            if not missing:
-                reason = "no probe reads it: see its own tests"
             yield CellResult(f"{CHECK}: {name}", CHECK, {"integration": name}, None, "skipped", "", reason=reason)
             continue
-        for schedule in PROBES[name].schedules:
-            if schedule not in references:
-                references[schedule] = _reference(dataset, schedule, steps=steps)
-            case = IntegrationCase(name, schedule, python)
-            yield _compare(case, dataset, folder, references[schedule], timeout_s=timeout_s)
+        for schedule in SCHEDULES:
+            yield _compare(name, schedule, dataset, folder, references[schedule], timeout_s=timeout_s)
 
 
 def _loader(workers: int) -> dict[str, Any]:
@@ -154,7 +108,8 @@ def _reference(dataset: str, schedule: str, *, steps: int) -> tuple[list[str], l
 
 
 def _compare(
-    case: IntegrationCase,
+    name: str,
+    schedule: str,
     dataset: str,
     folder: Path,
     reference: tuple[list[str], list[dict[str, Any]]],
@@ -162,24 +117,17 @@ def _compare(
     timeout_s: float,
 ) -> CellResult:
     digests, positions = reference
-    place = folder / CHECK / f"{case.integration}-{case.schedule}"
+    place = folder / CHECK / f"{name}-{schedule}"
     shutil.rmtree(place, ignore_errors=True)
     (place / "trainer").mkdir(parents=True)
     began, reason, difference = time.monotonic(), "", None
     middle = len(digests) // 2
-    job = ProbeJob(
-        case.integration,
-        dataset,
-        {},
-        _schedule(case.schedule, dataset),
-        first_step=0,
-        last_step=middle,
-        folder=str(place / "trainer"),
-    )
+    settings = _schedule(schedule, dataset)
+    job = ProbeJob(name, dataset, {}, settings, first_step=0, last_step=middle, folder=str(place / "trainer"))
     commands = []
     for split, first, last in ((BEFORE, 0, middle), (AFTER, middle, len(digests))):
         job = replace(job, first_step=first, last_step=last, loader=_loader(split.workers))
-        command, ranks, reason = _run(case, job, split, place / f"to-{last}", timeout_s)
+        command, ranks, reason = _run(job, split, place / f"to-{last}", timeout_s)
         commands.append(command)
         difference = None if reason else find_difference(job, split, ranks, digests, positions)
         if reason or difference is not None:
@@ -187,9 +135,9 @@ def _compare(
         job = replace(job, position=ranks[0]["position"])
     data = Check("data", difference is None, 0.0, None, "digests are equal or not", difference)
     return CellResult(
-        case.name,
+        f"{CHECK}: {name} {schedule}",
         CHECK,
-        {"integration": case.integration, "schedule": case.schedule, "ranks": f"{BEFORE.ranks} then {AFTER.ranks}"},
+        {"integration": name, "schedule": schedule, "ranks": f"{BEFORE.ranks} then {AFTER.ranks}"},
         None,
         "failed" if reason else "same" if data.passed else "different",
         " && ".join(commands),
@@ -199,16 +147,14 @@ def _compare(
     )
 
 
-def _run(
-    case: IntegrationCase, job: ProbeJob, split: Split, place: Path, timeout_s: float
-) -> tuple[str, list[dict[str, Any]], str]:
+def _run(job: ProbeJob, split: Split, place: Path, timeout_s: float) -> tuple[str, list[dict[str, Any]], str]:
     place.mkdir()
     listed = place / "job.json"
     values = asdict(job)
     del values["rank"], values["world_size"]
     listed.write_text(json.dumps(values))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={split.ranks}"]
-    command = [case.python, *launcher, str(PROGRAM), str(listed)]
+    command = [sys.executable, *launcher, str(PROGRAM), str(listed)]
     with (place / "log.txt").open("w") as log:
         process = subprocess.Popen(command, env=rank_environment(), stdout=log, stderr=log, start_new_session=True)
         try:
@@ -251,32 +197,16 @@ def find_difference(
     return None
 
 
-def _missing(name: str, python: str) -> list[str]:
-    beside = PROBES[name].packages if name in PROBES else ()
-    if python == sys.executable:
-        return missing_packages(name, beside=beside)
-    call = f"missing_packages({name!r}, beside={beside!r})"
-    code = f"import json; from harness.integrations import missing_packages; print(json.dumps({call}))"
-    try:
-        done = subprocess.run(
-            [python, "-c", code], env=rank_environment(), capture_output=True, text=True, check=True, timeout=120
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(
-            f"the interpreter of {name} cannot be used: {error}",
-            where=f"integrations, {name}={python}",
-            fix="name the python of an environment with the trainer and the packages of this project",
-        ) from None
-    missing: list[str] = json.loads(done.stdout)
-    return missing
-
-
 def main(folder: Path, *named: str, steps: int = 20, timeout_s: float = 900.0) -> None:
     """Compare the integrations of these names, print and write the report, and exit with its code."""
     with exit_on_error():
         dataset = make_dataset(folder.resolve() / "data" / "made") / "train"
-        pythons = parse_integrations(named)
-        results = list(compare_integrations(pythons, str(dataset), folder, steps=steps, timeout_s=timeout_s))
+        if unknown := set(named) - set(PROBES):
+            fix = f"one or more of {', '.join(PROBES)}"
+            raise ConfigError(f"no probe reads {' and '.join(sorted(unknown))}", where="NAME", fix=fix)
+        results = list(
+            compare_integrations(named or list(PROBES), str(dataset), folder, steps=steps, timeout_s=timeout_s)
+        )
         created = datetime.now(UTC).isoformat(timespec="seconds")
         report = ParityReport("Parity: integrations", created, command_line(), environment("cpu"), results)
         publish(report, Console(width=200), folder)

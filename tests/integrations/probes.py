@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -74,21 +73,6 @@ class ProbeJob:
             stream.load_state_dict(self.position)
         with stream:
             return [len(batch.rows) for batch in islice(stream, self.num_steps)]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One way to read a dataset.
-
-    Attributes:
-        read: returns the rows of each step, as a model is given them, and the position after the last.
-        schedules: that it can read.
-        packages: that it needs beside those of the integration.
-    """
-
-    read: Callable[[ProbeJob], tuple[Steps, Position]]
-    schedules: tuple[str, ...] = ("as_packed", "dp_balanced")
-    packages: tuple[str, ...] = ()
 
 
 def thd_of(row: Row) -> ThdBatch:
@@ -284,147 +268,16 @@ def _read_trainer(job: ProbeJob, trainer_class: Any, arguments: Any, **more: Any
     return given, trainer.packed.state_dict()
 
 
-def read_torchtitan(job: ProbeJob) -> tuple[Steps, Position]:
-    """Read with torchtitan's dataloader component; its rows are padded, and have no labels where nothing is trained."""
-    from harness.integrations.torchtitan import HarnessDataLoader
-
-    def unpadded(tokens: Any, positions: Any, labels: Any) -> ThdBatch:
-        bounds = np.append(np.flatnonzero(positions == 0), tokens.shape[0])
-        # Padding is zeros that begin positions of their own, after the last sequence.
-        while len(bounds) > 2 and not tokens[bounds[-2] :].any() and (labels[bounds[-2] :] < 0).all():
-            bounds = bounds[:-1]
-        stop = int(bounds[-1])
-        (row,) = rows_from_model_tokens(
-            [np.diff(bounds)],
-            tokens=tokens[:stop],
-            labels=labels[:stop],
-            loss_mask=labels[:stop] >= 0,
-            position_ids=positions[:stop],
-        )
-        return row
-
-    loader = HarnessDataLoader(
-        HarnessDataLoader.Config(dataset_path=job.dataset, **job.loader),
-        dp_world_size=job.world_size,
-        dp_rank=job.rank,
-        seq_len=job.schedule["max_tokens_per_rank"],
-        local_batch_size=1,
-    )
-    if job.position is not None:
-        loader.load_state_dict(job.position)
-    batches = iter(loader)
-    rows = (
-        unpadded(inputs["input"][0].numpy(), inputs["positions"][0].numpy(), labels[0].numpy())
-        for inputs, labels in batches
-    )
-    count = job.loader["global_batch_size"] // job.world_size
-    steps = group_rows(rows, [count] * job.num_steps)
-    loader.close()
-    return steps, loader.state_dict()
-
-
-def read_megatron_lm(job: ProbeJob) -> tuple[Steps, Position]:
-    """Read with the provider of Megatron-LM's `pretrain`, whose arguments come from its own parser."""
-    from harness.megatron import prepare_process
-
-    prepare_process()
-    from harness.megatron.job import runtime
-    from harness.megatron.job.runtime import join
-    from harness.plan import ParallelConfig
-
-    with runtime.start("cpu"), _cuda_at_import():
-        join(ParallelConfig(), job.world_size)
-        from megatron.training.arguments import parse_args
-        from megatron.training.global_vars import set_args
-
-        from harness.integrations.megatron_lm import datasets_provider
-
-        size, tokens = job.loader["global_batch_size"], job.schedule["max_tokens_per_rank"]
-        flags = {"dataloader-type": "external", "micro-batch-size": 1, "global-batch-size": size, "seq-length": tokens}
-        texts = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-        sys.argv = ["probe", *texts, "--calculate-per-token-loss", "--eval-iters", "0"]
-        args = parse_args()
-        # Megatron sets these when it has checked the others.
-        args.iteration, args.padded_vocab_size, args.virtual_pipeline_model_parallel_size = 0, None, None
-        set_args(args)
-        loader, _, _ = datasets_provider(job.dataset, loader=LoaderConfig(**job.loader))(None)
-        assert loader is not None
-        if job.position is not None:
-            loader.restore_state(job.position)
-        rows = (thd_of(row) for row in loader)
-        steps = group_rows(rows, [size // job.world_size] * job.num_steps)
-        loader.close()
-        return steps, loader.save_state()
-
-
-def read_megatron_bridge(job: ProbeJob) -> tuple[Steps, Position]:
-    """Read with the dataset of Megatron-Bridge's configuration, in process groups of Megatron-Core."""
-    from harness.megatron import prepare_process
-
-    prepare_process()
-    from megatron.bridge.data.base import DatasetBuildContext
-    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-
-    from harness.integrations.megatron_bridge import HarnessDataset
-    from harness.megatron.job import runtime
-    from harness.megatron.job.runtime import join
-    from harness.plan import ParallelConfig
-
-    def thd(batch: dict[str, Any]) -> ThdBatch:
-        padded = batch["cu_seqlens"][0].numpy()
-        real = batch.get("cu_seqlens_unpadded", batch["cu_seqlens"])[0].numpy()
-        fields = {name: batch[name][0].numpy() for name in ("tokens", "labels", "position_ids", "loss_mask")}
-        is_padding = np.ones(len(fields["tokens"]), np.bool_)
-        for start, length in zip(padded[:-1].tolist(), np.diff(real).tolist(), strict=True):
-            is_padding[start : start + length] = False
-        return ThdBatch(
-            **fields,
-            cu_seqlens=real,
-            cu_seqlens_padded=padded,
-            max_seqlen=int(batch["max_seqlen"]),
-            padding_mask=is_padding,
-        )
-
-    loader = dict(job.loader)
-    size, seed, workers = (loader.pop(name) for name in ("global_batch_size", "seed", "num_workers"))
-    with runtime.start("cpu"):
-        join(ParallelConfig(), job.world_size)
-        init_num_microbatches_calculator(job.rank, None, size, 1, job.world_size)
-        data = HarnessDataset(
-            path=job.dataset, seed=seed, num_workers=workers, persistent_workers=True, pin_memory=False, loader=loader
-        )
-        rows, _, _ = data.build_datasets(DatasetBuildContext(train_samples=size, valid_samples=0, test_samples=0))
-        assert rows is not None
-        rows.load_state_dict(rows.save_state() if job.position is None else job.position)
-        steps = group_rows(map(thd, rows), [size // job.world_size] * job.num_steps)
-        return steps, rows.save_state()
-
-
-@contextmanager
-def _cuda_at_import() -> Iterator[None]:
-    """Let modules be imported that look for a GPU when they are."""
-    import torch
-
-    available = torch.cuda.is_available
-    torch.cuda.is_available = lambda: True
-    try:
-        yield
-    finally:
-        torch.cuda.is_available = available
-
-
-PROBES: Mapping[str, Probe] = MappingProxyType(
+Read = Callable[[ProbeJob], tuple[Steps, Position]]
+# Each returns the rows of each step, as a model is given them, and the position after the last.
+PROBES: Mapping[str, Read] = MappingProxyType(
     {
-        "torch": Probe(read_torch),
-        "torchdata": Probe(read_torchdata),
-        "accelerate": Probe(read_accelerate),
-        "lightning": Probe(read_lightning),
-        "huggingface": Probe(read_huggingface),
-        "trl": Probe(read_trl),
-        "megatron_lm": Probe(read_megatron_lm, schedules=("as_packed",)),
-        # Its modules import Transformer Engine, which a CPU does not have.
-        "megatron_bridge": Probe(read_megatron_bridge, schedules=("as_packed",), packages=("transformer_engine",)),
-        "torchtitan": Probe(read_torchtitan, schedules=("as_packed",)),
+        "torch": read_torch,
+        "torchdata": read_torchdata,
+        "accelerate": read_accelerate,
+        "lightning": read_lightning,
+        "huggingface": read_huggingface,
+        "trl": read_trl,
     }
 )
 
@@ -447,7 +300,7 @@ def main(path: str) -> None:
     """Run the probe of a job on this rank, and write `rank-N.json`: digests of the sequences of each step."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     job = ProbeJob(**json.loads(Path(path).read_text()), rank=rank, world_size=world_size)
-    steps, position = PROBES[job.integration].read(job)
+    steps, position = PROBES[job.integration](job)
     digests = [[sequence_digests(trained_part(row)).tolist() for row in rows] for rows in steps]
     written = json.dumps({"steps": digests, "position": dict(position)})
     (Path(path).parent / f"rank-{rank}.json").write_text(written)

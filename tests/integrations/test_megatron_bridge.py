@@ -7,22 +7,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from environments import ROOT
-from trainers import Trained, Trainer
+from trainers import Trained, Trainer, rows_of_loader
 
 from harness.formats import open_dataset
 from harness.formats.foreign.exporting import BridgeFiles, export_to_bridge
 from harness.formats.foreign.importing import import_dataset
-from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.records import Pack
-from harness.schedule import ScheduleConfig
-from harness.thd import ThdBatch, build_thd_batch, pad_row
+from harness.thd import ThdBatch, build_thd_batch
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 PROGRAM = "bridge_pretrain.py"
@@ -36,24 +33,6 @@ def bridge(trainer: Callable[[str], Trainer]) -> Trainer:
 def settings(data: Path, steps: int, **changes: Any) -> dict[str, Any]:
     named = {"path": str(data / "train"), "loader": {"block_packs": 4}, **changes.pop("dataset", {})}
     return {"global_batch_size": 6, "steps": steps, "dataset": named, **changes}
-
-
-def rows_of_loader(
-    dataset: Path,
-    first: int,
-    last: int,
-    *,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    row_tokens: int | None = None,
-    block_packs: int = 4,
-) -> list[ThdBatch]:
-    """Return the rows of these steps, counted from 1, as the loader gives them to one rank."""
-    config = LoaderConfig(global_batch_size=6, num_workers=0, block_packs=block_packs)
-    layout = RankLayout(dp_rank=dp_rank, dp_size=dp_size)
-    loader = Loader(open_dataset(dataset / "train"), config, schedule=ScheduleConfig("as_packed", 256), layout=layout)
-    rows = [row for batch in islice(loader, first - 1, last) for row in batch.rows]
-    return rows if row_tokens is None else [pad_row(row, row_tokens) for row in rows]
 
 
 def assert_same(received: list[dict[str, Any]], expected: list[ThdBatch]) -> None:
@@ -75,21 +54,10 @@ def assert_same(received: list[dict[str, Any]], expected: list[ThdBatch]) -> Non
 def sft_losses(dataset: Path, folder: Path, steps: int, *, stages: int = 1) -> dict[int, float]:
     """Train the same model on the same data with `recipes.sft`."""
     overrides = [
-        f"data.path={dataset}",
-        f"run_dir={folder}",
-        "model.num_layers=4",
-        "model.hidden_size=32",
-        "model.ffn_hidden_size=64",
-        "loader.global_batch_size=6",
-        "loader.block_packs=4",
-        "loader.num_workers=0",
-        "schedule=as_packed",
-        "schedule.max_tokens_per_rank=256",
-        "optimizer.decay_steps=10",
-        "optimizer.warmup_steps=5",
-        "trainer.device=cpu",
-        f"parallel.pipeline_parallel_size={stages}",
-        f"trainer.steps={steps}",
+        *(f"data.path={dataset}", f"run_dir={folder}", f"trainer.steps={steps}", "trainer.device=cpu"),
+        *("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=64", "loader.global_batch_size=6"),
+        *("loader.block_packs=4", "loader.num_workers=0", "schedule=as_packed", "schedule.max_tokens_per_rank=256"),
+        *("optimizer.decay_steps=10", "optimizer.warmup_steps=5", f"parallel.pipeline_parallel_size={stages}"),
     ]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(stages)]
     subprocess.run([sys.executable, *launch, "-m", "harness.recipes.sft", *overrides], cwd=ROOT, check=True)

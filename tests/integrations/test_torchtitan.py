@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from trainers import Trainer
-
-from harness.formats import open_dataset
-from harness.loader import Loader, LoaderConfig, RankLayout
-from harness.schedule import ScheduleConfig
-from harness.thd import pad_row
+from trainers import Trainer, rows_of_loader
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 PROGRAM = "titan_train.py"
@@ -47,14 +41,7 @@ def assert_same(
     received: list[dict[str, Any]], data: Path, first: int, last: int, *, dp_rank: int = 0, dp_size: int = 1
 ) -> None:
     """Compare microbatches against the rows of these steps, counted from 1, as the loader gives them to one rank."""
-    config = LoaderConfig(global_batch_size=6, num_workers=0, block_packs=4)
-    loader = Loader(
-        open_dataset(data / "train"),
-        config,
-        schedule=ScheduleConfig("as_packed", 256),
-        layout=RankLayout(dp_rank=dp_rank, dp_size=dp_size),
-    )
-    expected = [pad_row(row, 256) for batch in islice(loader, first - 1, last) for row in batch.rows]
+    expected = rows_of_loader(data, first, last, dp_rank=dp_rank, dp_size=dp_size, row_tokens=256)
     rows = [
         {name: values[row] for name, values in batch.items()}
         for batch in received

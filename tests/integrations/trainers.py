@@ -6,15 +6,31 @@ import json
 import os
 import subprocess
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from environments import ROOT, Environment
 
+from harness.formats import open_dataset
+from harness.loader import Loader, LoaderConfig, RankLayout
+from harness.schedule import ScheduleConfig
+from harness.thd import ThdBatch, pad_row
 from tests.distributed.conftest import kill_tree
 
 HERE = Path(__file__).parent
+
+
+def rows_of_loader(
+    data: Path, first: int, last: int, *, row_tokens: int | None = None, block_packs: int = 4, **layout: int
+) -> list[ThdBatch]:
+    """Return the rows of these steps of six packs, counted from 1, as the loader gives them to one rank."""
+    config = LoaderConfig(global_batch_size=6, num_workers=0, block_packs=block_packs)
+    options = {"schedule": ScheduleConfig("as_packed", 256), "layout": RankLayout(**layout)}
+    loader = Loader(open_dataset(data / "train"), config, **options)
+    rows = [row for batch in islice(loader, first - 1, last) for row in batch.rows]
+    return rows if row_tokens is None else [pad_row(row, row_tokens) for row in rows]
 
 
 @dataclass(frozen=True)

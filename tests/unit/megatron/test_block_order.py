@@ -15,10 +15,9 @@ from megatron.core.datasets import helpers
 from harness.indexed.index import UINT16
 from harness.indexed.writer import IndexedWriter
 from harness.loader.corpus import CorpusSource
+from tests.benchmarks.corpus import _PAGE_BYTES, _pages_of
 
 pytestmark = pytest.mark.usefixtures("job")
-
-PAGE = 4096
 
 
 def write(prefix: Path, lengths: np.ndarray) -> Path:
@@ -90,28 +89,12 @@ def test_fast_options_and_blends_read_the_same_samples(numbered: Path, tmp_path:
     assert first.order_config.seed != second.order_config.seed
 
 
-def pages_of(train: Any, sample: int) -> set[int]:
-    """Return the pages of the .bin that a sample is on."""
-    at = int(train.shuffle_index[sample])
-    (first, offset), (last, end) = train.sample_index[at].tolist(), train.sample_index[at + 1].tolist()
-    pages: set[int] = set()
-    for number in range(first, last + 1):
-        document = int(train.document_index[number])
-        length = int(train.dataset.sequence_lengths[document])
-        start = offset if number == first else 0
-        stop = end + 1 if number == last else length
-        byte = int(train.dataset.index.sequence_pointers[document])
-        if stop > start:
-            pages |= set(range((byte + 2 * start) // PAGE, (byte + 2 * stop - 1) // PAGE + 1))
-    return pages
-
-
 def pages_read(train: Any, *, cache: int) -> int:
     """Count the pages that an epoch reads with a least-recently-used cache of `cache` pages."""
     held: OrderedDict[int, None] = OrderedDict()
     read = 0
     for sample in range(len(train)):
-        for page in sorted(pages_of(train, sample)):
+        for page in _pages_of(train, sample):
             read += page not in held
             held[page] = None
             held.move_to_end(page)
@@ -123,7 +106,7 @@ def pages_read(train: Any, *, cache: int) -> int:
 def test_a_corpus_ten_times_the_cache_is_read_once_and_not_a_page_for_every_document(tmp_path: Path) -> None:
     lengths = np.random.default_rng(5).integers(20, 160, 16_000)
     path = write(tmp_path / "corpus", lengths)
-    pages = int(lengths.sum()) * 2 // PAGE + 1
+    pages = int(lengths.sum()) * 2 // _PAGE_BYTES + 1
     global_, local = (
         opened(settings(path, split="100", sequence_length=256, **changes), train=1, valid=None).train
         for changes in ({}, {"block_documents": 128, "window_blocks": 4})

@@ -13,7 +13,7 @@ from harness.errors import ConfigError
 from harness.megatron.job.runtime import settle, start
 from harness.megatron.model.fusions import choose_fusions, slow_parts
 from harness.megatron.model.gpt import _check_backend_variables, engine_layers, transformer_config
-from harness.plan import ModelConfig, ParallelConfig
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.settings import SftConfig
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -113,27 +113,45 @@ def test_connections_to_the_gpu_that_do_not_fit_the_layout_are_named(monkeypatch
     assert slow_parts(quick, ParallelConfig(**parallel), CPU, has_engine=True) == []
 
 
+FLOAT = {"attention": "transformer_engine", "dtype": "float32"}
+HALF = {"dtype": "bfloat16"}
+MOMENTS = {"moments_dtype": "bfloat16"}
+SPLIT = {"distributed_optimizer": True}
+
+
 @pytest.mark.parametrize(
-    ("model", "parallel", "device", "message"),
+    ("model", "parallel", "optimizer", "device", "message"),
     [
-        ({}, {}, "cpu", "trainer.device is cpu"),
-        ({}, {"context_parallel_size": 2}, "auto", "float32 and parallel.context_parallel_size is 2"),
-        ({}, {"static_rows": True}, "cuda", "float32 and parallel.static_rows is true"),
-        ({}, {"tensor_parallel_size": 2, "sequence_parallel": True}, "cuda", "and parallel.sequence_parallel is true"),
-        ({"attention": "auto"}, {"gradient_dtype": "bfloat16"}, "auto", "gradient_dtype is bfloat16, and model.dtype"),
-        ({"attention": "auto", "dtype": "auto"}, {"gradient_dtype": "bfloat16"}, "cpu", "and model.dtype is float32"),
-        ({"attention": "flash"}, {}, "cuda", "model.attention is flash: this kernel does not support float32"),
+        (FLOAT, {}, {}, "cpu", "trainer.device is cpu"),
+        (FLOAT, {"context_parallel_size": 2}, {}, "auto", "float32 and parallel.context_parallel_size is 2"),
+        (FLOAT, {"static_rows": True}, {}, "cuda", "float32 and parallel.static_rows is true"),
+        (
+            FLOAT,
+            {"tensor_parallel_size": 2, "sequence_parallel": True},
+            {},
+            "cuda",
+            "and parallel.sequence_parallel is true",
+        ),
+        ({"dtype": "float32"}, {"gradient_dtype": "bfloat16"}, {}, "auto", "is bfloat16, and model.dtype is float32"),
+        ({}, {"gradient_dtype": "bfloat16"}, {}, "cpu", "and model.dtype is float32"),
+        ({**FLOAT, "attention": "flash"}, {}, {}, "cuda", "is flash: this kernel does not support float32"),
+        (HALF, {}, {"offload": 0.5}, "cuda", "offload is 0.5, and parallel.distributed_optimizer is false"),
+        (HALF, {}, MOMENTS, "cuda", "moments_dtype is bfloat16, and parallel.distributed_optimizer is false"),
+        ({"dtype": "float32"}, SPLIT, {"offload": 1}, "cuda", "is 1, and model.dtype is float32"),
+        ({}, SPLIT, {"offload": 1}, "cpu", "and model.dtype is float32"),
+        (HALF, SPLIT, MOMENTS, "cpu", "moments_dtype is bfloat16, and trainer.device is cpu"),
     ],
 )
-def test_what_transformer_engine_or_a_dtype_cannot_do_is_refused_before_a_job(model, parallel, device, message) -> None:
+def test_what_a_dtype_an_optimizer_or_transformer_engine_cannot_do_is_refused_before_a_job(
+    model, parallel, optimizer, device, message
+) -> None:
     config = SftConfig(
-        model=ModelConfig(**{"attention": "transformer_engine", "dtype": "float32", **model}),
-        parallel=ParallelConfig(**parallel),
+        model=ModelConfig(**model), parallel=ParallelConfig(**parallel), optimizer=OptimizerConfig(**optimizer)
     )
     config.trainer.device = device
     with pytest.raises(ConfigError, match=message):
         config.check_dtypes()
-    config.model.dtype, config.trainer.device = "auto", "cuda"
+    config.model.dtype, config.trainer.device, config.parallel.distributed_optimizer = "bfloat16", "cuda", True
     config.check_dtypes()
 
 

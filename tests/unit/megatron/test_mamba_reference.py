@@ -11,12 +11,7 @@ from torch.nn import functional
 from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-from harness.megatron.model.mamba_reference import (
-    GroupedRMSNorm,
-    convolve,
-    document_lengths,
-    mamba_split_conv1d_scan_combined,
-)
+from harness.megatron.model.mamba_reference import GroupedRMSNorm, mamba_split_conv1d_scan_combined
 
 # Bounds on, one before and one after the edges of chunks of 8; documents of one token; rows shorter than a chunk.
 ROWS = [[8, 16], [7, 9], [9, 7, 1], [1, 1, 1, 20], [5], [1], [33], [40, 2, 3, 31], [8, 8, 8]]
@@ -91,34 +86,31 @@ def gradient_distance(found: torch.Tensor, expected: torch.Tensor, inputs: dict[
     return torch.tensor([distance(*pair) for pair in pairs]).max().item()
 
 
-@pytest.mark.parametrize("lengths", ROWS, ids=str)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_mixer_equals_a_loop_over_tokens(lengths: list[int], groups: int) -> None:
-    inputs = mixer_inputs(1, sum(lengths), groups)
-    output = mix_by_chunks(inputs, groups, [lengths])
-    looped = token_by_token(inputs, groups, [lengths])
-
-    assert distance(output, looped) < 1e-10
-    assert gradient_distance(output, looped, inputs) < 1e-10
-    single = {name: value.detach().float() for name, value in inputs.items()}
-    rounded = mix_by_chunks(single, groups, [lengths])
-    assert rounded.dtype == torch.float32
-    assert distance(rounded, looped) < 1e-5
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_mixer_of_random_shapes_equals_a_loop_over_tokens(seed: int) -> None:
+def drawn(seed: int) -> tuple[list[list[int]], int, dict[str, int], int]:
+    """Return random rows, groups, sizes and a size of chunks."""
     draw = random.Random(seed)
     groups, length = draw.randint(1, 3), draw.randint(4, 40)
     cuts = [sorted(draw.sample(range(1, length), draw.randint(0, 3))) for _ in range(draw.randint(1, 3))]
     rows = [[end - start for start, end in zip([0, *cut], [*cut, length], strict=True)] for cut in cuts]
     sizes = {"heads": groups * draw.randint(1, 2), "head_dim": draw.randint(1, 5), "state": draw.randint(1, 6)}
-    inputs = mixer_inputs(len(rows), length, groups, **sizes, width=draw.randint(1, 5))
-    output = mix_by_chunks(inputs, groups, rows, chunk_size=draw.choice([1, 3, 8, 256]))
+    return rows, groups, {**sizes, "width": draw.randint(1, 5)}, draw.choice([1, 3, 8, 256])
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "sizes", "chunk_size"),
+    [*(([row], groups, {}, 8) for row in ROWS for groups in (1, 2)), *map(drawn, range(6))],
+)
+def test_mixer_equals_a_loop_over_tokens(rows, groups, sizes, chunk_size) -> None:
+    inputs = mixer_inputs(len(rows), sum(rows[0]), groups, **sizes)
+    output = mix_by_chunks(inputs, groups, rows, chunk_size=chunk_size)
     looped = token_by_token(inputs, groups, rows)
 
     assert distance(output, looped) < 1e-10
     assert gradient_distance(output, looped, inputs) < 1e-10
+    single = {name: value.detach().float() for name, value in inputs.items()}
+    rounded = mix_by_chunks(single, groups, rows, chunk_size=chunk_size)
+    assert rounded.dtype == torch.float32
+    assert distance(rounded, looped) < 1e-5
 
 
 def test_mixer_equals_that_of_transformers() -> None:
@@ -152,22 +144,6 @@ def test_a_document_has_the_same_bits_whatever_the_others_contain(lengths: list[
     assert torch.equal(gradients(one, rows[0])[0][:, kept], gradients(two, rows[1])[0][:, kept])
     (grad,) = torch.autograd.grad(mix_by_chunks(inputs | rows[0], 2, [lengths])[:, kept].sum(), inputs["zxbcdt"])
     assert grad.count_nonzero() == grad[:, kept].count_nonzero() > 0
-
-
-def test_convolution_reads_no_token_of_another_document() -> None:
-    x = torch.arange(1.0, 9.0).view(1, 1, 8)
-    weight, bounds = torch.tensor([[1000.0, 100.0, 10.0, 1.0]]), seq_idx_of([2, 1, 5])
-
-    lengths = document_lengths(torch.Size([1, 8]), bounds)
-    found = convolve(x.transpose(1, 2), weight, None, None, lengths)
-
-    assert found.flatten().tolist() == [1, 12, 3, 4, 45, 456, 4567, 5678]
-    whole, kernel = torch.randn(2, 3, 9), torch.randn(3, 1, 5)
-    expected = functional.conv1d(whole, kernel, padding=4, groups=3)[..., :9]
-    alone = document_lengths(torch.Size([2, 9]), None)
-    torch.testing.assert_close(
-        convolve(whole.transpose(1, 2), kernel[:, 0], None, None, alone).transpose(1, 2), expected
-    )
 
 
 def test_strong_decay_and_bfloat16_stay_finite() -> None:

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from harness.errors import ConfigError
-from harness.loader import LoaderState
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.run.resuming import notes_of_moments
-from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint, stored_moments
+from harness.megatron.state.checkpoint import load_checkpoint, stored_moments
 from harness.megatron.step import MegatronStep
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
-from harness.train import Progress
+from tests.distributed.checkpoint_ranks import save
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=64, dtype="bfloat16")
 SPLIT = ParallelConfig(distributed_optimizer=True)
@@ -34,13 +33,6 @@ def make(job: runtime.Runtime) -> Callable[..., MegatronStep]:
         return MegatronStep(MODEL, SPLIT, layout, device=job.device, vocab_size=64, optimizer=optimizer)
 
     return build
-
-
-def save(step: MegatronStep, folder: Path) -> Path:
-    writer = CheckpointWriter(folder, step, keep=1)
-    writer.start(Progress(3, LoaderState(0)))
-    writer.finish()
-    return folder / "step-00000003"
 
 
 def row(seed: int) -> ThdBatch:
@@ -61,7 +53,7 @@ def test_an_optimizer_on_the_host_trains_alike_and_its_checkpoints_are_those_of_
     assert inner.gpu_optimizer is not None
     assert 0 < len(inner.cpu_optimizers) < len(inner.param_to_inner_param)
     assert steps[1.0].optimizer.chained_optimizers[0].optimizer.gpu_optimizer is None
-    paths = {share: save(step, tmp_path / str(share)) for share, step in steps.items()}
+    paths = {share: save(tmp_path / str(share), step) for share, step in steps.items()}
     undisturbed = losses(steps[0.0], 4, 5)
     for before, after in ((0.0, 0.5), (0.5, 1.0), (1.0, 0.0)):
         step = make(offload=after)
@@ -74,10 +66,10 @@ def test_moments_of_another_dtype_are_converted_and_the_log_says_so(make, tmp_pa
     losses(step, 1, 2)
     states = step.optimizer.chained_optimizers[0].optimizer.state.values()
     moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
-    whole = save(step, tmp_path / "whole")
+    whole = save(tmp_path / "whole", step)
     for state in states:  # as Transformer Engine's Adam has them
         state.update({name: state[name].bfloat16() for name in ("exp_avg", "exp_avg_sq")})
-    path = save(step, tmp_path / "small")
+    path = save(tmp_path / "small", step)
     assert [stored_moments(one) for one in (whole, path)] == ["float32", "bfloat16"]
     other = make(offload=0.5)
     load_checkpoint(path, other)
@@ -96,44 +88,6 @@ def test_moments_of_another_dtype_are_converted_and_the_log_says_so(make, tmp_pa
         [f"{start} bfloat16, and were converted to float32"],
         [],
     ]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "parallel", "settings", "message"),
-    [
-        ({"offload": 0.5}, {}, {}, "optimizer.offload is 0.5, and parallel.distributed_optimizer is false"),
-        (
-            {"moments_dtype": "bfloat16"},
-            {},
-            {},
-            "moments_dtype is bfloat16, and parallel.distributed_optimizer is false",
-        ),
-        ({"offload": 1}, {"distributed_optimizer": True}, {"dtype": "float32"}, "is 1, and model.dtype is float32"),
-        (
-            {"offload": 1},
-            {"distributed_optimizer": True},
-            {"dtype": "auto", "device": "cpu"},
-            "and model.dtype is float32",
-        ),
-        (
-            {"moments_dtype": "bfloat16"},
-            {"distributed_optimizer": True},
-            {"device": "cpu"},
-            "moments_dtype is bfloat16, and trainer.device is cpu",
-        ),
-    ],
-)
-def test_what_an_optimizer_cannot_do_is_refused_before_a_job(optimizer, parallel, settings, message) -> None:
-    config = SftConfig(
-        model=ModelConfig(dtype=settings.get("dtype", "bfloat16")),
-        optimizer=OptimizerConfig(**optimizer),
-        parallel=ParallelConfig(**parallel),
-    )
-    config.trainer.device = settings.get("device", "cuda")
-    with pytest.raises(ConfigError, match=message):
-        config.check_dtypes()
-    config.parallel.distributed_optimizer, config.model.dtype, config.trainer.device = True, "bfloat16", "cuda"
-    config.check_dtypes()
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from harness.megatron.batch import RowTensors, to_device
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
 from tests.benchmarks.kernels import _Waits
 
-from .conftest import VOCAB, make_sequence
+from .conftest import make_sequence
 
 CPU = torch.device("cpu")
 LENGTHS = (9, 40, 2, 17, 64)
@@ -32,17 +29,6 @@ def losses_of(chunks: list[torch.nn.Module], row: RowTensors) -> torch.Tensor:
         packed_seq_params=row.packed_seq_params,
     )
     return losses
-
-
-def logits_of(chunks: list[torch.nn.Module], row: RowTensors) -> torch.Tensor:
-    """[T, vocabulary]"""
-    logits: torch.Tensor = chunks[0](
-        input_ids=row.tokens,
-        position_ids=row.position_ids,
-        attention_mask=None,
-        packed_seq_params=row.packed_seq_params,
-    )
-    return logits[0]
 
 
 def summed_loss_and_gradients(
@@ -72,50 +58,6 @@ def test_loss_and_every_gradient_of_a_packed_row_equal_those_of_its_sequences_al
         torch.testing.assert_close(
             gradient, expected[name], rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-@pytest.mark.parametrize("changed", range(len(LENGTHS)))
-def test_changing_one_sequence_leaves_the_logits_of_all_others_bit_identical(chunks, changed) -> None:
-    before = sequences()
-    after = list(before)
-    after[changed] = SequenceView((before[changed].input_ids + 1) % VOCAB, before[changed].loss_mask)
-    first, other = build_thd_batch(before, pad_to_multiple=4), build_thd_batch(after, pad_to_multiple=4)
-    with torch.no_grad():
-        left, right = logits_of(chunks, to_device(first, CPU)), logits_of(chunks, to_device(other, CPU))
-    bounds = first.cu_seqlens_padded
-    for index in range(len(LENGTHS)):
-        same = torch.equal(left[bounds[index] : bounds[index + 1]], right[bounds[index] : bounds[index + 1]])
-        assert same == (index != changed)
-
-
-def test_padding_changes_no_real_token(chunks) -> None:
-    batch = build_thd_batch(sequences(), pad_to_multiple=16)
-    row = to_device(batch, CPU)
-    padding = torch.from_numpy(batch.padding_mask)
-    assert padding.sum() > 0
-    with torch.no_grad():
-        clean = logits_of(chunks, row)
-        row.tokens[0, padding] = 7
-        dirty = logits_of(chunks, row)
-    assert torch.equal(clean[~padding], dirty[~padding])
-    assert not torch.equal(clean[padding], dirty[padding])
-
-
-def test_without_boundaries_sequences_see_each_other(chunks) -> None:
-    """A planted defect of the kind that the tests above detect."""
-    batch = build_thd_batch(sequences())
-    row = to_device(batch, CPU)
-    end = int(batch.cu_seqlens[-1])
-    whole = torch.tensor([0, end], dtype=torch.int32)
-    one_document = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=whole, cu_seqlens_kv=whole, max_seqlen_q=end, max_seqlen_kv=end
-    )
-    leaking = replace(row, packed_seq_params=one_document)
-    with torch.no_grad():
-        good, bad = logits_of(chunks, row), logits_of(chunks, leaking)
-    first = int(batch.cu_seqlens[1])
-    torch.testing.assert_close(good[:first], bad[:first], rtol=1e-5, atol=1e-5)
-    assert (good[first:] - bad[first:]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("multiple", [1, 8])

@@ -70,7 +70,7 @@ def test_ranks_of_a_large_job_train_a_step_and_have_the_planned_bytes(preset, pa
 
 def test_uneven_stages_of_61_layers_and_their_mtp_layer_have_the_planned_bytes_on_64_ranks() -> None:
     model = compose_config("sft", SftConfig, ["model=deepseek_v3"]).model
-    model = replace(model, num_experts=32, mtp_layers=1)
+    model = replace(model, num_experts=16, mtp_layers=1, num_attention_heads=16, num_query_groups=16)
     parallel = ParallelConfig(
         tensor_parallel_size=2,
         sequence_parallel=True,

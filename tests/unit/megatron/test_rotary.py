@@ -86,15 +86,6 @@ def test_rotated_heads_and_their_gradients_equal_megatrons(chunks, cp_size, cp_r
     assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_features_beyond_the_rotated_ones_stay(chunks) -> None:
-    row = to_device(row_of([9, 40]), CPU)
-    freqs = chunks[0].module.rotary_pos_emb(40, packed_seq=True)[..., :8]
-    heads = torch.randn(len(row.tokens[0]), 1, 2, 16)
-    rotated = rotate(heads, *row.packed_seq_params.angles(freqs, torch.float32, mscale=1.0))
-    assert torch.equal(rotated[..., 8:], heads[..., 8:])
-    assert not torch.equal(rotated[1:9, ..., :8], heads[1:9, ..., :8])
-
-
 def test_a_model_has_the_losses_of_megatrons_own_path(chunks) -> None:
     row = to_device(row_of([9, 40, 2, 17, 65], multiple=4), CPU)
     ours = losses_of(chunks, row)

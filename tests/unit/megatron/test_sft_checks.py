@@ -13,9 +13,10 @@ import pytest
 import torch
 from harness.recipes.sft import main
 from live_streams import some_chats, some_packs, write_stream
+from small_packs import write_packs
 
 from harness.errors import ConfigError, HarnessError, LoaderError
-from harness.formats import Provenance, open_writer
+from harness.formats import Provenance
 from harness.loader import DataConfig, LiveConfig, LoaderConfig, RankLayout, open_datasets
 from harness.loader.datasets import BlendSource, LiveSource
 from harness.loader.live.folder import LiveFolder
@@ -26,20 +27,20 @@ from harness.plan.settings import SftConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train.attempts import decide
+from harness.train.digests import read_digests
 from harness.train.folder import open_run_folder
 from harness.train.identity import read_identity
+
+VOCABULARY = Provenance(counts={"vocab_size": 90})
 
 
 @pytest.fixture
 def data(tmp_path):
     def made(*, vocab_size=90, pack_size=64):
         counts = {} if vocab_size is None else {"vocab_size": vocab_size}
-        path = tmp_path / f"data-{vocab_size}-{pack_size}"
-        with open_writer(
-            path, format="parquet", pack_size=pack_size, provenance=Provenance(counts=counts), overwrite=True
-        ) as writer:
-            writer.append(Pack([1, 2, 3, 95] * 12, [1] * 47 + [0], [0]))
-        return open_datasets(DataConfig(path=str(path)))
+        path, packs = tmp_path / f"data-{vocab_size}-{pack_size}", [Pack([1, 2, 3, 95] * 12, [1] * 47 + [0], [0])]
+        options = {"pack_size": pack_size, "provenance": Provenance(counts=counts), "overwrite": True}
+        return open_datasets(DataConfig(path=str(write_packs(path, packs, format="parquet", **options))))
 
     return made
 
@@ -48,6 +49,15 @@ def config(**model):
     made = SftConfig()
     for name, value in model.items():
         setattr(made.model, name, value)
+    return made
+
+
+def small(folder, data, **trainer):
+    """Return a run on a CPU that trains a step in a moment."""
+    made = SftConfig(run_dir=str(folder), data=data)
+    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
+    made.loader.num_workers = 0
+    made.trainer = replace(made.trainer, device="cpu", **trainer)
     return made
 
 
@@ -63,9 +73,7 @@ def test_the_vocabulary_comes_from_the_dataset_or_from_the_settings(data):
 
 def test_batches_larger_than_the_data_are_warned_of(tmp_path):
     for name in ("train", "validation"):
-        with open_writer(tmp_path / name, format="parquet", pack_size=8) as writer:
-            for _ in range(3):
-                writer.append(Pack([1, 2], [1, 0], [0]))
+        write_packs(tmp_path / name, [Pack([1, 2], [1, 0], [0])] * 3, format="parquet", pack_size=8)
     made = SftConfig(data=DataConfig(path=str(tmp_path)), loader=LoaderConfig(global_batch_size=2))
     made.model.vocab_size = 90
     ranks = SimpleNamespace(world_size=1, device=torch.device("cpu"))
@@ -80,10 +88,8 @@ def test_batches_larger_than_the_data_are_warned_of(tmp_path):
 
 
 def test_the_most_sequences_of_a_row_are_known_for_graphs_before_the_first_step(tmp_path):
-    path = tmp_path / "data"
-    with open_writer(path, format="parquet", pack_size=64, provenance=Provenance(counts={"vocab_size": 90})) as writer:
-        for starts in ([0, 20], [0, 10, 20, 30, 40], [0]):
-            writer.append(Pack([1] * 48, [1] * 47 + [0], starts))
+    packs = [Pack([1] * 48, [1] * 47 + [0], starts) for starts in ([0, 20], [0, 10, 20, 30, 40], [0])]
+    path = write_packs(tmp_path / "data", packs, format="parquet", pack_size=64, provenance=VOCABULARY)
     made = SftConfig(data=DataConfig(path=str(path)), loader=LoaderConfig(global_batch_size=2))
     made.parallel.static_rows = True
     ranks = SimpleNamespace(world_size=1, device=torch.device("cpu"))
@@ -108,9 +114,8 @@ def test_a_pack_size_above_the_limit_of_the_model_is_refused(data):
 
 
 def run(tmp_path, data, *, resume="false", **changes):
-    made = SftConfig(runs=str(tmp_path / "runs"), data=DataConfig(path=str(data.train.path)), resume=resume)
-    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
-    made.loader.num_workers, made.trainer.device, made.trainer.steps = 0, "cpu", 1
+    made = small("", DataConfig(path=str(data.train.path)), steps=1)
+    made.run_dir, made.runs, made.resume = None, str(tmp_path / "runs"), resume
     for name, value in changes.items():
         setattr(made.schedule if name == "max_tokens_per_rank" else made.model, name, value)
     main(made)
@@ -144,10 +149,8 @@ def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_rec
 
 
 def test_the_records_of_a_step_are_on_disk_before_the_checkpoint_after_it_has_its_name(tmp_path, data, monkeypatch):
-    made = SftConfig(run_dir=str(tmp_path / "run"), data=DataConfig(path=str(data(vocab_size=96).train.path)))
-    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
-    made.loader.num_workers, made.trainer.device, made.trainer.steps = 0, "cpu", 2
-    made.trainer.checkpoint_interval, made.trainer.record_digests = 1, True
+    stored = DataConfig(path=str(data(vocab_size=96).train.path))
+    made = small(tmp_path / "run", stored, steps=2, checkpoint_interval=1, record_digests=True)
     fsync, rename, events = os.fsync, os.rename, []
 
     def forced(descriptor):
@@ -171,14 +174,9 @@ def test_the_records_of_a_step_are_on_disk_before_the_checkpoint_after_it_has_it
 
 
 def test_epochs_end_with_their_ragged_batch_also_where_a_resumed_run_has_another_batch_size(tmp_path, capsys):
-    with open_writer(
-        tmp_path / "train", format="parquet", pack_size=64, provenance=Provenance(counts={"vocab_size": 90})
-    ) as writer:
-        for number in range(7):
-            writer.append(Pack([number + 1] * 40, [1] * 39 + [0], [0]))
-    made = SftConfig(data=DataConfig(path=str(tmp_path / "train")), run_dir=str(tmp_path / "run"))
-    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
-    made.trainer.device = "cpu"
+    packs = [Pack([number + 1] * 40, [1] * 39 + [0], [0]) for number in range(7)]
+    write_packs(tmp_path / "train", packs, format="parquet", pack_size=64, provenance=VOCABULARY)
+    made = small(tmp_path / "run", DataConfig(path=str(tmp_path / "train")))
 
     def train(resume: str, size: int, steps: int | None, epochs: int | None) -> tuple[list[dict], str]:
         made.loader, made.resume = LoaderConfig(global_batch_size=size, num_workers=0), resume
@@ -263,13 +261,9 @@ def test_a_job_whose_settings_are_refused_is_not_started_again_even_if_its_launc
 
 
 def live_config(tmp_path, **data):
-    made = SftConfig(run_dir=str(tmp_path / "run"))
+    made = small(tmp_path / "run", SftConfig().data, steps=100, checkpoint_interval=2)
     made.data.live = LiveConfig(path=str(tmp_path / "live"), pack_size=64, timeout_s=20, **data)
-    made.schedule = ScheduleConfig("as_packed", 64)
-    made.model.hidden_size, made.model.ffn_hidden_size, made.model.num_layers = 32, 64, 1
-    made.model.vocab_size = 300
-    made.trainer.device, made.trainer.steps, made.trainer.checkpoint_interval = "cpu", 100, 2
-    made.loader.global_batch_size = 4
+    made.schedule, made.model.vocab_size, made.loader.global_batch_size = ScheduleConfig("as_packed", 64), 300, 4
     return made
 
 
@@ -325,48 +319,20 @@ def test_live_chunks_are_refused_with_settings_that_they_do_not_support(tmp_path
             main(live_config(tmp_path / name, **live))
 
 
-def test_windows_of_two_folders_train_as_a_stored_dataset_of_the_same_global_batches(tmp_path):
-    packs = {"a": some_packs(16, seed=1), "b": some_packs(16, seed=2)}
+def test_windows_of_two_folders_are_full_and_train_every_sequence_once(tmp_path):
+    # Windows are compared with the global batches of a stored dataset in tests/unit/loader/test_live_windows.py.
+    packs = {name: some_packs(16, seed=seed) for seed, name in enumerate("ab")}
     for name, rows in packs.items():
         write_stream(tmp_path / name, rows, [5, 8, 3])
-    made = live_config(
-        tmp_path, blend=[LiveSource(str(tmp_path / "a"), 3.0), LiveSource(str(tmp_path / "b"))], window_sequences=8
-    )
-    made.trainer.steps = None
-    stored = live_config(tmp_path)
-    stored.data = DataConfig(path=str(tmp_path / "stored"))
-    stored.loader = LoaderConfig(global_batch_size=8, shuffle=False, num_workers=0)
-    for config in (made, stored):
-        config.schedule = ScheduleConfig("dp_balanced", 64)
-        config.trainer.checkpoint_interval, config.optimizer.decay = 0, "constant"
-        config.optimizer.warmup_steps = 5
-    made.run_dir, stored.run_dir = str(tmp_path / "live-run"), str(tmp_path / "stored-run")
+    blend = [LiveSource(str(tmp_path / "a"), 3.0), LiveSource(str(tmp_path / "b"))]
+    made = live_config(tmp_path, blend=blend, window_sequences=8)
+    made.schedule, made.optimizer.decay, made.optimizer.warmup_steps = ScheduleConfig("dp_balanced", 64), "constant", 5
+    made.trainer.steps, made.trainer.checkpoint_interval, made.trainer.record_digests = None, 0, True
     assert main(made) == 0
-    # The order of a blend: the folder that is furthest behind its share, the first one at a tie.
-    left = {name: [one for pack in rows for one in pack.sequences()] for name, rows in packs.items()}
-    drawn, batches = {"a": 0, "b": 0}, []
-    while left["a"] or left["b"]:
-        batch: dict[str, list] = {"a": [], "b": []}
-        for _ in range(8):
-            at = max(sum(drawn.values()), 1)
-            behind = "b" if at / 4 - drawn["b"] > at * 3 / 4 - drawn["a"] else "a"
-            name = behind if left[behind] else next((other for other in left if left[other]), "")
-            if name:
-                drawn[name] += 1
-                batch[name].append(left[name].pop(0))
-        batches.append([*batch["a"], *batch["b"]])
-    with open_writer(tmp_path / "stored", format="memmap", pack_size=64) as writer:
-        for one in [one for batch in batches for one in batch]:
-            writer.append(Pack(one.input_ids, one.loss_mask, [0]))
-    stored.trainer.steps = len(batches)
-    assert main(stored) == 0
-
-    def curve(run):
-        lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
-        names = ("loss", "grad_norm", "imbalance_tokens", "imbalance_cost", "fill")
-        return [[line[name] for name in names] for line in lines]
-
-    assert curve("live-run") == curve("stored-run")
+    steps = read_digests(tmp_path / "run")
+    assert {len(step.packs) for step in steps[:-1]} == {8}
+    trained = [one for step in steps for row in step.rows for one in row.sequences.tolist()]
+    assert len(trained) == len(set(trained)) == sum(pack.num_sequences for rows in packs.values() for pack in rows)
 
 
 def test_a_model_that_no_memory_of_the_machine_holds_is_refused_by_name():

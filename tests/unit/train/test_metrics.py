@@ -15,8 +15,8 @@ from harness.train.stragglers import Straggler
 from harness.train.trackers import curve_values
 
 
-def write(folder, steps, *, first_step=1) -> None:
-    writer = MetricsWriter(folder, first_step=first_step)
+def write(folder, steps) -> None:
+    writer = MetricsWriter(folder)
     for step in steps:
         writer.write(step)
     writer.close()
@@ -66,14 +66,6 @@ def test_the_load_of_experts_is_drawn_and_reported_in_training_of_each_source_an
     plot_experts(steps, tmp_path / "experts.png")
     assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
     assert "experts.png" not in write_report(tmp_path, [metrics(1)], {}).read_text()
-
-
-def test_steps_that_are_trained_again_replace_those_after_the_checkpoint(tmp_path):
-    write(tmp_path, [metrics(1, 5.0), metrics(2, 4.0), metrics(3, 3.0)])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # killed in the middle of a line
-    write(tmp_path, [metrics(2, 4.5)], first_step=2)
-    assert [(step.step, step.loss) for step in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 5.0), (2, 4.5)]
 
 
 def test_a_norm_that_is_not_a_number_is_still_json(tmp_path):
