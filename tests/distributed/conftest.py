@@ -113,7 +113,7 @@ def run_forked(ranks: int, arguments: list[str], timeout_s: float) -> tuple[int,
         return code, Path(output.name).read_text(errors="replace")
 
 
-def run_command(arguments: list[str], *, timeout_s: float = 280) -> tuple[int, str]:
+def run_command(arguments: list[str], *, timeout_s: float = 850) -> tuple[int, str]:
     if arguments[:3] == FORKED:
         return run_forked(int(arguments[3]), arguments[4:], timeout_s)
     done = subprocess.run(
@@ -122,7 +122,7 @@ def run_command(arguments: list[str], *, timeout_s: float = 280) -> tuple[int, s
     return done.returncode, done.stdout + done.stderr
 
 
-def run_ranks(ranks: int, module: str, *arguments: object, timeout_s: float = 280) -> str:
+def run_ranks(ranks: int, module: str, *arguments: object, timeout_s: float = 850) -> str:
     """Run a module, of this folder by its name, on ranks that share their imports; return what they print."""
     command = [*forked(ranks), module if "." in module else f"tests.distributed.{module}", *map(str, arguments)]
     code, output = run_command(command, timeout_s=timeout_s)

@@ -91,17 +91,18 @@ def test_a_worker_that_hangs_in_the_middle_of_a_batch_is_named() -> None:
 
 
 def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
-    # Small batches first, which need no more than is there; then one whose arrays are so large that malloc maps them.
-    large = 5 << 18
-    packs = (Pack(np.arange(length), np.zeros(length), [0]) for length in [4] * 40 + [large] * 8)
+    # Small batches first, which need no more than is there; then one with an array larger than what a new process has
+    # freed. A forked process also has what earlier tests have freed.
+    large = 9 << 20
+    packs = (Pack(np.arange(length), np.zeros(length), [0]) for length in [4] * 40 + [large] + [4] * 7)
     reader = open_dataset(write_packs(tmp_path / "packs", packs, format="binidx", pack_size=large))
-    config = LoaderConfig(global_batch_size=8, num_workers=1, prefetch_factor=1, shuffle=False, timeout_s=60.0)
+    alone = {"num_workers": 1, "prefetch_factor": 1, "start_method": "spawn", "shuffle": False, "timeout_s": 600.0}
+    config = LoaderConfig(global_batch_size=8, **alone)
     with Loader(reader, config, schedule=ScheduleConfig("dp_balanced", large), num_epochs=1) as made:
         batches = iter(made)
         next(batches)
         pid = made.worker_pids()[0]
         resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
-        # What earlier tests have freed may serve the reads, and the rows too.
         what = rf"process {pid} ran out of memory while it read a step|requires more memory than is available"
         with pytest.raises((LoaderError, FormatError), match=what) as caught:
             list(batches)
