@@ -31,7 +31,7 @@ def record(number: int) -> dict[str, str]:
     return {"prompt": f"question {number}", "completion": f"answer {number} " + "word " * (number % 97)}
 
 
-RECORDS = [record(number) for number in range(9000)]
+RECORDS = [record(number) for number in range(5000)]
 LINES = "".join(json.dumps(one) + "\n" * (1 + number % 2) for number, one in enumerate(RECORDS)).encode()
 ROWS = b"prompt,completion\n" + b"".join(b'"%s","\n%s"\n' % tuple(map(str.encode, one.values())) for one in RECORDS)
 
