@@ -17,6 +17,8 @@ from harness.schedule import SequenceCost
 _SWITCH = ("auto", "on", "off")
 # Of an H100 that reaches 60% of its 989 TFLOP/s, while its network port sends a byte at 40 GB/s.
 _FLOPS_PER_BYTE = 15_000
+# The same for 340 GB/s within a node: few ranks can divide the heads of a scan.
+_FLOPS_PER_BYTE_OF_NODE = 1_800
 
 
 @dataclass
@@ -393,9 +395,9 @@ def sequence_cost(model: ModelConfig, parallel: ParallelConfig | None = None, *,
     sent to; attention adds, per layer, scores and
     weighted values of half the L x L square (it is causal): L^2 * heads * (head_dim of keys + that of values). A layer
     with a window adds them for as many keys a token, shorter sequences included. The exchange of a token's keys and
-    values over the network, or of its features in a layer with a scan, is as many FLOPs as large matrix products do
-    meanwhile. Each of the ranks that hold a copy of the model waits for the encoder, which is not divided over them; a
-    frozen one has no backward pass, which costs two forward passes. By default, one rank holds a copy.
+    values over the network, or of its features in a layer with a scan within a node, is as many FLOPs as large matrix
+    products do meanwhile. Each of the ranks that hold a copy of the model waits for the encoder, which is not divided
+    over them; a frozen one has no backward pass, which costs two forward passes. By default, one rank holds a copy.
 
     Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
     without recomputation.
@@ -421,7 +423,7 @@ def sequence_cost(model: ModelConfig, parallel: ParallelConfig | None = None, *,
         linear=linear,
         quadratic=quadratic,
         exchange=_FLOPS_PER_BYTE * sent,
-        swap=_FLOPS_PER_BYTE * swapped,
+        swap=_FLOPS_PER_BYTE_OF_NODE * swapped,
         most_ranks=scan_ranks(model, parallel.tensor_parallel_size, on_gpu=on_gpu) if scans else None,
         encode=encode,
     )
