@@ -40,10 +40,11 @@ def import_transformer_engine() -> None:
     import triton  # noqa: F401 - it finds no GPU
 
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no library is loaded
-    cuda_stand_ins.install("einops", "onnx", "onnx_ir", "onnxscript")
+    cuda_stand_ins.install("onnx", "onnx_ir", "onnxscript")
     from transformer_engine import common
 
     extension = _Extension("transformer_engine_torch")
+    assert extension.get_cudnn_version()  # from now on a name of the module: `import *` takes those
     common.load_framework_extension = lambda framework: sys.modules.setdefault(extension.__name__, extension)
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
