@@ -47,18 +47,18 @@ LINES = {
     "harness/loader": 4_686,
     "harness/megatron": 10_560,
     "harness/parity": 2_615,
-    "harness/plan": 5_410,
+    "harness/plan": 5_412,
     "harness/prep": 10_971,
     "harness/recipes": 10,
     "harness/schedule": 983,
     "harness/storage": 2_714,
     "harness/train": 2_644,
     "recipes": 495,
-    "tests": 56_284,
+    "tests": 56_468,
     "tests/benchmarks": 2_595,
 }
 SHAPE = {
-    "core ring, lines": 19_992,
+    "core ring, lines": 19_994,
     "from packs to the optimizer's step, lines": 4_102,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_511
+MOST_LINES_IN_ALL = 62_513
 
 
 @cache
