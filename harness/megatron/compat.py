@@ -544,9 +544,11 @@ def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> A
             results = filesystem_async._results_queue
             assert results is not None
             results.put(RuntimeError(lost))
-            for child in _started_processes():  # the other writers
-                with suppress(ChildProcessError):
-                    os.waitpid(child.pid, 0)
+            for signum in (signal.SIGCHLD, signal.SIGALRM):  # for the next lines, whose kills are no loss
+                signal.signal(signum, signal.SIG_IGN)
+            for other in _started_processes():  # which may wait for a reader of their results
+                if other.returncode is None:
+                    os.kill(other.pid, signal.SIGKILL)
             os._exit(0)
 
     for signum in (signal.SIGCHLD, signal.SIGALRM):

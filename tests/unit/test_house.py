@@ -45,7 +45,7 @@ LINES = {
     "harness/integrations": 2_848,
     "harness/launch": 2_352,
     "harness/loader": 4_686,
-    "harness/megatron": 10_560,
+    "harness/megatron": 10_562,
     "harness/parity": 2_615,
     "harness/plan": 5_412,
     "harness/prep": 10_971,
@@ -54,7 +54,7 @@ LINES = {
     "harness/storage": 2_714,
     "harness/train": 2_644,
     "recipes": 495,
-    "tests": 56_468,
+    "tests": 56_470,
     "tests/benchmarks": 2_595,
 }
 SHAPE = {
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_513
+MOST_LINES_IN_ALL = 62_515
 
 
 @cache

@@ -205,6 +205,8 @@ def test_a_writer_process_that_ends_early_is_an_error_and_no_wait_without_end(at
     def write() -> None:
         reports = forking.JoinableQueue()
         reports.put(0)
+        if at == "its own will":
+            forking.Process(target=signal.pause).start()  # another one, which does not end by itself
         if at != "its work":
             monkeypatch.setattr(ForkProcess, "_Popen", staticmethod(start_and_wait))
         kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
