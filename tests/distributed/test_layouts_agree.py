@@ -327,6 +327,7 @@ def differing(results: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does(kind, tmp_path) -> None:
     assert differing(train_all(an_eighth(accepted([kind])), tmp_path)) == []

@@ -31,7 +31,7 @@ class Trainer:
 
 
 def run(folder: Path, names: list[str], target: str = "", **options) -> list[ConformanceVerdict]:
-    return TargetProcess(target, folder, **options).run(names, lambda verdict: None)
+    return TargetProcess(target, folder, **{"limit_s": 800.0, **options}).run(names, lambda verdict: None)
 
 
 def test_a_process_that_ends_or_raises_fails_one_check_and_not_the_others(tmp_path) -> None:
