@@ -48,7 +48,7 @@ def wait_for_step(job: SlurmJob, step: int) -> None:
     job.wait_for(lambda: len(job.metrics) >= step, f"step {step}")
 
 
-@pytest.mark.parametrize("kind", ["srun", "torchrun"])
+@pytest.mark.parametrize("kind", ["srun", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_a_job_asked_to_stop_checkpoints_requeues_and_resumes(submit, undisturbed, kind):
     job = submit(*LONG, f"cluster.launcher={kind}")
     wait_for_step(job, 25)
@@ -98,7 +98,9 @@ def test_a_preempted_job_checkpoints_and_resumes_after_the_urgent_one(submit, sl
     assert resumed_step(job) == stopped["step"]
 
 
-@pytest.mark.parametrize("node", ["node1", "node2"])  # the batch script runs on the first
+@pytest.mark.parametrize(
+    "node", ["node1", pytest.param("node2", marks=pytest.mark.nightly)]
+)  # the batch script runs on the first
 def test_a_node_that_dies_costs_only_the_steps_since_the_last_checkpoint(submit, slurm, undisturbed, node):
     job = submit(*LONG)
     wait_for_step(job, 45)
@@ -115,7 +117,7 @@ def test_a_node_that_dies_costs_only_the_steps_since_the_last_checkpoint(submit,
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (signal.SIGKILL, "srun: error: node2: task 1: Killed"),
+        pytest.param(signal.SIGKILL, "srun: error: node2: task 1: Killed", marks=pytest.mark.nightly),
         (signal.SIGSTOP, "rank 1 has exited or is suspended (host node2, process"),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_node_with_a_slow_disk_gives_way_to_a_spare_one_in_the_same_job(submit
     assert (attempt["reason"], attempt["step"], attempt["again"]) == ("straggler", 7, "in the job")
 
 
-@pytest.mark.parametrize("lost", ["rank", "node"])
+@pytest.mark.parametrize("lost", [pytest.param("rank", marks=pytest.mark.nightly), "node"])
 def test_the_node_of_a_lost_rank_gives_way_to_a_spare_one_in_the_same_job(submit, slurm, undisturbed, lost):
     job = submit(*LONG, "cluster.spares=1")
     _lose_node_2(job, slurm, lost)
