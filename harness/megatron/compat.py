@@ -559,7 +559,7 @@ def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> A
             return write(*arguments, **options)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # nobody waits any more
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # no process waits for a report now
 
 
 def _started_processes() -> list[Any]:
