@@ -109,6 +109,11 @@ def other_than(*values: object) -> Condition:
     return Condition(f"other than {' and '.join(map(show_value, values))}", lambda value: value not in values)
 
 
+def includes(*values: object) -> Condition:
+    """Return the condition that a list has one of these values."""
+    return Condition(f"with {' or '.join(map(show_value, values))}", lambda found: not set(values).isdisjoint(found))
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Settings that are refused together.

@@ -12,6 +12,7 @@ planned.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, cycle, islice
@@ -95,7 +96,7 @@ class Kernels:
         swiglu: the gate and its product are one kernel.
         expert_swiglu: so is the gate of experts. No setting chooses this and what follows: other programs have it.
         fp8_weights: bytes of a weight in 8 bits alone: 2, or 1 if it is transposed when needed; 0 for bfloat16 too.
-        recomputed: parts of layers that are computed again: `norm`, `activation`, `latent` (projections), dense `mlp`.
+        recomputed: parts of layers that are computed again: `norm`, `activation` of experts, `latent` (up-projections).
         sharded: weights and gradients are divided over data-parallel ranks.
         overlap_experts: tokens are sent to experts while another microbatch is computed.
     """
@@ -273,13 +274,11 @@ def layer_activation_bytes(
         return _engine_bytes(model, parallel, kernels, parts) + experts
     # Of an MLP: what the first matrix gives, what the activation makes of it, and what it keeps.
     each = 2.0 if model.halves == 1 else 3.0 if kernels.swiglu else 5.0
-    inner = each * item * model.ffn_hidden_size * ("-" in parts)
-    # A norm keeps its input and output in float32; the matrix after it keeps its own input.
-    whole = len(parts) * (8.0 * model.hidden_size + 4 + item * model.hidden_size)
-    if model.lora_rank:
-        # A norm keeps its output for the gradient of its weight, which is frozen.
-        whole -= len(parts) * 4 * model.hidden_size
-    if model.lora_rank and parts[-1] in "-E":
+    keeps_mlp = {"-": "mlp", "E": "moe"}.get(parts[-1]) not in model.recomputed
+    inner = each * item * model.ffn_hidden_size * ("-" in parts and keeps_mlp)
+    # A norm keeps its input in float32, and its output if its weight is trained; the matrix after it its own input.
+    whole = len(parts) * (((4.0 if model.lora_rank else 8.0) + item) * model.hidden_size + 4)
+    if model.lora_rank and parts[-1] in "-E" and keeps_mlp:
         inner += tp * item * model.lora_rank * len({"linear_fc1", "linear_fc2"} & set(model.lora_targets))
     if "*" in parts:
         of_all, of_rank = _attention_bytes(model, parallel)
@@ -323,7 +322,7 @@ def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[floa
             whole += (8 + item) * latent + 4
         # In float32 the norm keeps its input, which is a part of what the down-projection gives.
         whole += 4 * model.qk_rope_head_dim if item == 4 else 0
-    if model.recompute == "selective":
+    if "core_attn" in model.recomputed:
         divided -= item * query + 4 * model.num_attention_heads
         divided -= item * (query - model.value_size) if model.kv_lora_rank else 0  # values, not padded
     divided += (4 + item) * query * model.traits.has_output_gate  # its sigmoid in float32, and the product
@@ -345,7 +344,8 @@ def _input_bytes(model: ModelConfig) -> int:
 def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, parts: str) -> float:
     """Return the same of a layer of Transformer Engine with these parts."""
     item, query, key, kept = DTYPE_BYTES[model.number], model.query_size, model.key_size, _input_bytes(model)
-    tp, heads, again = parallel.tensor_parallel_size, model.num_attention_heads, kernels.recomputed
+    again = {*kernels.recomputed, *model.recomputed}
+    tp, heads = parallel.tensor_parallel_size, model.num_attention_heads
     # A norm keeps its input and a float32 factor, and the product after it its output.
     whole = len(parts) * ((item + (0 if "norm" in again else kept)) * model.hidden_size + 4)
     divided = _scan_bytes(model) if has_scan(parts) else 0.0
@@ -356,13 +356,14 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
     if model.lora_rank:
         whole += (item * model.hidden_size) * ("linear_qkv" in model.lora_targets) * ("*" in parts)
         mlps = len({"linear_fc1", "linear_fc2"} & set(model.lora_targets)) * (parts[-1] in "-E")
+        mlps *= {"-": "mlp", "E": "moe"}.get(parts[-1]) not in again
         mixers = sum(len(model.adapted_in(one)) for one in parts if one not in "-E")
         divided += tp * item * model.lora_rank * (mlps + mixers)
     if "*" not in parts:
         return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
     # Queries and keys before and after they are turned, values, the output of attention, and its sums of exponents.
     turned = 3 if model.rotated_size else 2
-    attended = item * turned * (query + key) + (0 if model.recompute == "selective" else 4 * heads)
+    attended = item * turned * (query + key) + (0 if "core_attn" in again else 4 * heads)
     if model.kv_lora_rank:
         latent = (model.q_lora_rank or 0) + model.kv_lora_rank
         whole += (item + kept) * latent
@@ -407,6 +408,9 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
         dispatched = came * (kept * width + 32)
         inner = came * (2 * item + (0 if "activation" in kernels.recomputed else kept)) * model.expert_size
     shared = (3 * model.halves - 1) * item * model.shared_ffn_hidden_size / tp
+    if "moe" in model.recomputed:
+        return 0.0
+    shared *= "shared_experts" not in model.recomputed
     # Ranks that share an expert have all of its tokens.
     # What comes back is the input of the projection to the size of hidden states.
     joined = item * model.expert_latent_size * (not model.lora_rank)
@@ -448,8 +452,7 @@ def plan_stage_memory(
         microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
     """
-    item = DTYPE_BYTES[model.number]
-    stages, tp = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    item, stages, tp = DTYPE_BYTES[model.number], parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
     # Neither the embedding nor the output matrix is in 8 bits.
     words = padded_vocab_size(vocab_size) * model.hidden_size // tp
@@ -460,16 +463,10 @@ def plan_stage_memory(
     own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
     chunks = [[model.parts(layer) for layer in chunk] for chunk in chunks_of_stage(model, parallel, stage)]
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
+    of_chunks = [_chunk_bytes(model, chunk, count) for chunk in chunks]
     # Cosine and sine of the rotary angles are of a row, and all layers share them.
-    again = replace(model, recompute="none", recompute_layers=None) if model.recompute == "full" else model
-    angles, once, sizes = 2 * item * model.rotated_size, 0.0, []
-    for chunk in chunks:
-        whole = [count(again, parts=parts) for parts in chunk]
-        kept = [count(model, parts=one) if model.is_recomputed(n) else whole[n] for n, one in enumerate(chunk)]
-        sizes.append(sum(kept) + angles / len(chunks))
-        if first := whole[: model.recompute_layers] if model.recompute == "full" else []:
-            # One layer at a time, and the angles that each layer is given again, when what the others kept is gone.
-            once = max(once, max(first) + 4 * model.rotated_size - sum(whole[len(first) :]))
+    sizes = [kept + 2 * item * model.rotated_size / len(chunks) for kept, _ in of_chunks]
+    once = max(again for _, again in of_chunks)
     most, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     most += _waiting(sizes, parallel, stage, microbatches)
     sent = math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load))
@@ -488,6 +485,18 @@ def plan_stage_memory(
         * dispatch_bytes(model, parallel, tokens=sent, is_grouped=kernels.grouped),
         exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )
+
+
+def _chunk_bytes(model: ModelConfig, chunk: list[str], count: Callable[..., float]) -> tuple[float, float]:
+    """Return the bytes per token that the layers of a model chunk keep, and those that are computed again at a time."""
+    again = model.with_recompute("selective" if "core_attn" in model.recomputed else "none")
+    whole, first = [count(again, parts=parts) for parts in chunk], chunk[: model.recompute_layers]
+    kept = [*(count(model, parts=parts) for parts in first), *whole[len(first) :]]
+    more = [one - kept[n] - sum(kept[n + 1 :]) for n, one in enumerate(whole)]
+    if model.recompute == "full" and first:
+        # One layer at a time, and the angles that each layer is given again, when what the others kept is gone.
+        more = [max(whole[: len(first)]) + 4 * model.rotated_size - sum(whole[len(first) :])]
+    return sum(kept), max([0.0, *more])
 
 
 def _divided_state(state: int, gradient: int, offload: float) -> tuple[float, float]:

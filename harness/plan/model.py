@@ -76,8 +76,10 @@ class ModelConfig(CheckedSettings, section="model"):
             128 x 128 weights and 128 activations (`blockwise`, Hopper) or for each 32 values (`mxfp8`, Blackwell);
             `off` disables them. Weights, gradients and the optimizer keep their dtypes. Rows and the tokens of each
             expert are padded to a multiple of 16, 128 or 32 tokens per rank.
-        recompute: activations to recompute in the backward pass: `none`, `selective` (attention) or `full` (whole
-            layers).
+        recompute: activations to recompute in the backward pass: `none`, `selective` (those of recompute_modules) or
+            `full` (whole layers).
+        recompute_modules: with `selective`, parts of each layer to recompute: core_attn (attention without its
+            projections), mlp (dense), moe (router and all experts) or shared_experts.
         recompute_layers: with `full`, number of layers to recompute, the first ones of each model chunk of a pipeline
             stage. Null recomputes all layers.
         attention: attention implementation: `auto` (Transformer Engine on GPUs that have it), `transformer_engine`, one
@@ -157,6 +159,7 @@ class ModelConfig(CheckedSettings, section="model"):
     dtype: str = one_of("auto", ("auto", *DTYPE_BYTES))
     fp8: str = one_of("off", FP8_BLOCKS)
     recompute: str = one_of("none", ("none", "selective", "full"))
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
     recompute_layers: int | None = bounded(None, lowest=1, highest=10_000)
     attention: str = one_of("auto", ("auto", "transformer_engine", "flash", "fused", "unfused", "torch"))
     fuse_swiglu: str = one_of("auto", _SWITCH)
@@ -336,6 +339,15 @@ class ModelConfig(CheckedSettings, section="model"):
     def is_recomputed(self, place: int) -> bool:
         """Return True if a layer is recomputed as a whole; `place` is 0 for the first layer of a model chunk."""
         return self.recompute == "full" and (self.recompute_layers is None or place < self.recompute_layers)
+
+    def with_recompute(self, recompute: str) -> ModelConfig:
+        """Return the model with `none`, `selective` (attention) or `full` recomputation."""
+        return replace(self, recompute=recompute, recompute_modules=["core_attn"], recompute_layers=None)
+
+    @property
+    def recomputed(self) -> list[str]:
+        """Parts of layers that are recomputed one by one."""
+        return self.recompute_modules if self.recompute == "selective" else []
 
     @property
     def gates_shared_experts(self) -> bool:

@@ -7,10 +7,18 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from harness.checks import NOT_SET, SET, Rule, check_rules, other_than, show_value
+from harness.checks import NOT_SET, SET, Rule, check_rules, includes, other_than, show_value
 from harness.errors import ConfigError
 from harness.plan.encoders import read_encoder
-from harness.plan.layout import FP8_BLOCKS, LORA_TARGETS, ON_EVERY_RANK, VOCAB_MULTIPLE, ParallelConfig, sizes_on_rank
+from harness.plan.layout import (
+    FP8_BLOCKS,
+    LORA_TARGETS,
+    ON_EVERY_RANK,
+    RECOMPUTED,
+    VOCAB_MULTIPLE,
+    ParallelConfig,
+    sizes_on_rank,
+)
 from harness.plan.stages import balance_stages, read_stages
 
 if TYPE_CHECKING:
@@ -36,6 +44,11 @@ RULES = (
         {"model.num_experts": SET, "model.aux_loss_scope": "sequence", "model.aux_loss": 0},
         "the load-balancing loss is disabled",
         "model.aux_loss=0.001, or model.aux_loss_scope=row",
+    ),
+    Rule(
+        {"model.aux_loss_scope": "sequence", "model.recompute_modules": includes("moe")},
+        "routers that are computed again do not see the sequences of their row",
+        "model.recompute=full, or model.aux_loss_scope=row",
     ),
     Rule(
         {
@@ -88,6 +101,16 @@ LAYOUT_RULES = (
     ),
     Rule({**_GRAPHS, "model.fp8": other_than("off")}, "CUDA graphs do not support FP8", "parallel.cuda_graphs=false"),
     Rule(
+        {**_GRAPHS, "model.recompute_modules": other_than(["core_attn"])},
+        "CUDA graphs do not support it",
+        "parallel.cuda_graphs=false",
+    ),
+    Rule(
+        {**_BETWEEN, "model.recompute_modules": includes("moe", "shared_experts")},
+        "shared experts are computed part by part",
+        "parallel.overlap_shared_experts=false",
+    ),
+    Rule(
         {**_BETWEEN, "model.shared_ffn_hidden_size": 0},
         "the model has no shared experts",
         "parallel.overlap_shared_experts=false",
@@ -132,6 +155,24 @@ def check_fields(model: ModelConfig) -> None:
         _check_experts(model)
     else:
         _check_unused(model)
+    _check_recomputed(model)
+
+
+def _check_recomputed(model: ModelConfig) -> None:
+    chosen, where = model.recompute_modules, "model.recompute_modules"
+    parts = {part for layer in range(model.num_layers) for part in model.parts(layer)}
+    known = set(RECOMPUTED)
+    known -= set() if "-" in parts else {"mlp"}
+    known -= set() if "E" in parts else {"moe"}
+    known -= set() if model.shared_ffn_hidden_size else {"shared_experts"}
+    if model.fp8 != "off":
+        known = {"core_attn"}
+    if chosen != ["core_attn"] and (model.recompute != "selective" or not chosen or not set(chosen) <= known):
+        what = f"recompute_modules are {', '.join(map(str, chosen)) or 'none'}, with recompute={model.recompute}"
+        fix = f"model.recompute=selective with some of {', '.join(sorted(known))}, which this model can recompute"
+        raise ConfigError(what, where=f"{where}, model.recompute", fix=fix)
+    if {"moe", "shared_experts"} <= set(chosen):
+        raise ConfigError("moe includes shared_experts", where=where, fix="one or the other")
 
 
 def _check_multiple(name: str, value: int, setting: str, divisor: int) -> None:

@@ -70,6 +70,7 @@ class Candidate:
             "parallel.distributed_optimizer": "true",
             "parallel.ranks": self.plan.ranks,
             "model.recompute": self.recompute,
+            "model.recompute_modules": "[core_attn]",
             "model.recompute_layers": "null",
             "schedule.max_tokens_per_rank": self.max_tokens_per_rank,
         }
@@ -162,7 +163,7 @@ def search_layouts(
             schedule = replace(base.schedule, max_tokens_per_rank=tokens)
             run = replace(
                 base,
-                model=replace(model, recompute=recompute, recompute_layers=None),
+                model=model.with_recompute(recompute),
                 parallel=parallel,
                 schedule=schedule,
             )

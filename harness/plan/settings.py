@@ -22,6 +22,7 @@ from harness.checks import (
     Rule,
     bounded,
     check_rules,
+    includes,
     one_of,
     other_than,
     require_bounds,
@@ -431,6 +432,7 @@ _SHARED = tuple(
                 ("model.fp8", other_than("off"), "off"),
                 ("parallel.expert_dispatcher", other_than("alltoall"), "alltoall"),
                 ("parallel.overlap_tensor_parallel", True, "false"),
+                ("model.recompute_modules", includes("moe"), "[core_attn]"),
             )
         ),
     )

@@ -241,6 +241,9 @@ class _RankStep:
             else:
                 latent = name.endswith("_up_proj") and "latent" in self.kernels.recomputed
                 yield _Product(self.tokens, inputs, outputs / tp, again or float(latent), gathered=tp)
+        of_experts = again or float("moe" in model.recomputed)
+        of_all = {"mlp"} if "-" in parts else {"moe", "shared_experts"}
+        again = again or float(bool(of_all & set(model.recomputed)))
         if inner := {"E": model.shared_ffn_hidden_size, "-": model.ffn_hidden_size}.get(parts[-1], 0):
             yield _Product(self.tokens, hidden, model.halves * inner / tp, again, gathered=tp)
             yield _Product(self.tokens, inner / tp, hidden, again, scattered=tp)
@@ -248,11 +251,11 @@ class _RankStep:
             here = model.num_experts / self.parallel.expert_parallel_size
             etp = self.parallel.expert_tensor_parallel_size
             each = self.tokens / tp * model.experts_per_token * etp * self.load / here
-            yield _Product(each, model.expert_width, model.halves * model.expert_size / etp, again, here)
-            yield _Product(each, model.expert_size / etp, model.expert_width, again, here)
+            yield _Product(each, model.expert_width, model.halves * model.expert_size / etp, of_experts, here)
+            yield _Product(each, model.expert_size / etp, model.expert_width, of_experts, here)
             if latent_size := model.expert_latent_size:
-                yield _Product(self.tokens / tp, hidden, latent_size, again)
-                yield _Product(self.tokens / tp, latent_size, hidden, again)
+                yield _Product(self.tokens / tp, hidden, latent_size, of_experts)
+                yield _Product(self.tokens / tp, latent_size, hidden, of_experts)
 
     def product_s(self, one: _Product, *, in_8_bits: bool) -> float:
         """Return the time of a product in all passes: forward, and for the gradients of its input and its weight."""
@@ -297,7 +300,7 @@ class _RankStep:
 
     def layer(self, parts: str) -> dict[str, float]:
         """Return the times of a microbatch in one layer with these parts, without launches."""
-        once = replace(self.model, recompute="none", recompute_layers=None, fp8="off")
+        once = replace(self.model.with_recompute("none"), fp8="off")
         products = list(self.products(parts))
         kept = layer_activation_bytes(once, self.parallel, parts=parts, kernels=self.kernels)
         # What a layer keeps is written, and read by the next kernel and by the backward pass.
@@ -326,7 +329,7 @@ class _RankStep:
         # this shape are in Shah et al., "FlashAttention-3", 2024.
         length = max(1.0, self.work.attention_flops / self.work.tokens / (sequence_cost(model).quadratic or 1))
         share = machine.attention_share * model.head_size / (model.head_size + 32) * length / (length + 640)
-        again = 1.0 if model.recompute == "selective" else self.again
+        again = 1.0 if "core_attn" in model.recomputed else self.again
         rate = machine.peak_flops * share * self.ranks / self.parallel.pipeline_parallel_size
         return (_ATTENTION_PASSES + again) * flops / rate
 

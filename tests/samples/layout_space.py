@@ -82,6 +82,10 @@ OTHER_VALUES = (
     "model.qk_norm=true",
     "deepseek_like parallel.expert_dispatcher=allgather model.mtp_loss=0.4 model.rope_mscale=0.8 "
     "parallel.overlap_weights=false",
+    "dense model.recompute=selective model.recompute_modules=[core_attn,mlp]",
+    "lora qwen3_moe model.recompute=selective model.recompute_modules=[moe]",
+    "deepseek_like model.recompute=selective model.recompute_modules=[mlp,shared_experts]",
+    "hybrid_moe model.recompute=selective model.recompute_modules=[core_attn,moe]",
     "hybrid_moe model.expert_latent_size=24",
     "lora hybrid_moe model.expert_latent_size=24",
     "deepseek_like model.family=deepseek_v2 model.router_score=softmax model.expert_bias=false model.mtp_layers=0 "

@@ -116,6 +116,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         mtp_loss_scaling_factor=model.mtp_loss,
         calculate_per_token_loss=True,
         recompute_granularity=None if model.recompute == "none" else model.recompute,
+        recompute_modules=model.recompute_modules,
         # Units of one layer each, or the first layers of a chunk.
         recompute_method=None if model.recompute != "full" else "block" if model.recompute_layers else "uniform",
         recompute_num_layers=(model.recompute_layers or 1) if model.recompute == "full" else None,

@@ -37,8 +37,8 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
         source_counts: float64 [datasets, experts], as `counts`, of each dataset.
         shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
-        is_recomputed: the layer is computed again in the backward pass.
-        row: PackedSeqParams of the row that the layer computes, also where it is computed again.
+        is_recomputed: the layer, or its experts, are computed again in the backward pass.
+        row: PackedSeqParams of the row that the layer computes, also where the whole layer is computed again.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -190,7 +190,8 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
         if not hasattr(layer.mlp, "router"):
             continue
         experts = layer.mlp
-        experts.router.layer, experts.router.is_recomputed = number, model.is_recomputed(place)
+        experts.router.layer = number
+        experts.router.is_recomputed = model.is_recomputed(place) or "moe" in model.recomputed
         experts.router.balances_sequences = model.aux_loss_scope == "sequence"
         layer.register_forward_pre_hook(partial(_note_row, experts.router), with_kwargs=True)
         if experts.shared_experts is not None:

@@ -12,11 +12,12 @@ import torch
 
 from harness.errors import ConfigError
 from harness.loader.datasets import Sources
+from harness.megatron.batch import run_row, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.fusions import slow_parts
-from harness.megatron.model.gpt import transformer_config
-from harness.megatron.model.router import routers
+from harness.megatron.model.gpt import build_model, transformer_config
+from harness.megatron.model.router import routers, show_sources
 from harness.megatron.step import MegatronStep
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
@@ -27,6 +28,7 @@ from harness.train import StepResult
 
 from .conftest import one_rank
 
+MOE_AGAIN = {"recompute": "selective", "recompute_modules": ["moe"]}
 ONE, CPU, VOCAB = ParallelConfig(), torch.device("cpu"), 128
 STILL = OptimizerConfig(lr=1e-30, min_lr_ratio=0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
 SIZES = {
@@ -111,7 +113,7 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
 
 
 @pytest.mark.parametrize("average", ["token", "conversation"])
-@pytest.mark.parametrize("recompute", ["none", "full", "of the first layer"])
+@pytest.mark.parametrize("recompute", ["none", "full", "of the first layer", "moe"])
 def test_tokens_of_a_source_have_the_load_and_the_loss_that_they_have_alone(recompute, average) -> None:
     """Whatever is computed again, and however sources and padding lie in the rows of a step."""
     lengths = {0: 9, 1: 30, 2: 18, 3: 43}  # of sequences; the first two are of one source
@@ -126,6 +128,8 @@ def test_tokens_of_a_source_have_the_load_and_the_loss_that_they_have_alone(reco
         again = {"recompute": "none" if recompute == "none" else "full"}
         if recompute == "of the first layer":
             again["recompute_layers"] = 1
+        elif recompute == "moe":
+            again = MOE_AGAIN
         model = ModelConfig(**SIZES, **again, init_std=0.3)
         options = {"pad_rows_to": 160, "loss_average": average}
         step = MegatronStep(model, ONE, layout, device=CPU, vocab_size=VOCAB, **options)
@@ -146,6 +150,37 @@ def test_tokens_of_a_source_have_the_load_and_the_loss_that_they_have_alone(reco
     assert both.source_losses == pytest.approx({name: one.loss for name, one in alone.items()}, rel=1e-6)
     assert both.source_losses["a"] != pytest.approx(both.source_losses["b"], rel=1e-3)
     assert alone["a"].source_expert_loads == alone["a"].source_losses == {}
+
+
+@pytest.mark.parametrize("again", [{"recompute": "none"}, {"recompute": "full"}, MOE_AGAIN])
+def test_a_row_that_is_computed_again_after_another_counts_its_own_sources(again) -> None:
+    """As in a pipeline, where other rows come before the backward pass of a row."""
+    lengths = (30, 21)
+    views = [
+        SequenceView(np.arange(length, dtype=np.int32) * 3 % VOCAB, np.ones(length, np.uint8)) for length in lengths
+    ]
+    rows = [build_thd_batch([views[0]]), build_thd_batch([views[1]], pad_to_multiple=16)]
+
+    def counts(*, one_by_one: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        model = ModelConfig(**SIZES, **again, init_std=0.3)
+        chunks = build_model(model, ONE, vocab_size=VOCAB, device=CPU)
+        losses = []
+        for source, row in enumerate(rows):
+            show_sources(chunks[0], torch.full((1, len(row.tokens)), source), 2)
+            losses.append(run_row(chunks[0], to_device(row, CPU)).sum())
+            if one_by_one:
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+        found = list(routers(chunks))
+        return torch.stack([one.source_counts for one in found]), torch.stack([one.counts for one in found])
+
+    with runtime.start("cpu"):
+        join(ONE, 1)
+        expected, found = counts(one_by_one=True), counts(one_by_one=False)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert found[0].sum(dim=-1).tolist() == [[2 * (length - 1) for length in lengths]] * len(found[0])
 
 
 @pytest.mark.parametrize("loss", ["aux_loss", "aux_loss of sequences", "z_loss"])

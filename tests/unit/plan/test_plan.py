@@ -75,6 +75,10 @@ def model_of(**settings) -> ModelConfig:
     return ModelConfig(**{**sizes, **settings})
 
 
+def again(*modules: str) -> dict[str, object]:
+    return {"recompute": "selective", "recompute_modules": list(modules)}
+
+
 MODELS = [
     {},
     {"dtype": "bfloat16"},
@@ -92,10 +96,14 @@ MODELS = [
     {"family": "gpt_oss", "num_experts": 8, "sliding_window": 600, "dtype": "bfloat16"},
     {**LATENT, "q_lora_rank": 40, "dtype": "bfloat16", "num_experts": 8, "expert_ffn_hidden_size": 48},
     {**LATENT, "recompute": "selective"},
+    {**LATENT, **again("core_attn", "mlp", "moe"), "shared_ffn_hidden_size": 160},
     LATENT,
     {**LATENT, "lora_rank": 4, "q_lora_rank": 40, "shared_ffn_hidden_size": 160},
     {"lora_rank": 4},
     {"lora_rank": 4, "dtype": "bfloat16", "recompute": "full"},
+    {"lora_rank": 4, "dtype": "bfloat16", **again("mlp")},
+    {"family": "qwen3", "dtype": "bfloat16", **again("core_attn", "mlp")},
+    {"num_experts": 8, "dense_layers": 1, "shared_ffn_hidden_size": 64, **again("shared_experts")},
     {"recompute": "full", "recompute_layers": 2},
     {"num_experts": 8, "recompute": "full", "recompute_layers": 1, "dtype": "bfloat16"},
     SCANS,

@@ -35,7 +35,8 @@ def plan_published(name: str) -> RunPlan:
     """Plan a published run: its layout and its kernels, on rows that are filled by one sequence."""
     row = ROWS[name]
     sizes, recipe = dict(row["model"]), dict(row["recipe"])
-    further = {"mtp_layers": sizes.pop("mtp_layers", 0)}
+    # Of which models in 8 bits have neither.
+    further = {name: sizes.pop(name) for name in ("mtp_layers", "recompute_modules") if name in sizes}
     config = compose_config("sft", SftConfig, [f"model={sizes.pop('preset')}", "schedule=as_packed"])
     tp = row["parallel"].get("tensor_parallel_size", 1)
     layout = {**row["parallel"], "sequence_parallel": tp > 1, "distributed_optimizer": True, "static_rows": True}
