@@ -136,8 +136,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
                 seen.add(str(error))
                 yield Problem(error.what, error.where)
             continue
-        problem = pack.problem(reader.pack_size, max_weight=reader.max_weight)
-        if problem is not None:
+        if problem := pack.problem(reader.pack_size, max_weight=reader.max_weight):
             yield Problem(f"pack {pack_id:,} {problem}", reader.where(pack_id))
         # Batches are planned from the index's lengths, which no digest of a pack covers.
         first, last = int(reader.pack_offsets[pack_id]), int(reader.pack_offsets[pack_id + 1])

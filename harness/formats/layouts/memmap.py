@@ -47,12 +47,9 @@ _U4, _INT32 = np.dtype(np.uint32), np.dtype(np.int32)
 
 
 class MemmapShard(ShardReader):
-    """One open folder of arrays."""
-
     def __init__(self, path: Path, _pack_size: int | None = None) -> None:
         self._path = path
-        missing = [name for name in _ARRAYS if not (path / name).is_file()]
-        if missing:
+        if missing := [name for name in _ARRAYS if not (path / name).is_file()]:
             raise FormatError(f"has no {', '.join(missing)}", where=str(path), fix="copy the folder again")
         with (path / INPUT_IDS).open("rb") as file:
             shape = read_npy_header(path / INPUT_IDS, file)[0]
@@ -104,8 +101,6 @@ class MemmapShard(ShardReader):
 
 
 class MemmapWriter(ShardWriter[NpyStream]):
-    """Writes the arrays of one shard row by row."""
-
     def __init__(self, folder: Folder, name: str, pack_size: int, _rows_per_group: int) -> None:
         self._folder = folder
         self._pack_size = pack_size
