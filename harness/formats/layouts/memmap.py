@@ -74,19 +74,9 @@ class MemmapShard(ShardReader):
         return make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts)
 
     def contents(self) -> ShardContents:
-        self._check_rows()
-        offsets = np.asarray(self._offsets, np.int64)
-        lengths = lengths_from_starts(
-            np.asarray(self._lengths, np.int64), self._starts, offsets, where=str(self._path / SEQ_STARTS)
-        )
-        return ShardContents(np.diff(offsets), lengths, pack_size=self.pack_size)
-
-    def _check_rows(self) -> None:
-        """Check offsets and lengths a block at a time, before memory is spent on as many rows as a header claims.
-
-        A file can claim terabytes and take no space: what nothing was written to reads as zeros.
-        """
         lengths, offsets = np.asarray(self._lengths), np.asarray(self._offsets)
+        # A block at a time, before memory is spent on as many rows as a header claims: a file can claim terabytes and
+        # take no space, because what nothing was written to reads as zeros.
         for start in range(0, self.num_packs, _BLOCK_ROWS):
             end = min(start + _BLOCK_ROWS, self.num_packs)
             tokens, counts = lengths[start:end], np.diff(offsets[start : end + 1].astype(np.int64))
@@ -95,6 +85,10 @@ class MemmapShard(ShardReader):
                 at = int(np.argmax(bad))
                 what = f"claims {tokens[at]:,} of {self.pack_size:,} tokens and {counts[at]:,} sequences"
                 raise FormatError(f"pack {start + at:,} {what}", where=self.where(start + at))
+        offsets = offsets.astype(np.int64)
+        where = str(self._path / SEQ_STARTS)
+        of_sequences = lengths_from_starts(lengths.astype(np.int64), self._starts, offsets, where=where)
+        return ShardContents(np.diff(offsets), of_sequences, pack_size=self.pack_size)
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, row {row:,}"
