@@ -144,7 +144,6 @@ def naming_errors(place: ObjectPath) -> Iterator[None]:
 
 
 def _list_error(place: ObjectPath) -> Exception | None:
-    """Return the error that listing the bucket ends in, if any."""
     try:
         next(iter(connect(place).list(place.key)), None)
     except Exception as error:

@@ -290,8 +290,6 @@ class ChatTokenizer:
 
 
 class _Media:
-    """Placeholder tokens of the media of one conversation."""
-
     def __init__(self, rules: MediaRules, conversation: Conversation, config: TokenizerConfig) -> None:
         self._rules, self._media = rules, conversation.media
         self._counts = []
