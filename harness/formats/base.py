@@ -119,7 +119,6 @@ class ShardWriter(ABC, Generic[File]):
         return self._names
 
     def abort(self) -> None:
-        """Drop the files."""
         for file in self._files:
             file.abort()
 
@@ -165,7 +164,6 @@ class Format:
     in_buckets: bool = False
 
     def shard_name(self, number: int) -> str:
-        """Return the path of a shard inside a dataset folder."""
         return self.shard_template.format(number)
 
     def find_shards(self, names: Iterable[str]) -> dict[int, str]:

@@ -10,7 +10,6 @@ import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,7 +171,11 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
             if not len(builder):
                 raise FormatError("the shard contains no packs")
             survey.pack_size = max(survey.pack_size, int(getattr(handle, "pack_size", 0)))
-        files = folder.describe(_files_of(place, format))
+        paths = [name + end for end in format.shard_files]
+        if place.is_dir():
+            inside = [one.name for one in place.iterdir() if one.is_file() and not one.name.startswith(".")]
+            paths = [f"{name}/{file}" for file in sorted(inside, key=natural_key)]
+        files = folder.describe(paths)
     except FormatError as error:
         survey.problems.append(Problem(error.what, error.where or str(place)))
     except (OSError, MemoryError) as error:
@@ -182,13 +185,6 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
         survey.totals += totals
         survey.parts.append(part)
         survey.shards.append(Shard(name, totals.num_packs, files))
-
-
-def _files_of(place: Path, format: Format) -> list[str]:
-    if place.is_dir():
-        files = [one.name for one in place.iterdir() if one.is_file() and not one.name.startswith(".")]
-        return [f"{place.name}/{name}" for name in sorted(files, key=natural_key)]
-    return [place.name + end for end in format.shard_files]
 
 
 def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
@@ -251,33 +247,26 @@ def repair_manifest(
     marker = Marker(folder.place / MARKER_NAME)
     marker.acquire()
     try:
-        manifest, notes = _write_again(folder, survey)
+        fingerprint = write_index(folder, lambda: iter(survey.parts), survey.totals)
+        notes, provenance, pack_size = survey.notes, Provenance(), survey.pack_size
+        found = undo_flipped_bit(folder)
+        if found is not None and found.fingerprint == fingerprint:
+            provenance, pack_size = found.provenance, found.pack_size
+            notes.append("one flipped bit of the manifest was corrected; the provenance and pack_size are as stored")
+        else:
+            notes.append(_UNKNOWN)
+            if survey.format != "memmap":
+                notes.append(f"{survey.format} does not store pack_size; it was set to the longest pack, {pack_size:,}")
+        manifest = Manifest(
+            format=survey.format,
+            pack_size=pack_size,
+            fingerprint=fingerprint,
+            shards=tuple(survey.shards),
+            index=folder.describe(INDEX_NAMES),
+            provenance=provenance,
+            **asdict(survey.totals),
+        ).sealed()
+        manifest.save(folder)
         return manifest, [], notes
     finally:
         marker.release(remove=True)
-
-
-def _write_again(folder: LocalFolder, survey: Survey) -> tuple[Manifest, list[str]]:
-    """Write index and manifest of whole shards; also returns notes about what is lost."""
-    totals = survey.totals
-    fingerprint = write_index(folder, lambda: iter(survey.parts), totals)
-    notes, provenance, pack_size = list(survey.notes), Provenance(), survey.pack_size
-    found = undo_flipped_bit(folder)
-    if found is not None and found.fingerprint == fingerprint:
-        provenance, pack_size = found.provenance, found.pack_size
-        notes.append("one flipped bit of the manifest was corrected; the provenance and pack_size are as stored")
-    else:
-        notes.append(_UNKNOWN)
-        if survey.format != "memmap":
-            notes.append(f"{survey.format} does not store pack_size; it was set to the longest pack, {pack_size:,}")
-    manifest = Manifest(
-        format=survey.format,
-        pack_size=pack_size,
-        fingerprint=fingerprint,
-        shards=tuple(survey.shards),
-        index=folder.describe(INDEX_NAMES),
-        provenance=provenance,
-        **asdict(totals),
-    ).sealed()
-    manifest.save(folder)
-    return manifest, notes

@@ -168,8 +168,6 @@ class IndexPart:
 
 
 class IndexBuilder:
-    """Collects the index entries of one shard as packs are appended."""
-
     def __init__(self) -> None:
         self._counts: list[int] = []
         self._lengths: list[Int32Array] = []

@@ -25,8 +25,6 @@ TRAINED_STYLE, CONTEXT_STYLE = "bold green", "dim"
 
 
 class Decoder(Protocol):
-    """Turns token ids into text."""
-
     def decode(self, ids: Sequence[int]) -> str: ...
 
 

@@ -127,14 +127,11 @@ class Manifest:
 
 
 def restore_hint(folder: str) -> str:
-    """Return the fix for a dataset without a whole manifest."""
     return f"copy the dataset again; if all its shards are complete: harness verify --repair-manifest {folder}"
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts over packs."""
-
     num_packs: int = 0
     num_sequences: int = 0
     num_tokens: int = 0

@@ -28,17 +28,16 @@ MEDIA_DTYPE = np.dtype(
         "formats": ["<i8", "<i4", "<i4", "|u1", "<i4", "<i8", "<i8", "<u8"],
     }
 )
+_FIX = "copy the file again; `harness verify` lists all damage"
 _CONTENT = np.dtype([("start", "<i4"), ("tokens", "<i4"), ("kind", "|u1"), ("xxh3", "<u8")])
 MediaRows = npt.NDArray[np.void]
 
 
 def media_name(shard: str) -> str:
-    """Return the name of the file with the media of a shard."""
     return str(PurePosixPath(shard).with_suffix(SUFFIX))
 
 
 def no_rows() -> MediaRows:
-    """Return the index of no media."""
     return np.zeros(0, MEDIA_DTYPE)
 
 
@@ -71,8 +70,6 @@ def fold_media(digest: int, rows: MediaRows, starts: Int32Array) -> int:
 
 
 class MediaWriter:
-    """Writes the media of one shard as its packs are appended."""
-
     def __init__(self, folder: Folder, shard: str) -> None:
         self.name = media_name(shard)
         self._file = folder.create_file(self.name)
@@ -92,12 +89,10 @@ class MediaWriter:
         return rows
 
     def finish(self) -> list[str]:
-        """Finish the file; returns its name."""
         self._file.finish()
         return [self.name]
 
     def abort(self) -> None:
-        """Drop the file."""
         self._file.abort()
 
 
@@ -148,19 +143,11 @@ def read_data(
         for number, span in zip(inside, spans, strict=True):
             found[number] = pieces[span]
             if xxhash.xxh3_64_intdigest(found[number]) != rows["xxh3"][number]:
-                raise _damaged(rows, number, place)
+                sequence, kind = int(rows["sequence"][number]), MEDIA_KINDS[rows["kind"][number]]
+                place_in = number - find_rows(rows, sequence, sequence + 1).start
+                what = f"medium {place_in} of sequence {sequence:,}, {kind}, does not match its checksum"
+                raise FormatError(what, where=f"{place}, bytes {span[0]:,} to {span[1]:,}", fix=_FIX)
     return found
-
-
-_FIX = "copy the file again; `harness verify` lists all damage"
-
-
-def _damaged(rows: MediaRows, number: int, place: Place) -> FormatError:
-    row = rows[number]
-    sequence, offset, num_bytes = (int(row[name]) for name in ("sequence", "offset", "num_bytes"))
-    inside = number - find_rows(rows, sequence, sequence + 1).start
-    what = f"medium {inside} of sequence {sequence:,}, {MEDIA_KINDS[row['kind']]}, does not match its checksum"
-    return FormatError(what, where=f"{place}, bytes {offset:,} to {offset + num_bytes:,}", fix=_FIX)
 
 
 def check_rows(rows: MediaRows, lengths: Int32Array, num_shards: int, *, where: str) -> None:

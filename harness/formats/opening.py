@@ -88,8 +88,7 @@ def _open_local(path: str) -> PackReader:
     else:
         _refuse_lost_shards([place])
     for format in _formats():
-        shards = format.find_bare(place)
-        if shards:
+        if shards := format.find_bare(place):
             return _open_bare(path, format, shards)
     raise _nothing(place)
 
@@ -106,8 +105,7 @@ def _refuse_parts(folder: Folder) -> None:
     """Raise FormatError if a folder without a manifest of ours holds an interrupted write or parts of a dataset."""
     if folder.exists(MARKER_NAME):
         raise _incomplete(folder)
-    traces = find_traces(folder)
-    if traces:
+    if traces := find_traces(folder):
         raise incomplete_error(folder, traces)
 
 
@@ -270,10 +268,8 @@ def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, An
     if not places:
         raise FormatError("no file matches the pattern", where=path, fix="check the path")
     for format in _formats():
-        shards = [shard for place in places for shard in find(format, place)]
-        if shards:
-            others = [place for place in places if not find(format, place)]
-            if others:
+        if shards := [shard for place in places for shard in find(format, place)]:
+            if others := [place for place in places if not find(format, place)]:
                 what = f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}"
                 raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
             return _open_bare(path, format, shards)

@@ -130,7 +130,6 @@ class PackReader:
 
     @property
     def has_media(self) -> bool:
-        """Return whether packs have images or sounds."""
         return self._index.media is not None
 
     def count_media(self) -> dict[str, int]:
@@ -316,20 +315,16 @@ class PackReader:
                 problem = "contains sequences of other lengths than when the file was opened"
         else:
             digest = content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id)
-            if self._index.media is not None:
-                digest = self._fold_media(digest, pack_id)
+            if (media := self._index.media) is not None:
+                first, last = self.pack_offsets[pack_id : pack_id + 2].tolist()
+                rows = media[[*find_rows(media, first, last)]]  # a copy
+                rows["sequence"] -= first
+                lengths = self.sequence_lengths[first:last]
+                digest = fold_media(digest, rows, np.cumsum(lengths, dtype=np.int32) - lengths)
             if digest == checksums[pack_id]:
                 return
             problem = "does not match its checksum"
         raise FormatError(f"pack {pack_id:,} {problem}", where=self.where(pack_id))
-
-    def _fold_media(self, digest: int, pack_id: int) -> int:
-        first, last = self.pack_offsets[pack_id : pack_id + 2].tolist()
-        assert self._index.media is not None
-        rows = self._index.media[[*find_rows(self._index.media, first, last)]]  # a copy
-        rows["sequence"] -= first
-        lengths = self.sequence_lengths[first:last]
-        return fold_media(digest, rows, np.cumsum(lengths, dtype=np.int32) - lengths)
 
 
 def refuse_media(data: Any, reader_of_packs: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
@@ -72,22 +72,13 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
         known = {problem.what for problem in problems}
         if error.what not in known:
             problems.append(Problem(error.what, error.where, error.fix))
-        if manifest is None:
-            problems += _part_problems(path, progress)
+        with suppress(ConfigError, FormatError, OSError):  # reported already
+            folder = open_folder(path)
+            if manifest is None and isinstance(folder, LocalFolder) and folder.place.is_dir() and find_traces(folder):
+                problems += survey_folder(folder, progress).problems
         return problems
     with closing(reader):
         return [*problems, *_pack_problems(reader, progress)]
-
-
-def _part_problems(path: str | PathLike[str], progress: Callable[[int, int], None] | None) -> list[Problem]:
-    """List what is wrong with the shards and the index of a dataset without a whole manifest."""
-    try:
-        folder = open_folder(path)
-        if isinstance(folder, LocalFolder) and folder.place.is_dir() and find_traces(folder):
-            return survey_folder(folder, progress).problems
-    except (ConfigError, FormatError, OSError):
-        pass  # Reported already.
-    return []
 
 
 def describe_checks(path: str | PathLike[str]) -> list[str]:
@@ -136,8 +127,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
                 seen.add(str(error))
                 yield Problem(error.what, error.where)
             continue
-        problem = pack.problem(reader.pack_size, max_weight=reader.max_weight)
-        if problem is not None:
+        if problem := pack.problem(reader.pack_size, max_weight=reader.max_weight):
             yield Problem(f"pack {pack_id:,} {problem}", reader.where(pack_id))
         # Batches are planned from the index's lengths, which no digest of a pack covers.
         first, last = int(reader.pack_offsets[pack_id]), int(reader.pack_offsets[pack_id + 1])
@@ -178,7 +168,6 @@ def _fields(pack: Pack) -> dict[str, npt.NDArray[Any]]:
 
 
 def diff_readers(a: PackReader, b: PackReader) -> PackDifference | None:
-    """Return the first difference between open datasets, or None."""
     for pack_id, packs in enumerate(zip(a, b, strict=False)):
         first, second = map(_fields, packs)
         for field, one in first.items():

@@ -20,7 +20,7 @@ from harness.formats.digest import dataset_fingerprint
 from harness.formats.incomplete import MARKER_NAME, find_traces
 from harness.formats.index import INDEX_FOLDER, IndexBuilder, IndexPart, index_names, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
-from harness.formats.media import MediaRows, MediaWriter
+from harness.formats.media import MediaWriter
 from harness.records import Pack
 from harness.settings import from_plain
 from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_path, write_atomically
@@ -164,8 +164,7 @@ class PackWriter:
         """
         if not self._open:
             raise ConfigError("the writer is not open", where=self.where, fix="use `with open_writer(...) as writer`")
-        problem = pack.problem(self.pack_size, max_weight=self.provenance.max_weight)
-        if problem is not None:
+        if problem := pack.problem(self.pack_size, max_weight=self.provenance.max_weight):
             raise FormatError(f"pack {self.num_packs:,} {problem}", where=self.where, fix="fix the producer of packs")
         with explain_os_errors(self.where):
             if pack.media and self._file:
@@ -178,14 +177,11 @@ class PackWriter:
                 self._shard.append(pack)
             except FormatError as error:
                 raise FormatError(f"pack {self.num_packs:,} {error.what}", where=self.where, fix=error.fix) from None
-            self._builder.append(pack, self._write_media(pack) if pack.media else None)
+            if pack.media and self._media is None:
+                self._media = MediaWriter(self._folder, self._format.shard_name(len(self._finished)))
+            self._builder.append(pack, self._media.append(pack) if pack.media and self._media is not None else None)
             if len(self._builder) == self._packs_per_shard and not self._file:
                 self._finish_shard(self._shard)
-
-    def _write_media(self, pack: Pack) -> MediaRows:
-        if self._media is None:
-            self._media = MediaWriter(self._folder, self._format.shard_name(len(self._finished)))
-        return self._media.append(pack)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._open:
@@ -204,15 +200,19 @@ class PackWriter:
             self._claim.finish(whole=self.manifest is not None)
 
     def _finish_shard(self, shard: ShardWriter[Any]) -> None:
-        """Finish the files of a full shard, and store its index entries."""
+        """Finish the files of a full shard, and store its entry in the manifest and its part of the index.
+
+        That bounds memory and allows a resume.
+        """
         names = shard.finish({}) + ([] if self._media is None else self._media.finish())
         self._folder.sync(names)
         number = len(self._finished)
         stored = Shard(self._format.shard_name(number), len(self._builder), self._folder.describe(names))
         totals = self._builder.totals()
-        path = self._part_path(number)
+        path, body = self._part_path(number), self._builder.build().to_bytes()
         make_folder(path.parent)
-        _save_part(path, stored, totals, self._builder.build())
+        head = {"shard": asdict(stored), "totals": asdict(totals), "body_xxh3": xxhash.xxh3_64_hexdigest(body)}
+        write_atomically(path, json.dumps(head).encode() + b"\n" + body)
         if self._resumes and isinstance(self._folder, BucketFolder):
             self._folder.write(_part_name(number), [path.read_bytes()])
         self._shard = self._media = None
@@ -436,15 +436,8 @@ def _part_name(number: int) -> str:
     return f"{INDEX_FOLDER}/{number:06d}.part"
 
 
-def _save_part(path: Path, shard: Shard, totals: Totals, part: IndexPart) -> None:
-    """Write a shard's entry in the manifest and its part of the index, which bounds memory and allows a resume."""
-    body = part.to_bytes()
-    head = {"shard": asdict(shard), "totals": asdict(totals), "body_xxh3": xxhash.xxh3_64_hexdigest(body)}
-    write_atomically(path, json.dumps(head).encode() + b"\n" + body)
-
-
 def _load_part(path: Path) -> tuple[Shard, Totals, IndexPart] | None:
-    """Read what `_save_part` wrote, or return None if it is missing or damaged."""
+    """Read what `_finish_shard` wrote, or return None if it is missing or damaged."""
     try:
         with path.open("rb") as file:
             head: dict[str, Any] = json.loads(file.readline())

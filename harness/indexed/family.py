@@ -176,7 +176,6 @@ def _write_pairs(
 
 
 def is_family(path: str) -> bool:
-    """Return True if a path is the record of a family."""
     return _read_record(Path(path)) is not None
 
 

@@ -86,8 +86,7 @@ def read_lengths(path: Path) -> Int32Array:
 
 def _check_structure(prefix: Path) -> tuple[MappedIndex | None, list[Problem]]:
     bin_path, idx_path = with_suffix(prefix, BIN), with_suffix(prefix, IDX)
-    missing = [path for path in (bin_path, idx_path) if not path.is_file()]
-    if missing:
+    if missing := [path for path in (bin_path, idx_path) if not path.is_file()]:
         return None, [Problem(f"{path.name} is missing", str(path)) for path in missing]
     try:
         index = MappedIndex(idx_path)
@@ -99,8 +98,7 @@ def _check_structure(prefix: Path) -> tuple[MappedIndex | None, list[Problem]]:
         return index, problems
     problems += [Problem(what, str(idx_path)) for what in _document_problems(index)]
     expected = index.header.dtype.itemsize * sum(int(block.sum(dtype=np.int64)) for block in _blocks(index.lengths))
-    num_bytes = bin_path.stat().st_size
-    if num_bytes != expected:
+    if (num_bytes := bin_path.stat().st_size) != expected:
         kind = "short" if num_bytes < expected else "long"
         what = f"is too {kind}: {num_bytes:,} bytes, expected {expected:,} from the lengths in the index"
         problems.append(Problem(what, str(bin_path)))

@@ -76,8 +76,7 @@ class IndexedWriter:
         return self
 
     def _refuse_existing(self) -> None:
-        existing = [path for path in self._paths if path.exists()]
-        if existing and not self._overwrite:
+        if (existing := [path for path in self._paths if path.exists()]) and not self._overwrite:
             fix = "choose another name, or replace it (--overwrite, overwrite=True)"
             raise FormatError(f"{existing[0].name} already exists", where=str(self.prefix), fix=fix)
 
@@ -99,8 +98,7 @@ class IndexedWriter:
 
     def append_tokens(self, tokens: npt.NDArray[Any]) -> None:
         """Add tokens alone: integers [n]; raises like `append`."""
-        largest = largest_token(tokens)
-        if largest > np.iinfo(self.dtype).max:
+        if (largest := largest_token(tokens)) > np.iinfo(self.dtype).max:
             if not self._can_widen or largest > np.iinfo(INT32).max:
                 what = f"a token is negative or above {min(np.iinfo(self.dtype).max, np.iinfo(INT32).max):,}"
                 raise FormatError(what, where=str(self.prefix), fix="fix the tokens, or choose a larger dtype")
@@ -143,7 +141,6 @@ class IndexedWriter:
         self.dtype = INT32
 
     def report(self, *, empty_documents: int = 0) -> IndexedReport:
-        """Return the counts so far."""
         counts = (self.num_documents, self.num_sequences, self.num_tokens)
         return IndexedReport(str(self.prefix), self.dtype.name, *counts, empty_documents)
 

@@ -120,7 +120,6 @@ class Sample:
 
     @property
     def title(self) -> str:
-        """Place, turns and sequences in words."""
         turns = f"{self.num_messages} turn{'s' * (self.num_messages != 1)}" if self.num_messages else "text"
         return f"{self.where}: {turns}, {self.num_sequences} sequence{'s' * (self.num_sequences != 1)}"
 
@@ -132,19 +131,15 @@ def make_sample(
     sequences = []
     max_sequences, max_characters = (len(pieces), 1 << 40) if is_whole else (_MAX_SEQUENCES, _MAX_CHARACTERS)
     for piece in pieces[:max_sequences]:
+        # With the first placeholder token of each medium alone.
+        kept = np.ones(len(piece), np.bool_)
+        for one in piece.media:
+            kept[one.start + 1 : one.start + one.tokens] = False
         runs, left = [], max_characters
-        for text, trained in text_runs(_with_single_placeholders(piece), tokenizer):
+        for text, trained in text_runs(SequenceView(piece.input_ids[kept], piece.loss_mask[kept]), tokenizer):
             if left > 0:
                 runs.append((text[:left], trained))
             left -= len(text)
         sequences.append(SequenceSample(len(piece), int(np.count_nonzero(piece.loss_mask)), runs, left >= 0))
     pictures = [draw_medium(one.kind, one.data) for piece in pieces[:1] for one in piece.media[:_MAX_PICTURES]]
     return Sample(conversation.where, len(conversation.messages), len(pieces), sequences, pictures)
-
-
-def _with_single_placeholders(view: SequenceView) -> SequenceView:
-    """Return a sequence with the first placeholder token of each medium alone."""
-    kept = np.ones(len(view), np.bool_)
-    for one in view.media:
-        kept[one.start + 1 : one.start + one.tokens] = False
-    return SequenceView(view.input_ids[kept], view.loss_mask[kept])

@@ -131,7 +131,12 @@ class _Splitter:
         self._trains_last = facts.get("train_on") == "last_turn"
         messages = self.conversation.messages
         system = tuple(itertools.takewhile(lambda message: message.role in _SYSTEM, messages))
-        self._fill(system, _exchanges(messages[len(system) :]), is_exchange=True)
+        # An exchange begins with each user turn that follows another role's.
+        turns = messages[len(system) :]
+        pairs = enumerate(itertools.pairwise(turns), start=1)
+        starts = [number for number, (before, after) in pairs if after.role == "user" != before.role]
+        exchanges = [turns[start:end] for start, end in itertools.pairwise([0, *starts, len(turns)])]
+        self._fill(system, exchanges, is_exchange=True)
 
     def _fill(self, prefix: Messages, units: list[Messages], *, is_exchange: bool) -> None:
         """Store the units, as many together as fit, each time after the prefix; divide those that do not fit alone."""
@@ -167,8 +172,10 @@ class _Splitter:
 
     def _divide(self, prefix: Messages, unit: Messages, sequences: Sequence[Encoded], *, is_exchange: bool) -> None:
         """Store a unit that is too long alone: an exchange answer by answer, one answer cut."""
-        question = tuple(itertools.takewhile(lambda message: message.role != "assistant", unit))
-        answers = _answers(unit[len(question) :])
+        # Each answer with the results of its tools.
+        starts = [number for number, message in enumerate(unit) if message.role == "assistant"]
+        question = unit[: starts[0]] if starts else unit
+        answers = [unit[start:end] for start, end in itertools.pairwise([*starts, len(unit)])]
         if is_exchange and len(answers) > 1:
             self._fill(prefix + question, answers, is_exchange=False)
             return
@@ -186,32 +193,13 @@ class _Splitter:
 
     def _store(self, views: Sequence[SequenceView]) -> None:
         for view in views:
-            trained = self._without_repeats(view) if self._trains_all else view
+            trained = view
+            if self._trains_all:  # not the beginning that an earlier piece has as well
+                repeated = max((_num_common(view, piece) for piece in self.pieces), default=0)
+                trained = SequenceView(view.input_ids, view.loss_mask.copy())
+                trained.loss_mask[: max(0, repeated - 1)] = 0
             if trained.loss_mask.any():
                 self.pieces.append(trained)
-
-    def _without_repeats(self, view: SequenceView) -> SequenceView:
-        """Leave the beginning that an earlier piece has as well untrained, where every token is trained."""
-        repeated = max((_num_common(view, piece) for piece in self.pieces), default=0)
-        mask = view.loss_mask.copy()
-        mask[: max(0, repeated - 1)] = 0
-        return SequenceView(view.input_ids, mask)
-
-
-def _exchanges(messages: Messages) -> list[Messages]:
-    """Divide turns before each user turn that follows another role's."""
-    starts = [
-        number
-        for number, (before, after) in enumerate(itertools.pairwise(messages), start=1)
-        if after.role == "user" != before.role
-    ]
-    return [messages[start:end] for start, end in itertools.pairwise([0, *starts, len(messages)])]
-
-
-def _answers(messages: Messages) -> list[Messages]:
-    """Divide the turns after a question before each turn of the assistant, with the results of its tools."""
-    starts = [number for number, message in enumerate(messages) if message.role == "assistant"]
-    return [messages[start:end] for start, end in itertools.pairwise([*starts, len(messages)])]
 
 
 def _answered(messages: Messages) -> Messages:

@@ -185,16 +185,13 @@ def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int, *, is_decre
     return PackPlan(offsets, order[np.argsort(packs, kind="stable")])
 
 
-def _next_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
-    offsets = next_fit(lengths.astype(np.int64), pack_size)
-    return PackPlan(offsets, np.arange(len(lengths), dtype=np.int64))
-
-
 PACKERS: dict[str, Callable[[npt.NDArray[Any], int, int], PackPlan]] = {
     "best_fit_decreasing": _best_fit_decreasing,
     "first_fit_decreasing": partial(_first_fit, is_decreasing=True),
     "first_fit": _first_fit,
-    "next_fit": _next_fit,
+    "next_fit": lambda lengths, pack_size, _: PackPlan(
+        next_fit(lengths.astype(np.int64), pack_size), np.arange(len(lengths), dtype=np.int64)
+    ),
 }
 
 

@@ -258,7 +258,17 @@ class Preparation:
                 self.sources[0].found = SourceFiles((corpus,), (stamp_of(corpus),))
                 stage.summary = f"documentation of Python {sys.version_info.major}.{sys.version_info.minor} in {corpus}"
         self.report.files = len(self.files)
-        self._find_schema()
+        schemas: dict[str, None] = {}
+        unused: dict[str, None] = {}
+        for source in self.sources:
+            unused |= dict.fromkeys(source.find_schema())
+            schemas |= dict.fromkeys([source.reader.schema])
+            if source.reader.schema and not source.config.schema:
+                of = f" of {source.name}" if source.name else ""
+                self.stages.show(f"The records{of} use the `{source.reader.schema}` schema.")
+        self.report.schema, self.report.unused = ", ".join(filter(None, schemas)), list(unused)
+        if unused:
+            self.stages.show(f"Ignored fields: {', '.join(unused)}")
         tokenizer = self._make_tokenizer()
         for source in self.sources if tokenizer.media_rules is not None else ():
             source.read_media()
@@ -277,19 +287,6 @@ class Preparation:
         splits = self._tokenize(tokenizer)
         for name, split in splits.items():
             self._pack(name, split, tokenizer)
-
-    def _find_schema(self) -> None:
-        schemas: dict[str, None] = {}
-        unused: dict[str, None] = {}
-        for source in self.sources:
-            unused |= dict.fromkeys(source.find_schema())
-            schemas |= dict.fromkeys([source.reader.schema])
-            if source.reader.schema and not source.config.schema:
-                of = f" of {source.name}" if source.name else ""
-                self.stages.show(f"The records{of} use the `{source.reader.schema}` schema.")
-        self.report.schema, self.report.unused = ", ".join(filter(None, schemas)), list(unused)
-        if unused:
-            self.stages.show(f"Ignored fields: {', '.join(unused)}")
 
     def _make_tokenizer(self) -> ChatTokenizer:
         config, folder = self.config.tokenizer, self.path / layout.TOKENIZER
@@ -379,8 +376,7 @@ class Preparation:
             if few := [name for name, share in shares.items() if 0 < share * conversations < 1 < conversations]:
                 self.stages.show(f"{' and '.join(few)}: 1 conversation, although the fraction of so few is less.")
             stage.summary = f"{tokens:,} tokens of {count_of(conversations, 'conversation')}"
-            reused = sum(receipt.was_there for _, _, receipt, _ in done)
-            if reused:
+            if reused := sum(receipt.was_there for _, _, receipt, _ in done):
                 stage.summary += f"; {reused:,} of {len(done):,} shards were already finished"
         if report.bad.total() == report.records:
             self._refuse_source(report.bad, report.examples[f"bad {next(iter(report.bad))}"][0] if report.bad else "")

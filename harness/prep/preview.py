@@ -61,7 +61,6 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         records = [record for one in run.sources for chunk in one.chunks(config.preview) for record in chunk.parse()]
         facts, name = run.report.mask, config.tokenizer.name
         trained = "trained on the first records for this preview; the preparation trains it on all records"
-        has_color = console.color_system is not None
         facts_of_run = (
             ("source", config.source.name),
             ("schema", run.report.schema + ("" if all(one.schema for one in config.source.each()) else ", detected")),
@@ -72,7 +71,8 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             ("pack size", f"{config.data.pack_size:,} tokens; longer conversations: {config.data.over_long}"),
         )
         console.print(Table((), [(name, text) for name, text in facts_of_run if text]).to_terminal())
-        console.print(render_runs([("trained", True), (" not trained", False)], has_color=has_color))
+        legend = [("trained", True), (" not trained", False)]
+        console.print(render_runs(legend, has_color=console.color_system is not None))
         made = tokenizer.encode_each(records)
         equal = Counter((one.reason, one.detail) for one in made if isinstance(one, BadRecord))
         for record, sequences in zip(records, made, strict=True):
@@ -85,20 +85,14 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
                     console.print(Text(_wrapped(what, console), style="red"))
                 continue
             assert isinstance(record, Conversation)
-            _show(record, sequences, tokenizer, config, console, has_color=has_color)
+            _show(record, sequences, tokenizer, config, console)
             if served is not None:
                 _show_difference(record, tokenizer, served, console)
     console.print(Text(f"\n{count_of(len(records), 'record')} shown; nothing was written."))
 
 
 def _show(
-    record: Conversation,
-    made: Sequence[Encoded],
-    tokenizer: ChatTokenizer,
-    config: PrepareConfig,
-    console: Console,
-    *,
-    has_color: bool,
+    record: Conversation, made: Sequence[Encoded], tokenizer: ChatTokenizer, config: PrepareConfig, console: Console
 ) -> None:
     console.print()
     data = config.data
@@ -119,7 +113,7 @@ def _show(
             weights = Counter(fitted.pieces[number - 1].loss_mask.tolist())
             counts += ", weights " + ", ".join(f"{as_share(one)} ({weights[one]:,})" for one in sorted(weights) if one)
         console.print(Text(f"sequence {number} of {sample.num_sequences}: {counts}", style="cyan"))
-        console.print(render_runs(sequence.runs, has_color=has_color))
+        console.print(render_runs(sequence.runs, has_color=console.color_system is not None))
 
 
 def _show_difference(record: Conversation, kept: ChatTokenizer, served: ChatTokenizer, console: Console) -> None:

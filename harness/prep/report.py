@@ -71,12 +71,6 @@ class SplitReport:
     length_counts: dict[str, int] = field(default_factory=dict)
     fill_counts: dict[str, int] = field(default_factory=dict)
 
-    def describe_sequences(self) -> str:
-        """Return their number, and how many a conversation has if that is more than one."""
-        if self.sequences == self.conversations:
-            return f"{self.sequences:,}"
-        return f"{self.sequences:,} ({self.sequences / self.conversations:.2f} each)"
-
     def describe_packs(self, lengths: Int32Array, plan: PackPlan, *, pack_size: int) -> None:
         """Fill in the counts of packs, given the lengths of sequences (int32 [sequences])."""
         tokens = np.add.reduceat(lengths[plan.sequence_ids], plan.pack_offsets[:-1], dtype=np.int64)
@@ -125,7 +119,6 @@ class PrepareReport(Counts):
     reused: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         values: dict[str, Any] = to_plain(self)
         del values["reused"]
         return values
@@ -141,7 +134,6 @@ class PrepareReport(Counts):
             raise PrepError(what, where=join_path(path, "report.json"), fix=fix) from error
 
     def add_shard(self, path: str, receipt: Receipt) -> None:
-        """Add the counts of a shard of the file at `path`."""
         self.add(receipt.counts)
         source = self.sources.setdefault(path, SourceReport())
         source.records += receipt.counts.records
@@ -155,7 +147,6 @@ class PrepareReport(Counts):
         self.splits[name] = SplitReport(*counts)
 
     def provenance_counts(self) -> dict[str, int]:
-        """Return the counts for a dataset's manifest."""
         counts = {"records": self.records, "truncated": self.truncated, "vocab_size": self.vocab_size}
         names = ("split", "partial", "lost_tokens", "media", "placeholders", "user_last")
         counts |= {name: getattr(self, name) for name in names}
@@ -174,7 +165,11 @@ class PrepareReport(Counts):
         splits = self.splits.values()
         rows: dict[str, Sequence[str | TableCell]] = {
             "conversations": [f"{split.conversations:,}" for split in splits],
-            "sequences": [split.describe_sequences() for split in splits],
+            "sequences": [
+                f"{one.sequences:,}"
+                + (f" ({one.sequences / one.conversations:.2f} each)" if one.sequences != one.conversations else "")
+                for one in splits
+            ],
             "tokens": [f"{split.tokens:,}" for split in splits],
             "trained tokens": [
                 f"{split.trained_tokens:,} ({split.trained_tokens / split.tokens:.1%})" if split.tokens else "0"
@@ -202,7 +197,6 @@ class PrepareReport(Counts):
         return Table((), [*lost, *facts, ("vocabulary size", f"{self.vocab_size:,}")])
 
     def source_table(self, most: int) -> Table:
-        """Return the counts of the first `most` files of the source."""
         head = ("file", "records", "bad", "conversations", "sequences", "tokens", "trained")
         rows = []
         for file, source in islice(self.sources.items(), most):
@@ -356,7 +350,6 @@ class Stage:
         self.advance(0)
 
     def advance(self, step: float) -> None:
-        """Add progress that was made."""
         self._done += step
         self._show(0)
 

@@ -91,10 +91,6 @@ class ShardJob:
     def shard_folder(self, number: int) -> Path:
         return Path(self.folder) / f"{number:05d}"
 
-    def load_tokenizer(self) -> ChatTokenizer:
-        """Return the tokenizer, loaded once a process."""
-        return _load_tokenizer(json.dumps(asdict(self.tokenizer)), self.content, self.today)
-
 
 @dataclass
 class Receipt:
@@ -178,7 +174,7 @@ def _load_tokenizer(config: str, content: str, today: str) -> ChatTokenizer:
 
 
 def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
-    tokenizer = job.load_tokenizer()
+    tokenizer = _load_tokenizer(json.dumps(asdict(job.tokenizer)), job.content, job.today)
     final = job.shard_folder(number)
     folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
@@ -264,7 +260,6 @@ class _ShardWriter:
     batch: int = 8
 
     def sync(self) -> None:
-        """Force everything that was written to the disk."""
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -378,7 +373,6 @@ def bytes_in_progress(folder: Path) -> int:
 
 
 def read_samples(folder: Path) -> Iterator[Sample]:
-    """Yield the samples of a finished shard."""
     with (folder / SAMPLES).open("rb") as lines:
         yield from (load(Sample, line, where=folder / SAMPLES) for line in lines)
 

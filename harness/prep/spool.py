@@ -72,7 +72,6 @@ class Spool:
         return Pack(np.concatenate(ids), np.concatenate(masks), starts, tuple(media))
 
     def _media_of(self, shard: int, number: int) -> list[Medium]:
-        """Return the media of a sequence of a shard."""
         rows = self._media[shard]
         low, high = np.searchsorted(rows["sequence"], [number, number + 1]) if len(rows) else (0, 0)
         return [

@@ -42,7 +42,7 @@ def find_size(place: ObjectPath) -> int | None:
 
 def check_bucket(place: ObjectPath) -> None:
     """Raise FormatError if the bucket of a place does not exist or may not be listed."""
-    bucket = _bucket_of(place)
+    bucket = replace(place, key="")
     error = _list_error(bucket)
     if isinstance(error, ConfigError):
         raise error
@@ -143,12 +143,7 @@ def naming_errors(place: ObjectPath) -> Iterator[None]:
         raise explain(error, place) from None
 
 
-def _bucket_of(place: ObjectPath) -> ObjectPath:
-    return replace(place, key="")
-
-
 def _list_error(place: ObjectPath) -> Exception | None:
-    """Return the error that listing the bucket ends in, if any."""
     try:
         next(iter(connect(place).list(place.key)), None)
     except Exception as error:
@@ -218,7 +213,6 @@ class UploadFile(OutputFile):
             self._stream = open_upload(place)
 
     def describe(self, name: str) -> StoredFile:
-        """Return the manifest's entry of this file under a name."""
         return StoredFile(name, self._num_bytes, str(self._digest.hexdigest()))
 
     def write(self, data: bytes | memoryview) -> None:
@@ -338,7 +332,7 @@ def explain(error: Exception, place: ObjectPath) -> FormatError:
     verdict = judge(error)
     if verdict in (Verdict.MISSING, Verdict.DENIED):
         # Answers to HEAD have no body: only a listing distinguishes a wrong key from a wrong secret or bucket.
-        error = _list_error(_bucket_of(place)) or error
+        error = _list_error(replace(place, key="")) or error
         verdict = judge(error)
     text, is_s3 = str(error), place.scheme == "s3"
     what = f"object storage rejected the request: {_short(text)}"

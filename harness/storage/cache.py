@@ -86,8 +86,7 @@ class LocalCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             while True:
-                entry = self._find(name)
-                if entry is not None:
+                if (entry := self._find(name)) is not None:
                     return entry
                 with self._locked(name) as descriptor:
                     if not (self.folder / name).is_dir():
@@ -116,7 +115,6 @@ class LocalCache:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[int]:
-        """Hold the exclusive lock of an entry and yield its descriptor."""
         lock = self.folder / (name + _LOCK)
         while True:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

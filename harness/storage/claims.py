@@ -288,7 +288,6 @@ def _is_dead(owner: dict[str, Any]) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """Return whether this machine has a process of that number."""
     try:
         os.kill(pid, 0)
     except OSError as error:

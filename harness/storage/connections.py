@@ -76,7 +76,16 @@ def _connect_s3(store: Any, bucket: str) -> Any:
         raise ConfigError(what, where="environment", fix="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
     given: dict[str, Any] = {}
     if _has_aws_files():
-        session = _load_boto3().session.Session()
+        try:
+            session = importlib.import_module("boto3").session.Session()
+        except ImportError:
+            profile = os.environ.get("AWS_PROFILE")
+            raise ConfigError(
+                f"credentials from {f'the profile {profile}' if profile else 'the files of `aws configure`'} need "
+                "boto3, which is not installed",
+                where="AWS_PROFILE" if profile else "~/.aws",
+                fix="pip install 'megatron-sft-harness[s3]', or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            ) from None
         client = session.client("s3", region_name=region, endpoint_url=endpoint or None)
         if session.get_credentials() is not None:
             provider = importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider
@@ -133,19 +142,6 @@ def _has_aws_files() -> bool:
         return False
     files = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
     return any(Path(os.environ.get(name) or path).expanduser().is_file() for name, path in files.items())
-
-
-def _load_boto3() -> Any:
-    try:
-        return importlib.import_module("boto3")
-    except ImportError:
-        profile = os.environ.get("AWS_PROFILE")
-        raise ConfigError(
-            f"credentials from {f'the profile {profile}' if profile else 'the files of `aws configure`'} need boto3, "
-            "which is not installed",
-            where="AWS_PROFILE" if profile else "~/.aws",
-            fix="pip install 'megatron-sft-harness[s3]', or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        ) from None
 
 
 def load_obstore() -> Any:

@@ -295,7 +295,6 @@ def explain_os_errors(where: object) -> AbstractContextManager[None]:
 
 
 def held_error(holder: str, where: str) -> FormatError:
-    """Return the error for a place that another process writes to."""
     what = f"another process is writing here: {holder}"
     return FormatError(what, where=where, fix="wait for it, or choose another destination")
 

@@ -55,12 +55,8 @@ class _Folder(ABC):
 
 
 class LocalFolder(_Folder):
-    """A folder on a disk."""
-
-    place: Path
-
     def __init__(self, path: Path) -> None:
-        self.place = path
+        self.place: Path = path
 
     @cached_property
     def _root(self) -> Path:
@@ -71,7 +67,6 @@ class LocalFolder(_Folder):
         return [entry.name for entry in os.scandir(self.place)]
 
     def exists(self, name: str) -> bool:
-        """Return whether a file exists."""
         return (self.place / name).exists()
 
     def find_size(self, name: str) -> int:
@@ -167,10 +162,8 @@ class BucketFolder(_Folder):
         check: called before each change; an error that it raises prevents it. That of a lease, once there is one.
     """
 
-    place: ObjectPath
-
     def __init__(self, place: ObjectPath) -> None:
-        self.place = place
+        self.place: ObjectPath = place
         self.is_staged = False
         self.check: Callable[[], None] = lambda: None
         self._listing: dict[str, int] | None = None
@@ -309,7 +302,6 @@ class BucketMarker:
         return left or b""
 
     def write(self, data: bytes) -> None:
-        """Replace what a later writer finds if this one is killed."""
         self.folder.write(self.name, [data])
 
     def release(self, *, remove: bool) -> None:

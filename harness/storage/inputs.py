@@ -110,7 +110,6 @@ class LocalSource:
         """Drop the bytes of `fetch`."""
 
     def read_many(self, ranges: Iterable[tuple[int, int]]) -> list[bytes]:
-        """Read several ranges from start to end."""
         return [self.read_at(start, end - start) for start, end in ranges]
 
     def for_arrow(self) -> Any:
@@ -176,9 +175,6 @@ class RemoteSource(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._position = offset + (0, self._position, self.num_bytes)[whence]
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def readable(self) -> bool:

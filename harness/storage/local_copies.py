@@ -141,7 +141,6 @@ def _update(original: Path, copy: Path, known: dict[str, str], progress: Progres
 
 
 def _copy_file(source: Path, target: Path, known: str | None, progress: Progress) -> CopiedFile:
-    """Copy a file, and check the bytes on the disk."""
     state, digest = source.stat(), xxhash.xxh3_64()
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(target, _PARTIAL)

@@ -97,5 +97,4 @@ def resolve_path(base: Place, path: str) -> Place:
 
 
 def join_path(path: str, name: str) -> str:
-    """Join a name to a path or URI."""
     return f"{path.rstrip('/')}/{name}" if is_uri(path) else os.path.join(path, name)  # noqa: PTH118

@@ -108,14 +108,16 @@ def export_to_bridge(
         )
         with explain_os_errors(str(metadata_path)):
             write_atomically(metadata_path, json.dumps([*others, _figures(reader, size, files.split)]).encode())
-        end_token = _end_token(reader)
+        end_token, num_untrained = _end_token(reader), 0
+        for pack in reader if end_token is not None else ():
+            num_untrained += int(np.count_nonzero((pack.input_ids == end_token) & (pack.loss_mask == 1)))
         return BridgeExport(
             manifest=manifest,
             path=str(path),
             metadata_path=str(metadata_path),
             settings=_settings(root, size, metadata_path),
             end_token=end_token,
-            num_untrained=0 if end_token is None else _count_untrained(reader, end_token),
+            num_untrained=num_untrained,
         )
 
 
@@ -160,7 +162,3 @@ def _end_token(reader: PackReader) -> int | None:
         return int(known[name] if name in known else tokenizer["model"]["vocab"][name])
     except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _count_untrained(reader: PackReader, end_token: int) -> int:
-    return sum(int(np.count_nonzero((pack.input_ids == end_token) & (pack.loss_mask == 1))) for pack in reader)

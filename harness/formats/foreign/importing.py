@@ -150,7 +150,6 @@ def _read_nemotron(source: str, split: str) -> ForeignPacks:
 
 
 def _read_dataset(source: str) -> ForeignPacks:
-    """Read files that `open_dataset` knows."""
     reader = open_dataset(source)
     if reader.manifest is not None:
         raise _ours(source)
@@ -220,8 +219,7 @@ def _pack_of_row(
         if not isinstance(fields, dict):
             raise FormatError("is not a JSON object")
         pack = pack_of(fields, counts)
-        problem = pack.problem()
-        if problem is not None:
+        if problem := pack.problem():
             raise FormatError(problem)
     except FormatError as error:
         raise FormatError(f"the row {error.what}", where=shard.where(row), fix=_FIX) from None
@@ -253,8 +251,7 @@ def pack_of_bridge_row(words: Int32Array) -> Pack:
     tokens = words[begin:].view(np.uint32)
     mask = (tokens >> np.uint32(31)).astype(np.uint8)
     pack = Pack((tokens & np.uint32(0x7FFFFFFF)).astype(np.int32), mask, words[_ROW_HEAD:begin].astype(np.int32))
-    problem = pack.problem()
-    if problem is not None:
+    if problem := pack.problem():
         raise FormatError(problem)
     return pack
 

@@ -36,12 +36,9 @@ SUFFIXES = (BIN, IDX, LOSS_BIN, SEQ_IDX, SEQ_BIN)
 
 
 class BinIdxShard(ShardReader):
-    """The open files of one prefix."""
-
     def __init__(self, prefix: Path, _pack_size: int | None = None) -> None:
         self._prefix = prefix
-        missing = [suffix for suffix in SUFFIXES if not with_suffix(prefix, suffix).is_file()]
-        if missing:
+        if missing := [suffix for suffix in SUFFIXES if not with_suffix(prefix, suffix).is_file()]:
             what = f"is incomplete: {', '.join(prefix.name + suffix for suffix in missing)} missing"
             fix = "an indexed dataset of packs requires the loss mask and sequence starts; write it again"
             raise FormatError(what, where=str(prefix), fix=fix)

@@ -24,7 +24,7 @@ from harness.paths import pack_command
 from harness.records import Int64Array, Pack
 from harness.storage import Folder
 from harness.storage.files import OutputFile
-from harness.storage.inputs import ByteSource, open_source
+from harness.storage.inputs import open_source
 
 SUFFIX = ".jsonl"
 IGNORED_LABEL = -100
@@ -160,13 +160,15 @@ def whole_numbers(fields: dict[str, Any], name: str) -> npt.NDArray[Any]:
 
 
 class JsonlShard(ShardReader):
-    """One open chunk, and where its lines begin."""
-
     def __init__(self, path: Path, _pack_size: int | None = None) -> None:
         self._path = path
         self._source = open_source(path)
-        self._ends = _line_ends(self._source)
-        num_bytes = self._source.num_bytes
+        ends, position, num_bytes = [np.zeros(0, np.int64)], 0, self._source.num_bytes
+        while block := self._source.read_at(position, _BLOCK_BYTES):
+            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1)
+            position += len(block)
+        # Where each line ends, newline included.
+        self._ends = np.concatenate(ends)
         if num_bytes and (not self._ends.shape[0] or self._ends[-1] != num_bytes):
             raise FormatError("the last line has no line break: the chunk is truncated", where=str(path))
         self.num_packs = int(self._ends.shape[0])
@@ -193,19 +195,7 @@ class JsonlShard(ShardReader):
         self._source.close()
 
 
-def _line_ends(source: ByteSource) -> npt.NDArray[np.int64]:
-    """int64 [lines]: where each line ends, newline included."""
-    ends = [np.zeros(0, np.int64)]
-    position = 0
-    while block := source.read_at(position, _BLOCK_BYTES):
-        ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position + 1)
-        position += len(block)
-    return np.concatenate(ends)
-
-
 class JsonlWriter(ShardWriter[OutputFile]):
-    """Writes one chunk line by line."""
-
     def __init__(self, folder: Folder, name: str, _pack_size: int, _rows_per_group: int) -> None:
         super().__init__([name], [folder.create_file(name)])
 

@@ -47,12 +47,9 @@ _U4, _INT32 = np.dtype(np.uint32), np.dtype(np.int32)
 
 
 class MemmapShard(ShardReader):
-    """One open folder of arrays."""
-
     def __init__(self, path: Path, _pack_size: int | None = None) -> None:
         self._path = path
-        missing = [name for name in _ARRAYS if not (path / name).is_file()]
-        if missing:
+        if missing := [name for name in _ARRAYS if not (path / name).is_file()]:
             raise FormatError(f"has no {', '.join(missing)}", where=str(path), fix="copy the folder again")
         with (path / INPUT_IDS).open("rb") as file:
             shape = read_npy_header(path / INPUT_IDS, file)[0]
@@ -77,19 +74,9 @@ class MemmapShard(ShardReader):
         return make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts)
 
     def contents(self) -> ShardContents:
-        self._check_rows()
-        offsets = np.asarray(self._offsets, np.int64)
-        lengths = lengths_from_starts(
-            np.asarray(self._lengths, np.int64), self._starts, offsets, where=str(self._path / SEQ_STARTS)
-        )
-        return ShardContents(np.diff(offsets), lengths, pack_size=self.pack_size)
-
-    def _check_rows(self) -> None:
-        """Check offsets and lengths a block at a time, before memory is spent on as many rows as a header claims.
-
-        A file can claim terabytes and take no space: what nothing was written to reads as zeros.
-        """
         lengths, offsets = np.asarray(self._lengths), np.asarray(self._offsets)
+        # A block at a time, before memory is spent on as many rows as a header claims: a file can claim terabytes and
+        # take no space, because what nothing was written to reads as zeros.
         for start in range(0, self.num_packs, _BLOCK_ROWS):
             end = min(start + _BLOCK_ROWS, self.num_packs)
             tokens, counts = lengths[start:end], np.diff(offsets[start : end + 1].astype(np.int64))
@@ -98,14 +85,16 @@ class MemmapShard(ShardReader):
                 at = int(np.argmax(bad))
                 what = f"claims {tokens[at]:,} of {self.pack_size:,} tokens and {counts[at]:,} sequences"
                 raise FormatError(f"pack {start + at:,} {what}", where=self.where(start + at))
+        offsets = offsets.astype(np.int64)
+        where = str(self._path / SEQ_STARTS)
+        of_sequences = lengths_from_starts(lengths.astype(np.int64), self._starts, offsets, where=where)
+        return ShardContents(np.diff(offsets), of_sequences, pack_size=self.pack_size)
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, row {row:,}"
 
 
 class MemmapWriter(ShardWriter[NpyStream]):
-    """Writes the arrays of one shard row by row."""
-
     def __init__(self, folder: Folder, name: str, pack_size: int, _rows_per_group: int) -> None:
         self._folder = folder
         self._pack_size = pack_size

@@ -87,13 +87,11 @@ class NpyShard(ShardReader):
 def _pack_of(item: Any, budget: int) -> Pack:
     if not isinstance(item, dict):
         raise FormatError(f"is a {type(item).__name__}, expected a dict of {', '.join(FIELDS)}")
-    missing = [name for name in FIELDS if name not in item]
-    if missing:
+    if missing := [name for name in FIELDS if name not in item]:
         raise FormatError(f"has no {', '.join(missing)}")
     ids, mask, starts = (_numbers(item[name], name, budget) for name in FIELDS)
     pack = Pack(ids, mask, starts)
-    problem = pack.problem(max_weight=HUNDREDTHS)
-    if problem is not None:
+    if problem := pack.problem(max_weight=HUNDREDTHS):
         raise FormatError(problem)
     return pack
 

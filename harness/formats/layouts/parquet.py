@@ -80,7 +80,6 @@ class ParquetShard(ShardReader):
             self.num_packs = self._table.num_packs
 
     def _open_footer(self) -> None:
-        """Parse the footer, once."""
         if self._file is not None:
             return
         source = self._source

@@ -26,7 +26,7 @@ import xxhash
 from harness.errors import FormatError
 from harness.formats.base import FIELDS, ShardWriter, make_pack
 from harness.formats.layouts.parquet_pages import Long, byte_limit, count_limit, encode_number, encode_struct
-from harness.records import Int32Array, Pack
+from harness.records import Pack
 from harness.storage import Folder
 from harness.storage.files import OutputFile
 from harness.storage.inputs import ByteSource, read_ranges
@@ -212,15 +212,11 @@ def _decode_pack(pages: Sequence[memoryview], pack_size: int | None) -> Pack:
     # One call for all pages, because each sets up a decoder.
     raw = np.frombuffer(_CODEC.decompress(b"".join(frames), _PLANES * sum(counts)), np.uint8)
     mask, starts = _PLANES * num_tokens, 2 * _PLANES * num_tokens
-    return make_pack(_join_planes(raw[:mask]), raw[mask : mask + num_tokens].copy(), raw[starts:].copy().view("<i4"))
-
-
-def _join_planes(planes: npt.NDArray[np.uint8]) -> Int32Array:
-    """Return the int32 values of bytes that are stored apart, first the lowest byte of every value."""
-    values = np.empty((planes.shape[0] // _PLANES, _PLANES), np.uint8)
-    for number, plane in enumerate(planes.reshape(_PLANES, -1)):
-        values[:, number] = plane
-    return values.view("<i4").reshape(-1)
+    ids = np.empty((num_tokens, _PLANES), np.uint8)
+    for number, plane in enumerate(raw[:mask].reshape(_PLANES, -1)):  # first the lowest byte of every value
+        ids[:, number] = plane
+    flags = raw[mask : mask + num_tokens].copy()
+    return make_pack(ids.view("<i4").reshape(-1), flags, raw[starts:].copy().view("<i4"))
 
 
 def _parse_zigzag(data: bytes) -> int:

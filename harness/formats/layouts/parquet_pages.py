@@ -135,10 +135,10 @@ def check_totals(row_groups: Sequence[RowGroup], num_bytes: int) -> None:
     for group in row_groups:
         for name, chunk in group.chunks.items():
             totals[name] += chunk.num_values
-    for name, total in totals.items():
-        if total > most:
-            what = f"the column {name} claims {total:,} values in {num_bytes:,} bytes; at most {most:,} are plausible"
-            raise FormatError(what)
+    name, total = max(totals.items(), key=lambda item: item[1], default=("", 0))
+    if total > most:
+        what = f"the column {name} claims {total:,} values in {num_bytes:,} bytes; at most {most:,} are plausible"
+        raise FormatError(what)
 
 
 def fetch_columns(
@@ -150,24 +150,20 @@ def fetch_columns(
         FormatError: they would take more memory than the rows can honestly need, or as for `read_pages`.
     """
     limit = count_limit(rows, ids_bytes, pack_size)
+    most = byte_limit(limit)
     for chunk in chunks:
-        _check_extent(source, chunk, limit)
+        column, start, end = f"the column {chunk.column}", chunk.start, chunk.end
+        if not 0 <= chunk.num_values <= limit:
+            raise FormatError(f"{column} claims {chunk.num_values:,} values, but at most {limit:,} fit")
+        if start < 0 or end < start or end > source.num_bytes:
+            raise FormatError(f"{column} is at bytes {start:,} to {end:,}, outside the file")
+        if chunk.num_bytes > most:
+            raise FormatError(f"{column} claims {chunk.num_bytes:,} bytes; at most {most:,} are plausible")
     source.fetch(min(chunk.start for chunk in chunks), max(chunk.end for chunk in chunks))
     for chunk in chunks:
-        if (total := sum(page.num_bytes for page in read_pages(source, chunk))) > (most := byte_limit(limit)):
+        if (total := sum(page.num_bytes for page in read_pages(source, chunk))) > most:
             what = f"the column {chunk.column} claims pages of {total:,} bytes, but at most {most:,} are plausible"
             raise FormatError(what)
-
-
-def _check_extent(source: ByteSource, chunk: Chunk, limit: int) -> None:
-    """Refuse a column chunk that claims more than `limit` values, or more bytes than these or the file can have."""
-    if not 0 <= chunk.num_values <= limit:
-        raise FormatError(f"the column {chunk.column} claims {chunk.num_values:,} values, but at most {limit:,} fit")
-    if chunk.start < 0 or chunk.end < chunk.start or chunk.end > source.num_bytes:
-        raise FormatError(f"the column {chunk.column} is at bytes {chunk.start:,} to {chunk.end:,}, outside the file")
-    most = byte_limit(limit)
-    if chunk.num_bytes > most:
-        raise FormatError(f"the column {chunk.column} claims {chunk.num_bytes:,} bytes; at most {most:,} are plausible")
 
 
 def read_pages(source: ByteSource, chunk: Chunk) -> Iterator[Page]:

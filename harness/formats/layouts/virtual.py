@@ -108,8 +108,6 @@ class SequenceShard(ShardReader):
 
 
 class SequenceShardWriter(ShardWriter[NpyStream]):
-    """Writes a shard that holds its sequences."""
-
     def __init__(self, folder: Folder, name: str, _pack_size: int, _rows_per_group: int) -> None:
         self._num_tokens = self._num_sequences = 0
         super().__init__([f"{name}/{array}" for array in _ARRAYS], self._start(folder, name))

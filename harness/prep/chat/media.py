@@ -79,8 +79,6 @@ def with_media(record: Mapping[str, Any], folder: str | None, limits: MediaLimit
 
 
 class _MediaPlacer:
-    """Puts the media of one record into its turns."""
-
     def __init__(self, lists: Mapping[str, Any], folder: str | None, limits: MediaLimits) -> None:
         self._folder, self._limits = folder, limits
         # By kind, the media that wait for a placeholder, with their places in words.
@@ -197,7 +195,6 @@ class _Removal:
     count: int = 0
 
     def without_media(self, turn: object) -> object:
-        """Return a turn without its media fields and parts."""
         if not isinstance(turn, Mapping):
             return turn
         held = {name for name in MEDIA_FIELDS.intersection(turn) if not is_empty(turn[name])}

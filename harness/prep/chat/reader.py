@@ -132,7 +132,9 @@ class RecordReader:
                 conversation = lift_calls(conversation)
             return conversation if dropped is None else replace(conversation, dropped_media=dropped)
         except BadRecordError as bad:
-            return BadRecord(where, bad.reason, bad.detail + self._mapped(bad.detail))
+            read = [(name, column) for name, column in self.columns.items() if f"`{name}`" in bad.detail]
+            mapped = f" ({', '.join(f'`{name}` is the column `{column}`' for name, column in read)})" if read else ""
+            return BadRecord(where, bad.reason, bad.detail + mapped)
         except RecursionError:
             return BadRecord(where, BadReason.NOT_JSON, "nested too deeply")
 
@@ -186,15 +188,13 @@ class RecordReader:
 
     @property
     def _function(self) -> RecordFunction:
-        found = load_function(self.schema)
-        if found.digest != self.function_digest:
+        if (found := load_function(self.schema)).digest != self.function_digest:
             what = f"the source file of {self.schema} changed after the preparation started"
             raise PrepError(what, where=SCHEMA, fix="start again with the same, unchanged copy on all machines")
         return found
 
     @property
     def _fields(self) -> frozenset[str]:
-        """Fields that are read of a record."""
         if self._is_function:
             return SCHEMAS["messages"].fields
         return SCHEMAS[self.schema].fields if self.schema else _FIELDS
@@ -261,11 +261,6 @@ class RecordReader:
             elif is_call and isinstance(value, Mapping):
                 turn = {**turn, name: self._renamed(value, {})}
         return turn
-
-    def _mapped(self, detail: str) -> str:
-        """Return which columns the fields in a message were read from."""
-        named = [(name, column) for name, column in self.columns.items() if f"`{name}`" in detail]
-        return f" ({', '.join(f'`{name}` is the column `{column}`' for name, column in named)})" if named else ""
 
 
 _READER = RecordReader()

@@ -114,17 +114,14 @@ class Message:
 
     @property
     def parts(self) -> tuple[str | MediaPart, ...]:
-        """The content as parts."""
         return self.content if isinstance(self.content, tuple) else (self.content,) if self.content else ()
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The parts that are text."""
         return tuple(part for part in self.parts if isinstance(part, str))
 
     @property
     def media(self) -> tuple[MediaPart, ...]:
-        """The parts that are media."""
         return tuple(part for part in self.parts if isinstance(part, MediaPart))
 
     def as_dict(self) -> dict[str, Any]:
@@ -190,7 +187,6 @@ class Conversation:
 
     @property
     def media(self) -> tuple[MediaPart, ...]:
-        """The media of all turns."""
         return tuple(part for message in self.messages for part in message.media)
 
     def without_data(self) -> Conversation:

@@ -93,8 +93,9 @@ def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any
                 continue
             if not isinstance(value, Mapping) or not (_is_schema(value) or "description" in value):
                 raise BadRecordError(BadReason.BAD_TOOLS, f"{place} are not JSON Schema, and {show(key)} has no type")
-            is_required = value.get("required", not ("default" in value or _is_optional(value)))
-            required += [key] if is_required is True else []
+            spelled = str(value.get("type", "")).replace(" ", "").lower().removeprefix("typing.")
+            is_optional = "default" in value or spelled.endswith(",optional") or spelled.startswith("optional[")
+            required += [key] if value.get("required", not is_optional) is True else []
             rest = {part: item for part, item in value.items() if part != "required" or isinstance(item, list)}
             properties[key] = _as_json_schema(rest)
         schema = {"type": "object", "properties": properties, "required": required}
@@ -110,11 +111,6 @@ def _is_schema(given: Mapping[str, Any]) -> bool:
         return isinstance(given.get("type"), str) or not isinstance(properties.get("type"), str)
     lists = (given.get(key) for key in ("type", "required", "anyOf", "oneOf", "allOf", "enum"))
     return isinstance(given.get("type", given.get("$ref")), str) or any(isinstance(item, list) for item in lists)
-
-
-def _is_optional(parameter: Mapping[str, Any]) -> bool:
-    spelled = str(parameter.get("type", "")).replace(" ", "").lower()
-    return spelled.endswith(",optional") or spelled.removeprefix("typing.").startswith("optional[")
 
 
 def _as_json_schema(given: Any) -> Any:

@@ -61,7 +61,6 @@ def check_text(value: object, what: str) -> str:
 
 
 def optional_text(value: object, what: str) -> str:
-    """Return a text, empty for null."""
     return "" if value is None else check_text(value, what)
 
 

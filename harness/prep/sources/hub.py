@@ -84,13 +84,7 @@ def parse_name(path: str) -> HubName | None:
     return HubName(match["name"], unquote(match["revision"] or ""), inner, not path.startswith(_SCHEME))
 
 
-def fetch(
-    place: HubName,
-    *,
-    split: str,
-    subset: str,
-    show: Callable[[str], None],
-) -> SourceFiles:
+def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None]) -> SourceFiles:
     """Choose the data files of one split, and download those that are not in the cache.
 
     Args:
@@ -107,8 +101,7 @@ def fetch(
         info = api.dataset_info(place.name, revision=revision, files_metadata=True, timeout=_LISTING_S)
         revision, sizes = str(info.sha), {one.rfilename: int(one.size or 0) for one in info.siblings or ()}
     suffixes = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", *COMPRESSED))
-    data = data_files(sizes, suffixes)
-    if not data:
+    if not (data := data_files(sizes, suffixes)):
         fix = f"try hf://datasets/{place.name}@refs/convert/parquet, the hub's own Parquet conversion"
         raise PrepError(f"the dataset has no files that end in {' '.join(sorted(suffixes))}", where=str(place), fix=fix)
     wanted = place.inner or split  # an address that no file matches ends with a split

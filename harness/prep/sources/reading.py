@@ -344,13 +344,13 @@ def _unreadable(where: str, error: Exception) -> PrepError:
 def _open(shard: SourceShard) -> Iterator[SourceChunk]:
     file, path = parse_place(shard.path), shard.path
     suffix = suffix_of(file)
-    if suffix in PARQUET_SUFFIXES:
-        size = stamp_of(file).num_bytes
-        for first, rows, num_bytes in read_parquet(file, size, shard.reader, shard.row_groups, shard.first):
-            yield SourceChunk(path, ROW, first, rows, num_bytes)
-        return
-    if suffix in ARROW_SUFFIXES:
-        for first, rows, num_bytes in read_arrow(file, shard.end, shard.reader):
+    if suffix in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES):
+        tables = (
+            read_arrow(file, shard.end, shard.reader)
+            if suffix in ARROW_SUFFIXES
+            else read_parquet(file, stamp_of(file).num_bytes, shard.reader, shard.row_groups, shard.first)
+        )
+        for first, rows, num_bytes in tables:
             yield SourceChunk(path, ROW, first, rows, num_bytes)
         return
     before = shard.start
@@ -394,8 +394,7 @@ class _PackedFile:
             self._groups, self._at = self._begin(), 0
         end = None if count is None else first + count
         while end is None or self._at < end:
-            group = next(self._groups, None)
-            if group is None:
+            if (group := next(self._groups, None)) is None:
                 return
             number, records, position = group
             self._at = number + len(records)
@@ -411,19 +410,15 @@ def _packed_file(path: str, stamp: Stamp, unit: str) -> _PackedFile:
 
 
 def _records(file: Place, stream: BinaryIO, unit: str, first: int, end: int | None) -> Iterator[tuple[int, list[Any]]]:
-    if suffix_of(file) in SEPARATORS:
-        return _read_rows(file, stream, first, end)
+    if separator := SEPARATORS.get(suffix_of(file)):
+        reader = DelimitedReader(file, stream, separator, first, end)
+        if first == 1:
+            names = reader.header()
+        else:
+            with open_text(file) as (beginning, _):
+                names = DelimitedReader(file, beginning, separator).header()
+        return ((line, records) for line, _, records in reader.rows(names))
     if unit == ITEM:
         groups = read_items(file, stream, first, None if end == stamp_of(file).num_bytes else end)
         return ((number, [item for _, item in group]) for number, group in groups)
     return read_lines(file, stream, first, end)
-
-
-def _read_rows(file: Place, stream: BinaryIO, first: int, end: int | None) -> Iterator[tuple[int, list[Any]]]:
-    reader = DelimitedReader(file, stream, SEPARATORS[suffix_of(file)], first, end)
-    if first == 1:
-        names = reader.header()
-    else:
-        with open_text(file) as (beginning, _):
-            names = DelimitedReader(file, beginning, SEPARATORS[suffix_of(file)]).header()
-    return ((line, records) for line, _, records in reader.rows(names))

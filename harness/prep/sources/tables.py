@@ -316,9 +316,8 @@ def _view_bytes(column: Any) -> int:
         return int(np.maximum(lengths, 0).sum(dtype=np.int64))
     if pa.types.is_struct(kind):
         return sum(_view_bytes(column.field(number)) for number in range(kind.num_fields))
-    names = (
-        ("keys", "items") if pa.types.is_map(kind) else ("dictionary",) if pa.types.is_dictionary(kind) else ("values",)
-    )
+    is_map, is_dictionary = pa.types.is_map(kind), pa.types.is_dictionary(kind)
+    names = ("keys", "items") if is_map else ("dictionary",) if is_dictionary else ("values",)
     return sum(_view_bytes(getattr(column, name)) for name in names if hasattr(column, name))
 
 

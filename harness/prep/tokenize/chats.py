@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
@@ -101,19 +101,6 @@ class RenderedChat:
     @property
     def whole(self) -> str:
         return self.upto(len(self.messages) - 1)
-
-    @property
-    def has_reasoning(self) -> bool:
-        return any(message.reasoning or "</think>" in message.text for message in self.conversation.messages)
-
-    @property
-    def has_late_system(self) -> bool:
-        """A system prompt follows other turns; templates may write it before them."""
-        return any(message.role in ("system", "developer") for message in self.conversation.messages[1:])
-
-    @property
-    def has_answers_in_a_row(self) -> bool:
-        return ("assistant", "assistant") in pairwise([message.role for message in self.conversation.messages])
 
     def upto(self, turn: int) -> str:
         """Return the text of the conversation up to and with a turn."""
@@ -234,7 +221,6 @@ class RenderedChat:
 
 
 def template_failure(error: Exception) -> BadRecordError:
-    """Return the error about a template that failed on a conversation."""
     if isinstance(error, BadRecordError):
         return error
     return BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {type(error).__name__}: {error}")

@@ -117,8 +117,10 @@ class Masker:
         Raises:
             BadRecordError: it cannot be trained on with this template.
         """
-        if not self._has_weights and (number := _first_weighted(conversation)) is not None:
-            detail = f"turn {number + 1} has a weight between 0 and 1, or weights of its parts; "
+        turns = enumerate(conversation.messages, start=1)
+        weighted = (number for number, turn in turns if turn.part_weights or (turn.weight or 0) % HUNDREDTHS)
+        if not self._has_weights and (number := next(weighted, None)) is not None:
+            detail = f"turn {number} has a weight between 0 and 1, or weights of its parts; "
             raise BadRecordError(BadReason.BAD_WEIGHT, f"{detail}tokenizer.train_on=weighted trains with weights")
         known = self._forms.find(conversation)
         chat = RenderedChat(self._template, conversation, known.form, self._keeping)
@@ -178,9 +180,13 @@ class Masker:
     def _marked_sequences(self, chat: RenderedChat, trained: list[int], *, has_tags: bool) -> list[Rendered]:
         text, spans = chat.marked(len(chat.messages))
         config = self._config
-        every = len(trained) == sum(message.role == "assistant" for message in chat.conversation.messages)
+        messages = chat.conversation.messages
+        roles = [message.role for message in messages]
+        every = len(trained) == roles.count("assistant")
         plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
-        is_usual = not (chat.has_reasoning or chat.has_late_system or chat.has_answers_in_a_row)
+        # A template may write a system prompt that follows other turns before them.
+        is_usual = {"system", "developer"}.isdisjoint(roles[1:]) and ("assistant", "assistant") not in pairwise(roles)
+        is_usual &= not any(message.reasoning or "</think>" in message.text for message in messages)
         has_end = bool(spans) and self._has_end(text, *spans[-1])
         if plain and not self._has_weights and is_usual and has_end and not has_tags and self._keeps_turns:
             return [Rendered(text, spans)]
@@ -463,11 +469,6 @@ class Masker:
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
         return tuple(found)
-
-
-def _first_weighted(conversation: Conversation) -> int | None:
-    found = enumerate(conversation.messages)
-    return next((number for number, turn in found if turn.part_weights or (turn.weight or 0) % HUNDREDTHS), None)
 
 
 def _without_reasoning(content: str | tuple[str | MediaPart, ...] | None) -> str | tuple[str | MediaPart, ...] | None:

@@ -38,7 +38,10 @@ class TokenBytes:
     def __init__(self, vocabulary: Mapping[str, int], added: Mapping[int, str]) -> None:
         self._bytes = [b""] * (1 + max(vocabulary.values()))
         for token, number in vocabulary.items():
-            self._bytes[number] = _bytes_of(token)
+            try:
+                self._bytes[number] = token.translate(_BYTE_OF).encode("latin-1")
+            except UnicodeEncodeError:
+                self._bytes[number] = token.encode(errors="replace")
         for number, text in added.items():
             self._bytes[number] = text.encode()
         self._lengths = np.fromiter(map(len, self._bytes), np.int32, len(self._bytes))
@@ -75,13 +78,6 @@ class TokenBytes:
 
     def _join(self, ids: Sequence[int]) -> bytes:
         return b"".join([self._bytes[number] for number in ids])
-
-
-def _bytes_of(token: str) -> bytes:
-    try:
-        return token.translate(_BYTE_OF).encode("latin-1")
-    except UnicodeEncodeError:
-        return token.encode(errors="replace")
 
 
 def token_mask(offsets: Sequence[Span], spans: Sequence[Span], weights: Sequence[int] = ()) -> UInt8Array:

@@ -121,8 +121,6 @@ class Renderer:
 
 
 class _Process:
-    """The process that renders, as its caller has it."""
-
     def __init__(self, cpu_s: float, memory_bytes: int) -> None:
         paths = [str(Path(harness.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.cpu_s, self.memory_bytes, self.lock = cpu_s, memory_bytes, threading.Lock()

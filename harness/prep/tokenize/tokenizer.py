@@ -96,10 +96,10 @@ class ChatTokenizer:
         if config.end_of_last_turn not in ("", *special):
             what = f"{config.end_of_last_turn!r} is not a special token of the tokenizer"
             raise ConfigError(what, where="tokenizer.end_of_last_turn", fix=f"use one of {', '.join(special[:8])}")
-        refuse = config.control_tokens == "refuse" and special
-        self._control = re.compile("|".join(map(re.escape, special))) if refuse else None
+        refused = special if config.control_tokens == "refuse" else []
+        self._control = re.compile("|".join(map(re.escape, refused)))
         # A cheap test for these characters spares most texts the regular expression.
-        self._control_begins = sorted({token[0] for token in special})
+        self._control_begins = sorted({token[0] for token in refused})
         where = config.chat_template or self.name
         variables = self.hf.special_tokens_map
         self._renderer = Renderer(self.chat_template, variables, config, special, today=today, where=where)
@@ -276,28 +276,20 @@ class ChatTokenizer:
 
     def _known(self, conversation: Conversation) -> list[Rendered] | BadRecord | None:
         """Return what does not depend on the template."""
-        if self._control is not None and (detail := self._spelled_control_token(conversation)):
-            return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
+        for place, text in texts_of(conversation) if self._control_begins else ():
+            if any(character in text for character in self._control_begins) and (found := self._control.search(text)):
+                detail = f"{place} spells the control token {found.group()!r}"
+                return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
         if conversation.media and self.media_rules is None:
             detail = "the record has media, and the tokenizer is not in the folder of a model that is trained with them"
             return BadRecord(conversation.where, BadReason.MEDIA, detail)
         if conversation.text is None:
             return None
-        text = conversation.text + (self.hf.eos_token or "")
-        return [Rendered(text, [(0, len(text))])]
-
-    def _spelled_control_token(self, conversation: Conversation) -> str:
-        """Return where a text of the conversation spells a control token; empty if none does."""
-        assert self._control is not None
-        for place, text in texts_of(conversation):
-            if any(character in text for character in self._control_begins) and (found := self._control.search(text)):
-                return f"{place} spells the control token {found.group()!r}"
-        return ""
+        whole = conversation.text + (self.hf.eos_token or "")
+        return [Rendered(whole, [(0, len(whole))])]
 
 
 class _Media:
-    """Placeholder tokens of the media of one conversation."""
-
     def __init__(self, rules: MediaRules, conversation: Conversation, config: TokenizerConfig) -> None:
         self._rules, self._media = rules, conversation.media
         self._counts = []

@@ -15,18 +15,13 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     asked = "\n".join(text for text in (instruction, more) if text.strip())
     if not asked:
         raise BadRecordError(BadReason.EMPTY_TURN, "`instruction` is empty")
-    turns = _history(record.get("history"))
-    return chat(record, [*turns, {"role": "user", "content": asked}, answer_turn(record, "output")], where)
-
-
-def _history(value: object) -> list[dict[str, str]]:
-    pairs = decoded(value, "`history`", BadReason.BAD_TURN)
-    if is_empty(pairs):
-        return []
+    history = decoded(record.get("history"), "`history`", BadReason.BAD_TURN)
+    pairs = [] if is_empty(history) else history
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise BadRecordError(BadReason.BAD_TURN, "`history` is not a list of question and answer pairs")
-    turns = (turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True))
-    return [{"role": role, "content": text} for role, text in turns]
+    asked_before = (turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True))
+    turns = [{"role": role, "content": text} for role, text in (*asked_before, ("user", asked))]
+    return chat(record, [*turns, answer_turn(record, "output")], where)
 
 
 ALPACA = Schema(

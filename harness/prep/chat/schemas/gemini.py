@@ -39,16 +39,13 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
     turns = [_turn(item, f"turn {number}") for number, item in enumerate(list_of_turns(fields, "contents"), start=1)]
     if system := fields.get("system_instruction"):
         is_object = isinstance(system, str) and system.lstrip().startswith("{")
-        turns.insert(0, _system(decoded(system, "", BadReason.BAD_TURN) if is_object else system))
+        system = decoded(system, "", BadReason.BAD_TURN) if is_object else system
+        fixed, what = {"role": "system"}, "`systemInstruction`"
+        is_text = isinstance(system, str)
+        turns.insert(0, {**fixed, "content": system} if is_text else _turn({**_plain(system, what), **fixed}, what))
     if tools := decoded(fields.get("tools"), "`tools`", BadReason.BAD_TOOLS):
         fields["tools"] = _functions(tools)
     return chat(fields, without_blocks(turns), where)
-
-
-def _system(value: object) -> dict[str, Any]:
-    if isinstance(value, str):
-        return {"role": "system", "content": value}
-    return _turn({**_plain(value, "`systemInstruction`"), "role": "system"}, "`systemInstruction`")
 
 
 def _turn(item: object, what: str) -> dict[str, Any]:
@@ -90,7 +87,6 @@ def _block(part: object, what: str) -> dict[str, Any]:
 
 
 def _functions(tools: object) -> list[Any]:
-    """Return the functions that the tools of a request declare."""
     functions: list[Any] = []
     for number, item in enumerate(tools if isinstance(tools, list) else [tools], start=1):
         tool = _plain(item, f"tool {number}")
