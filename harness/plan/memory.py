@@ -395,6 +395,8 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
     With T tokens on a rank and even routing, its experts get T * experts_per_token of them, whatever the number of
     expert-parallel ranks: their own and those of others. The busiest rank gets `load` times as many.
     """
+    if "moe" in model.recomputed:
+        return 0.0
     item, width, sent = DTYPE_BYTES[model.number], model.expert_width, model.experts_per_token
     tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
     # Scores and choice of the router; ranks of a tensor-parallel group have a part of the row each.
@@ -408,8 +410,6 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
         dispatched = came * (kept * width + 32)
         inner = came * (2 * item + (0 if "activation" in kernels.recomputed else kept)) * model.expert_size
     shared = (3 * model.halves - 1) * item * model.shared_ffn_hidden_size / tp
-    if "moe" in model.recomputed:
-        return 0.0
     shared *= "shared_experts" not in model.recomputed
     # Ranks that share an expert have all of its tokens.
     # What comes back is the input of the projection to the size of hidden states.
