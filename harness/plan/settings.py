@@ -437,6 +437,13 @@ _SHARED = tuple(
         ),
     )
 )
+_SHARED += (
+    Rule(
+        {"schedule.name": DYNAMIC, "model.aux_loss": SET, "model.aux_loss_scope": "row"},
+        "the tokens of a row, which are balanced together, depend on the number of ranks that share it",
+        "model.aux_loss_scope=sequence, model.aux_loss=0, or schedule=cost_balanced",
+    ),
+)
 
 
 @dataclass

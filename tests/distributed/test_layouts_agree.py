@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from parity_reports import read_report
 from small_packs import write_small_packs
 from torch.distributed import PrefixStore
 
+from harness.checks import choices_of
 from harness.formats import open_dataset
 from harness.loader import Loader, RankLayout
 from harness.loader.datasets import media_rules
@@ -364,13 +365,13 @@ COMPARED_ELSEWHERE = {
         *("parallel.tensor_parallel_size", "parallel.pipeline_parallel_size", "parallel.context_parallel_size"),
         *("parallel.virtual_pipeline_parallel_size", "parallel.pipeline_layout", "parallel.sequence_parallel"),
         *("parallel.expert_parallel_size", "parallel.expert_tensor_parallel_size", "parallel.overlap_shared_experts"),
-        *("parallel.distributed_optimizer", "parallel.static_rows"),
+        *("parallel.distributed_optimizer", "parallel.static_rows", "schedule.name=dynamic_context"),
     ),
     "tests/gpu, tests/unit/megatron/test_optimizer_choices.py and test_fusions.py": (
         *("model.dtype", "model.fp8", "model.attention", "model.fuse_swiglu", "model.fuse_cross_entropy"),
         *("model.fuse_weight_gradient", "model.fuse_permutation", "model.grouped_gemm", "parallel.cuda_graphs"),
         *("parallel.gradient_dtype", "parallel.overlap_tensor_parallel"),
-        *("optimizer.moments_dtype", "optimizer.offload"),
+        *("optimizer.moments_dtype", "optimizer.offload", "parallel.expert_dispatcher=flex"),
     ),
     "tests/integration/test_worker_matrix.py": (
         *("loader.persistent_workers", "loader.prefetch_factor", "loader.start_method"),
@@ -379,15 +380,19 @@ COMPARED_ELSEWHERE = {
 }
 
 
-def test_every_setting_of_a_step_has_other_values_or_another_test_that_compares_them() -> None:
+def test_every_setting_of_a_step_has_all_its_values_or_another_test_that_compares_them() -> None:
     configs = [config_of(kind) for kind in (*KINDS, *LATER, *AVERAGED, *SEQUENCES, *SHARED, *OTHER_VALUES)]
-    constant = {
-        f"{part}.{name}"
-        for part in ("model", "optimizer", "parallel", "loader", "schedule")
-        for name in asdict(getattr(configs[0], part))
-        if len({repr(getattr(getattr(config, part), name)) for config in configs}) == 1
-    }
-    assert constant == {name for names in COMPARED_ELSEWHERE.values() for name in names}
+    untried = set()
+    for part in ("model", "optimizer", "parallel", "loader", "schedule"):
+        for field in fields(getattr(configs[0], part)):
+            name = f"{part}.{field.name}"
+            tried = {repr(getattr(getattr(config, part), field.name)) for config in configs}
+            choices = choices_of(field) or ((True, False) if field.type in ("bool", "bool | None") else ())
+            if len(tried) == 1:
+                untried.add(name)
+            else:
+                untried |= {f"{name}={value}" for value in choices if repr(value) not in tried}
+    assert untried == {name for names in COMPARED_ELSEWHERE.values() for name in names}
 
 
 @pytest.mark.nightly

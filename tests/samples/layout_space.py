@@ -88,6 +88,13 @@ OTHER_VALUES = (
     "hybrid_moe model.recompute=selective model.recompute_modules=[core_attn,moe]",
     "hybrid_moe model.expert_latent_size=24",
     "lora hybrid_moe model.expert_latent_size=24",
+    "dense model.family=mistral optimizer.decay=inverse-square-root optimizer.warmup_steps=1 "
+    "schedule.name=cost_balanced",
+    "deepseek_like model.family=glm4_moe_lite model.rope_scaling=none model.rope_scaling_factor=1 "
+    "model.rope_original_positions=4096 model.rope_mscale_all_dim=0",
+    "delta_moe model.family=qwen3_5_moe_text",
+    "qwen3_moe model.family=glm4_moe model.qk_norm=false model.router_score=sigmoid model.expert_bias=true "
+    "model.tie_embeddings=false",
     "deepseek_like model.family=deepseek_v2 model.router_score=softmax model.expert_bias=false model.mtp_layers=0 "
     "model.router_groups=null model.router_top_groups=null model.router_normalize=false",
 )
