@@ -14,6 +14,7 @@ import os
 import pickle
 import random
 import re
+import secrets
 import sys
 import time
 import traceback
@@ -41,6 +42,7 @@ from layout_space import (
     accepted,
     an_eighth,
     config_of,
+    drawn,
     layouts_of,
 )
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -448,6 +450,18 @@ def test_a_fault_of_shared_rows_is_seen(name, tmp_path) -> None:
     results = train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault))
     (wrong, *_) = differing(results)
     assert re.search(shows, wrong), wrong
+
+
+def test_settings_that_are_drawn_together_train_as_on_one_rank(tmp_path) -> None:
+    assert differing(train_all(drawn(6, 2, 30), tmp_path)) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_settings_drawn_anew_each_night_train_as_on_one_rank(ranks, tmp_path) -> None:
+    seed = secrets.randbelow(1 << 32)
+    assert differing(train_all(drawn(60, ranks, seed), tmp_path)) == [], f"drawn with seed {seed}"
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
@@ -98,6 +99,49 @@ OTHER_VALUES = (
     "deepseek_like model.family=deepseek_v2 model.router_score=softmax model.expert_bias=false model.mtp_layers=0 "
     "model.router_groups=null model.router_top_groups=null model.router_normalize=false",
 )
+# What `drawn` combines: words of the kinds above, and values of settings.
+WORDS = ("", "conversation", "weighted", "clipped", "balanced", "partly", "sequences", "shared", "unnormalized", "lora")
+VALUES = {
+    "model.tie_embeddings": "true false",
+    "model.rotary_base": "500000",
+    "model.rope_scaling": "none llama3 linear yarn",
+    "model.rope_scaling_factor": "2",
+    "model.head_dim": "24",
+    "model.sliding_window": "16",
+    "model.qk_norm": "true false",
+    "model.norm_epsilon": "0.001",
+    "model.recompute": "none selective full",
+    "model.recompute_modules": "[core_attn] [mlp] [moe] [core_attn,shared_experts]",
+    "model.recompute_layers": "1 2",
+    "model.train_encoder": "true false",
+    "model.experts_per_token": "1 3",
+    "model.shared_ffn_hidden_size": "0 48",
+    "model.dense_layers": "0 1",
+    "model.router_score": "softmax sigmoid",
+    "model.router_scale": "1.5",
+    "model.expert_bias": "true false",
+    "model.freeze_router": "true",
+    "model.aux_loss": "0 0.05",
+    "model.aux_loss_scope": "row sequence",
+    "model.z_loss": "0 0.01",
+    "model.mtp_layers": "0 1",
+    "model.mtp_loss": "0.5",
+    "parallel.expert_dispatcher": "alltoall allgather",
+    "parallel.overlap_gradients": "false",
+    "parallel.overlap_weights": "false",
+    "parallel.overlap_shared_experts": "true",
+    "schedule.name": "as_packed dp_balanced cost_balanced",
+    "loader.num_workers": "1",
+    "loader.shuffle": "false",
+    "loader.drop_last": "true",
+    "loader.block_packs": "2",
+    "loader.window_blocks": "2",
+    "optimizer.decay": "linear cosine inverse-square-root",
+    "optimizer.beta1": "0.9",
+    "optimizer.weight_decay": "0.3",
+    "optimizer.clip_grad": "0 0.1",
+    "trainer.loss_average": "token conversation",
+}
 _LONGEST = 80
 # Four layers for four stages; heads, groups and experts for four ranks. Rows are packs, of which the last step has
 # three: with four data-parallel ranks, one has a row of zero loss.
@@ -235,3 +279,21 @@ def an_eighth(layouts: list[Layout], seed: int = 30) -> list[Layout]:
             seen |= layout.values
     rest = (layout for layout in shuffled if layout not in chosen)
     return [*chosen, *itertools.islice(rest, max(0, len(layouts) // 8 - len(chosen)))]
+
+
+def drawn(count: int, ranks: int, seed: int) -> list[Layout]:
+    """Return accepted layouts of kinds with settings drawn together, as `VALUES` lists them."""
+    chosen = random.Random(seed)
+    found: list[Layout] = []
+    while len(found) < count:
+        base = chosen.choice([*KINDS, *LATER])
+        words = chosen.sample([word for word in WORDS if word != "weighted" or base.split()[-1] not in MEDIA], 1)
+        names = chosen.sample(list(VALUES), chosen.choice([2, 4, 6, 8]))
+        kind = " ".join([base, *words, *(f"{name}={chosen.choice(VALUES[name].split())}" for name in names)])
+        with contextlib.suppress(ConfigError):
+            config = config_of(kind)
+            rows_are_packs = config.schedule.name == "as_packed" and "shared" not in words
+            # A balancing loss of rows depends on the layout where rows do.
+            if rows_are_packs or not config.model.num_experts or config.model.aux_loss_scope == "sequence":
+                found += chosen.sample(made := accepted([kind], [ranks]), min(1, len(made)))
+    return found
