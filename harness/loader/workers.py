@@ -130,15 +130,26 @@ class BatchStream(Generic[T]):
 
     def _start_workers(self) -> None:
         context: Any = multiprocessing.get_context(self._config.start_method)
-        with _no_collection():
+        timeout = struct.pack("ll", *divmod(int(self._config.timeout_s * 1e6), 10**6))
+        # Workers set aside what they inherit, before they collect garbage themselves: they have that of this process.
+        # Observed: that of an earlier run in the same process held a group of gloo, whose end waits for a thread that a
+        # fork does not copy: the worker died of a segmentation fault.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
             for number in range(self._config.num_workers):
                 ours, theirs = context.Pipe()
-                _limit_reading(ours, self._config.timeout_s)
+                with socket.socket(fileno=os.dup(ours.fileno())) as end:
+                    # Reads without any byte for so long fail with BlockingIOError.
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
                 name = f"loader worker {number}"
                 process = context.Process(target=_work, args=(self._read_batch, theirs), name=name, daemon=True)
                 process.start()
                 theirs.close()
                 self._workers.append(_Worker(process, ours))
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def _receive(self, worker: _Worker) -> T | HarnessError:
         """Return the next message of a worker."""
@@ -189,12 +200,6 @@ class BatchStream(Generic[T]):
         )
 
 
-def _limit_reading(connection: Any, timeout_s: float) -> None:
-    """Let reads of a connection fail with BlockingIOError after a time without any byte."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(int(timeout_s * 1e6), 10**6)))
-
-
 def _end(workers: list[_Worker], patience_s: float) -> None:
     """End workers and wait for their exit; kill those that do not leave in time."""
     for worker in workers:
@@ -221,22 +226,6 @@ def _explained(batch: BatchRange) -> Iterator[None]:
     except OSError as error:
         fix = "check that the dataset exists and is readable"
         raise LoaderError(f"reading failed: {error}", where=where, fix=fix) from error
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect no garbage inside the block, nor in processes forked there, which set aside what they inherit.
-
-    A forked worker has the garbage of the training process. Observed: that of an earlier run in the same process held a
-    group of gloo, whose end waits for a thread that a fork does not copy: the worker died of a segmentation fault.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _work(read_batch: Callable[[BatchRange], Any], connection: Any) -> None:
