@@ -15,8 +15,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -221,20 +222,17 @@ def known_hashes(path: str) -> dict[str, str]:
     """Return the hashes that the files of a dataset or of weights must have, as far as they are written down there."""
     if not Path(path).is_dir():
         return {}
-    listed = read_checksums(Path(path))
-    return dict(_hashes_of_dataset(Path(path))) if listed is None else {file.path: file.xxh3 for file in listed}
-
-
-def _hashes_of_dataset(folder: Path) -> Iterator[tuple[str, str]]:
-    try:
-        data = open_datasets(DataConfig(path=str(folder)))
-    except (FormatError, OSError):
-        return  # weights, or files of another tool
-    for reader in (*data.sources, data.validation):
-        if isinstance(reader, PackReader) and reader.manifest is not None:
-            below = Path(reader.path).relative_to(folder)
-            files = [*reader.manifest.index, *(file for shard in reader.manifest.shards for file in shard.files)]
-            yield from ((str(below / file.path), file.xxh3) for file in files)
+    if (listed := read_checksums(Path(path))) is not None:
+        return {file.path: file.xxh3 for file in listed}
+    hashes: dict[str, str] = {}
+    with suppress(FormatError, OSError):  # of weights, or files of another tool
+        data = open_datasets(DataConfig(path=path))
+        for reader in (*data.sources, data.validation):
+            if isinstance(reader, PackReader) and reader.manifest is not None:
+                below = Path(reader.path).relative_to(path)
+                files = [*reader.manifest.index, *(file for shard in reader.manifest.shards for file in shard.files)]
+                hashes |= {str(below / file.path): file.xxh3 for file in files}
+    return hashes
 
 
 def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: float) -> Facts:
