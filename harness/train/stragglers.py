@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -115,7 +114,7 @@ class StragglerWatch:
         self._window.append(times)
         if len(self._window) < self._steps:
             return []
-        names = ("busy_s", "step_s", *_PARTS.values())
+        names = ("busy_s", "step_s", "wait_s", *_PARTS.values())
         seconds = {name: np.array([[getattr(one, name) for one in step] for step in self._window]) for name in names}
         slow: dict[int, tuple[str, float]] = {}
         for stage in set(self._stages):
@@ -132,7 +131,7 @@ class StragglerWatch:
                 cause = next(causes, "compute" if self._on_gpu else "stopped")
                 slow[ranks[place]] = cause, float(np.median(ratios[:, place]))
         if not slow:
-            return self._slow_network()
+            return self._slow_network(seconds["wait_s"], seconds["step_s"])
         on_node, all_on_node = Counter(self._nodes[rank] for rank in slow), Counter(self._nodes)
         return [
             Straggler(cause, ratio, rank, node, on_node[node] == all_on_node[node] > 1)
@@ -140,19 +139,16 @@ class StragglerWatch:
             for node in [self._nodes[rank]]
         ]
 
-    def _slow_network(self) -> list[Straggler]:
+    def _slow_network(self, wait_s: Float64Array, step_s: Float64Array) -> list[Straggler]:
         """Compare exchanges, which take every rank at least as long as the one that others wait for, with the fastest.
 
         A network that was slow from the first step on is a matter of the preflight.
         """
-        exchanges = [min(times.wait_s for times in step) for step in self._window]
-        before, self._least_exchange_s = self._least_exchange_s, min(self._least_exchange_s, max(exchanges))
-        ratio = statistics.median(exchanges) / max(1e-9, before)
-        is_slow = all(
-            exchange_s > _NETWORK_RATIO * before and exchange_s > _LEAST_SHARE * max(times.step_s for times in step)
-            for exchange_s, step in zip(exchanges, self._window, strict=True)
-        )
-        return [Straggler("network", ratio)] if is_slow else []
+        exchanges = wait_s.min(axis=1)
+        before, self._least_exchange_s = self._least_exchange_s, min(self._least_exchange_s, float(exchanges.max()))
+        least_s = np.maximum(_NETWORK_RATIO * before, _LEAST_SHARE * step_s.max(axis=1))
+        ratio = float(np.median(exchanges)) / max(1e-9, before)
+        return [Straggler("network", ratio)] if (exchanges > least_s).all() else []
 
 
 def _medians_of_others(values: Float64Array) -> Float64Array:

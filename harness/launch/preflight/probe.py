@@ -247,7 +247,16 @@ def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: fl
     if place.number > 0:
         return _connect(address, port, place, timeout_s=timeout_s)
     deadline = time.monotonic() + timeout_s
-    with _listen(port) as server:
+    is_dual = socket.has_dualstack_ipv6()
+    try:
+        server = socket.create_server(
+            ("", port), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual
+        )
+    except OSError as error:
+        what = f"rank 0 cannot listen on port {port}: {error.strerror}"
+        fix = "submit again: another process has taken the port since the job began"
+        raise HarnessError(what, where=socket.gethostname(), fix=fix) from None
+    with server:
         server_thread = threading.Thread(target=_serve, args=(server, place, deadline), daemon=True)
         server_thread.start()
         facts = _connect(address, port, place, timeout_s=timeout_s / 2)
@@ -270,17 +279,6 @@ def check_own_name(num_nodes: int) -> Facts:
         fix = "set cluster.env.GLOO_SOCKET_IFNAME=INTERFACE, or correct /etc/hosts of the node"
         raise HarnessError(what, where="/etc/hosts", fix=fix)
     return {}
-
-
-def _listen(port: int) -> socket.socket:
-    try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        what = f"rank 0 cannot listen on port {port}: {error.strerror}"
-        fix = "submit again: another process has taken the port since the job began"
-        raise HarnessError(what, where=socket.gethostname(), fix=fix) from None
 
 
 def _serve(server: socket.socket, place: NodePlace, deadline: float) -> None:
