@@ -79,19 +79,6 @@ class RankBatch:
         """Bytes of images and sounds that were read for this rank's rows."""
         return sum(row.media.num_bytes for row in self.rows if row.media is not None)
 
-    def digest(self) -> str:
-        """Return 32 hexadecimal digits over tokens, labels, masks, positions and boundaries of the rows, in order."""
-        digest = xxhash.xxh3_128()
-        for row in self.rows:
-            digest.update(np.asarray([len(row), row.num_sequences], dtype=np.int64).tobytes())
-            arrays = (row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens, row.cu_seqlens_padded)
-            for array in arrays:
-                digest.update(np.ascontiguousarray(array).tobytes())
-            if (media := row.media) is not None:
-                for values in (media.sequences, media.starts, media.tokens, media.digests):
-                    digest.update(values.tobytes())
-        return str(digest.hexdigest())
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RawBatch:
