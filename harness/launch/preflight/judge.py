@@ -124,7 +124,7 @@ def judge_nodes(
     facts = {node: answers[node] for node in present}
     faults += [Fault(node, *fault) for node in present for fault in _below_limits(facts[node], limits, gpus, code)]
     faults += _differences(facts)
-    measured = next((found["all-reduce"] for found in facts.values() if "all-reduce" in found), {})
+    measured: dict[str, Any] = next((found["all-reduce"] for found in facts.values() if "all-reduce" in found), {})
     faults += _slow_links(measured, limits)
     faults += _slow_ranks(measured.get("ranks_s", []), limits)
     faults += [fault for node in present for fault in timeouts if fault.node == node]
