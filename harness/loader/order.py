@@ -74,7 +74,8 @@ class EpochOrder:
                 packs = (blocks[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
                 packs = packs[packs < self._num_packs]
                 keys = _hash(packs.astype(np.uint64), self._pack_key)
-                self._window, self._window_index = packs[np.argsort(keys, kind="stable")], window
+                self._window = packs[np.argsort(keys, kind="stable")]
+                self._window_index = window
             parts.append(self._window)
         offset = int(self._window_starts[first])
         return np.concatenate(parts)[start - offset : stop - offset]
