@@ -111,7 +111,6 @@ class BenchReport:
     Attributes:
         command: the command that measured; empty for the command of this process.
         load: load average of the last minute when the bench ended.
-        title, about: heading and introduction on the page of all benches.
         failed: parts of the bench that could not be measured, with their reasons among the notes.
     """
 
@@ -123,8 +122,6 @@ class BenchReport:
     seconds: float = 0.0
     command: str = ""
     load: float | None = None
-    title: str = ""
-    about: str = ""
     failed: list[str] = field(default_factory=list)
 
     def add(self, figure: Figure) -> Figure:
@@ -241,8 +238,12 @@ def show_number(value: float) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Return the processor, cores that this process may use, memory in bytes, load, system and Python."""
+    named: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": _processor(),
+        "processor": next(iter(named), platform.processor() or platform.machine()),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load": round(os.getloadavg()[0], 2),
@@ -258,11 +259,3 @@ def list_versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

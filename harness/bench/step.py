@@ -87,11 +87,8 @@ def open_feed(
 ) -> Feed:
     """Return the batches of a dataset for this rank."""
     config = LoaderConfig(global_batch_size=global_batch, num_workers=workers)
-
-    def make() -> Loader:
-        return Loader(open_dataset(str(path)), config, schedule=schedule, layout=layout, cost=cost)
-
-    return Feed(make, device=device)
+    reader = open_dataset(str(path))
+    return Feed(lambda: Loader(reader, config, schedule=schedule, layout=layout, cost=cost), device=device)
 
 
 class LoopBench(ExitStack):

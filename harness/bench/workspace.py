@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.formats import load_manifest, open_writer
 from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int64Array, Pack
 
@@ -44,15 +43,6 @@ class Workspace:
     def __exit__(self, *error: object) -> None:
         if not self._keep:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-    def dataset(self, format: str, *, packs: int, pack_size: int) -> Path:
-        """Return a dataset of `packs` full packs in `format`; the packs are the same in every format."""
-        path = self.folder / f"{format}-{packs}x{pack_size}"
-        if not path.is_dir() or load_manifest(path) is None:
-            with open_writer(path, format=format, pack_size=pack_size) as writer:
-                for pack in make_packs(packs, pack_size):
-                    writer.append(pack)
-        return path
 
 
 def lognormal_lengths(count: int, *, median: float, longest: int, seed: int) -> Int64Array:

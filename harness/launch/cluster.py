@@ -231,16 +231,15 @@ def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, s
                 checks.get(one.name, check_word)(text, f"{section}{one.name}")
 
 
-def check_directive(text: str, where: str, allowed: re.Pattern[str] = _DIRECTIVE) -> None:
-    """Raise ConfigError for text that cannot stand in a `#SBATCH` line."""
+def check_word(text: str, where: str, allowed: re.Pattern[str] = _WORD) -> None:
+    """Raise ConfigError for text that the shell would not read as a word, or a part of one."""
     if not allowed.fullmatch(text):
         what = f"{text!r} has characters that the shell or sbatch would misread"
         raise ConfigError(what, where=where, fix="use letters, digits and . _ / + @ : , = - without spaces")
 
 
-def check_word(text: str, where: str) -> None:
-    """Raise ConfigError for text that the shell would not read as a word, or a part of one."""
-    check_directive(text, where, _WORD)
+# For text in a `#SBATCH` line.
+check_directive = partial(check_word, allowed=_DIRECTIVE)
 
 
 def check_quoted(text: str, where: str, shown: Callable[[str], str] = one_line) -> None:

@@ -119,6 +119,10 @@ def _variables(job: Job, cluster: ClusterConfig) -> list[str]:
     # In quotes even where no character needs them: `NAME==mlx5_0` looks like a comparison.
     values = {name: value.replace("'", "'\"'\"'") for name, value in cluster.env.items()}
     binds = cluster.cpu_bind not in ("", "no", "none")
+    program = ["-m", job.module, *job.overrides, f"run_dir={job.run_dir}", "resume=auto"]
+    if cluster.launcher == "torchrun":
+        agent = [f"--nnodes={job.nodes}", f"--nproc-per-node={cluster.ranks_per_node}", "--max-restarts=0", "--tee=3"]
+        program = ["-m", "torch.distributed.run", *agent, f"--log-dir={job.logs}/ranks", *program]
     return [
         "set -uo pipefail",
         *cluster.setup,
@@ -127,7 +131,7 @@ def _variables(job: Job, cluster: ClusterConfig) -> list[str]:
         f"logs={shlex.quote(job.logs)}",
         f"harness=({shlex.join([job.python, '-m', 'harness'])})",
         "# resume=auto: the first attempt finds no checkpoint; later ones resume from the newest complete one.",
-        f"program=({shlex.join(_program(job, cluster))})",
+        f"program=({shlex.join([job.python, *program])})",
         *([f"export HARNESS_LOCAL_DIR={cluster.local_dir}"] if cluster.local_dir else []),
         # srun binds the ranks that it starts.
         *(["export HARNESS_BIND_RANKS=1"] if cluster.launcher == "torchrun" and binds else []),
@@ -178,15 +182,6 @@ def _directives(job: Job, cluster: ClusterConfig) -> Iterator[str]:
         yield "#SBATCH --no-kill"
     yield "# B: only this script gets the signal and passes it on to the ranks. Not USR1, which NCCL may catch."
     yield f"#SBATCH --signal=B:USR2@{cluster.signal_lead_s}"
-
-
-def _program(job: Job, cluster: ClusterConfig) -> list[str]:
-    """Return the command of every rank under srun, or of every node's agent under torchrun."""
-    recipe = ["-m", job.module, *job.overrides, f"run_dir={job.run_dir}", "resume=auto"]
-    if cluster.launcher == "srun":
-        return [job.python, *recipe]
-    agent = [f"--nnodes={job.nodes}", f"--nproc-per-node={cluster.ranks_per_node}", "--max-restarts=0", "--tee=3"]
-    return [job.python, "-m", "torch.distributed.run", *agent, f"--log-dir={job.logs}/ranks", *recipe]
 
 
 def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:

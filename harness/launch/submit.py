@@ -116,19 +116,16 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
                     ),
                 )
             target = max(above, key=len)
-            _check_links(f"{mounts[target]}/{os.path.relpath(path, target)}", setting, mounts.values())
-
-
-def _check_links(path: str, setting: str, sources: Iterable[str]) -> None:
-    """Raise ConfigError if a path, or an entry of its folder, is a link to what no mount shows."""
-    places = [path]
-    with suppress(OSError):  # not a folder, or one that this host does not have
-        places += [entry.path for entry in itertools.islice(os.scandir(path), 1000) if entry.is_symlink()]
-    for place in map(os.path.normpath, places):
-        real = Path(os.path.realpath(place))
-        if not any(real.is_relative_to(os.path.realpath(source)) for source in sources):
-            what = f"{place} is a link to {real}, which no mount of the container shows"
-            raise ConfigError(what, where=f"{setting}, cluster.mounts", fix=f"add a mount of {real.parent}, or copy it")
+            # The path, and what its folder contains, may be links to what no mount shows.
+            places = [f"{mounts[target]}/{os.path.relpath(path, target)}"]
+            with suppress(OSError):  # not a folder, or one that this host does not have
+                places += [entry.path for entry in itertools.islice(os.scandir(places[0]), 1000) if entry.is_symlink()]
+            for place in map(os.path.normpath, places):
+                real = Path(os.path.realpath(place))
+                if not any(real.is_relative_to(os.path.realpath(source)) for source in mounts.values()):
+                    what = f"{place} is a link to {real}, which no mount of the container shows"
+                    fix = f"add a mount of {real.parent}, or copy it"
+                    raise ConfigError(what, where=f"{setting}, cluster.mounts", fix=fix)
 
 
 def next_run_dir(runs: Path, name: str) -> Path:

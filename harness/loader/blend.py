@@ -71,14 +71,11 @@ class Blend:
         weights = "sizes" if self.weights is None else ",".join(repr(float(weight)) for weight in self.weights)
         return f"weights={weights} epochs={','.join(str(epochs) for epochs in self.epochs)}"
 
-    def limit(self, source: int) -> int | None:
-        """Return the packs that may be drawn from a source in one epoch of the blend; None for no limit."""
-        is_endless = self.weights is not None and self.epochs[source] is None
-        return None if is_endless else self.sizes[source] * (self.epochs[source] or 1)
-
     @property
-    def _limits(self) -> list[int | None]:
-        return [self.limit(source) for source in range(len(self.sizes))]
+    def limits(self) -> list[int | None]:
+        """Packs that may be drawn from each source in one epoch of the blend; None for no limit."""
+        pairs = zip(self._epoch_sizes, self.epochs, strict=True)
+        return [None if self.weights is not None and epochs is None else size for size, epochs in pairs]
 
     def draw(self, counts: list[int], num_packs: int) -> Int64Array:
         """Return the source of each of the next packs, int64 [packs]; fewer than requested at the end.
@@ -93,7 +90,7 @@ class Blend:
         Source: `build_blending_indices` and, without weights, `build_exhaustive_blending_indices` of Megatron-Core,
         `core/datasets/helpers.cpp`; equal to the last tie, which rounding decides.
         """
-        limits = self._limits
+        limits = self.limits
         is_weighted = self.weights is not None
         if len(counts) == 1 and limits[0] is not None:
             taken = min(num_packs, limits[0] - counts[0])
@@ -146,36 +143,27 @@ class Blend:
 
     def check_lasts(self, num_packs: int) -> None:
         """Raise ConfigError where the epochs of a source are used up before `num_packs` are drawn."""
-        if self.weights is None:
-            return
         # No source is ever a whole pack ahead of its share, so most blends pass without drawing.
-        pairs = zip(self.shares, self._limits, strict=True)
+        pairs = zip(self.shares, self.limits, strict=True)
         if all(limit is None or share * num_packs + 1 <= limit for share, limit in pairs):
             return
-        if sum(self.counts_after(num_packs)) < num_packs:
+        end = self.ends_after()
+        if end is not None and end < num_packs:
             error = self.used_up()
             raise ConfigError(f"the run trains {num_packs:,} packs, but {error.what}", where=error.where, fix=error.fix)
 
-    def counts_after(self, num_packs: int) -> list[int]:
-        """Return the packs of each source among the first `num_packs`, or among all where there are fewer."""
-        counts = [0] * len(self.sizes)
-        self.draw(counts, num_packs)
-        return counts
-
     def ends_after(self) -> int | None:
         """Return the packs after which the epochs of a source are used up; None where no source is limited."""
-        if self.weights is None or all(limit is None for limit in self._limits):
+        if self.weights is None or not any(self.limits):
             return None
         return sum(self._counts_at_end())
 
     def used_up(self) -> LoaderError:
         """Return the error for a blend with weights that reached its end."""
         counts = self._counts_at_end()
-        lag = [
-            (share * max(sum(counts), 1) - count if count == self.limit(source) else -math.inf, source)
-            for source, (share, count) in enumerate(zip(self.shares, counts, strict=True))
-        ]
-        source = max(lag)[1]
+        triples = enumerate(zip(self.shares, counts, self.limits, strict=True))
+        total = max(sum(counts), 1)
+        _, source = max((share * total - count, i) for i, (share, count, limit) in triples if count == limit)
         return LoaderError(
             f"{self.names[source]} ({count_of(self.epochs[source] or 1, 'epoch')} of "
             f"{count_of(self.sizes[source], 'pack')}) is exhausted after {count_of(sum(counts), 'pack')} of the blend",
@@ -223,20 +211,16 @@ class BlendOrder:
         packs = np.zeros(sources.shape[0], dtype=np.int64)
         for source in np.unique(sources).tolist():
             places = np.flatnonzero(sources == source)
-            first = drawn[source] + batch.epoch * (self._blend.limit(source) or 0)
-            packs[places] = self._starts[source] + self._drawn_from(source, first, first + places.shape[0])
+            size, parts = self._blend.sizes[source], []
+            start = drawn[source] + batch.epoch * (self._blend.limits[source] or 0)
+            stop = start + places.shape[0]
+            while start < stop:  # across the epochs of the source
+                epoch, position = divmod(start, size)
+                end = min(position + stop - start, size)
+                order = self._orders.get(source)
+                if order is None or order.epoch != epoch:
+                    order = self._orders[source] = EpochOrder(self._configs[source], size, epoch)
+                parts.append(order.packs(position, end))
+                start += end - position
+            packs[places] = self._starts[source] + np.concatenate(parts)
         return packs
-
-    def _drawn_from(self, source: int, start: int, stop: int) -> Int64Array:
-        """Return draws number start to stop of a source, across its epochs."""
-        size = self._blend.sizes[source]
-        parts = []
-        while start < stop:
-            epoch, position = divmod(start, size)
-            end = min(position + stop - start, size)
-            order = self._orders.get(source)
-            if order is None or order.epoch != epoch:
-                order = self._orders[source] = EpochOrder(self._configs[source], size, epoch)
-            parts.append(order.packs(position, end))
-            start += end - position
-        return np.concatenate(parts)

@@ -103,7 +103,11 @@ def rank_layout(layout: RankLayout | None, dp_rank: int | None, dp_size: int | N
             return layout
         what = f"dp_rank={dp_rank} and dp_size={dp_size} were passed together with a layout, which contains both"
         raise ConfigError(what, where="Loader", fix="set them in the layout, or pass no layout")
-    num_ranks = _ranks_of_job()
+    # Of the process group or, before there is one, of the launcher. Importing PyTorch is not this module's to do.
+    distributed, launched = sys.modules.get("torch.distributed"), os.environ.get("WORLD_SIZE", "")
+    num_ranks = int(launched) if launched.isdecimal() else 1
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        num_ranks = max(num_ranks, distributed.get_world_size())
     if num_ranks > 1 and (dp_rank is None or dp_size is None):
         raise ConfigError(
             f"the job has {num_ranks} ranks, but dp_rank or dp_size is not set: every rank would train the same packs",
@@ -111,13 +115,3 @@ def rank_layout(layout: RankLayout | None, dp_rank: int | None, dp_size: int | N
             fix="pass dp_rank and dp_size, or a layout; dp_rank=0, dp_size=1 gives every rank all packs",
         )
     return RankLayout(dp_rank=dp_rank or 0, dp_size=1 if dp_size is None else dp_size)
-
-
-def _ranks_of_job() -> int:
-    """Return the ranks of the process group or, before there is one, of the launcher."""
-    distributed = sys.modules.get("torch.distributed")  # importing PyTorch is not this module's to do
-    grouped = 1
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        grouped = distributed.get_world_size()
-    launched = os.environ.get("WORLD_SIZE", "")
-    return max(grouped, int(launched) if launched.isdecimal() else 1)

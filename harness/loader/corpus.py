@@ -118,8 +118,14 @@ class CorpusConfig(CheckedSettings, section="data"):
             what = f"{', '.join(needs_eod)} requires the id of the end-of-document token"
             raise ConfigError(what, where="data.eod", fix="set data.eod")
         for name in ("fast_cache_load", "defer_npy_index_mmap"):
-            if getattr(self, name):
-                self._check_cache(name)
+            if getattr(self, name) and self.path_to_cache is None:
+                what = f"{name} requires a folder of built indices"
+                fix = "set the folder, and train once without this setting to build the indices"
+                raise ConfigError(what, where="data.path_to_cache", fix=fix)
+            if getattr(self, name) and is_uri(self.path_to_cache or ""):
+                what = f"{name} requires all indices on this machine, but those in a bucket are copied on demand"
+                fix = f"use a local folder, or set data.{name}=false"
+                raise ConfigError(what, where="data.path_to_cache", fix=fix)
 
     def _check_sources(self) -> None:
         per_split = vars(self.blend_per_split)
@@ -157,17 +163,6 @@ class CorpusConfig(CheckedSettings, section="data"):
             what = f"split is {self.split!r}"
             fix = "use a ratio of training, validation and test data, such as 969,30,1"
             raise ConfigError(what, where="data.split", fix=fix)
-
-    def _check_cache(self, name: str) -> None:
-        """Raise ConfigError if a setting that trusts built indices cannot do so."""
-        if self.path_to_cache is None:
-            what = f"{name} requires a folder of built indices"
-            fix = "set the folder, and train once without this setting to build the indices"
-            raise ConfigError(what, where="data.path_to_cache", fix=fix)
-        if is_uri(self.path_to_cache):
-            what = f"{name} requires all indices on this machine, but those in a bucket are copied on demand"
-            fix = f"use a local folder, or set data.{name}=false"
-            raise ConfigError(what, where="data.path_to_cache", fix=fix)
 
     @property
     def is_per_split(self) -> bool:

@@ -172,7 +172,21 @@ class JoinedReader:
     """
 
     def __init__(self, readers: Sequence[PackReader]) -> None:
-        _check_alike(readers)
+        if not readers:
+            raise ConfigError("the blend is empty", where="data.blend", fix="specify at least one dataset")
+        first: dict[str, tuple[str, PackReader]] = {}
+        for reader in readers:
+            if reader.manifest is None:  # bare files have no provenance
+                continue
+            tokenizer, media = _tokenizer_of(reader)[0], _media_rules(reader)
+            facts = {"data.pack_size": str(reader.pack_size), "tokenizer": tokenizer, "rules of media": media}
+            for name, value in facts.items():
+                before, owner = first.setdefault(name, (value, reader)) if value else (value, reader)
+                if before != value:
+                    what = f"sources of a blend need the same {name.removeprefix('data.')}: "
+                    what += f"{owner.path} has {before}, {reader.path} has {value}"
+                    fix = f"prepare all sources with the same {name}"
+                    raise ConfigError(what, where=f"data.blend, {reader.path}", fix=fix)
         self.readers = tuple(readers)
         self.path = ", ".join(reader.path for reader in readers)
         self.pack_size = max(reader.pack_size for reader in readers)
@@ -480,21 +494,3 @@ def _check_tokenizer(train: PackReader, name: str) -> None:
         what = f"the dataset was made with tokenizer {stored_name} ({stored}), and {name} is {required}"
         fix = "set data.tokenizer to the tokenizer of the dataset, or prepare the data with this one"
         raise ConfigError(what, where=str(train.path), fix=fix)
-
-
-def _check_alike(readers: Sequence[PackReader]) -> None:
-    if not readers:
-        raise ConfigError("the blend is empty", where="data.blend", fix="specify at least one dataset")
-    first: dict[str, tuple[str, PackReader]] = {}
-    for reader in readers:
-        if reader.manifest is None:  # bare files have no provenance
-            continue
-        tokenizer, media = _tokenizer_of(reader)[0], _media_rules(reader)
-        facts = {"data.pack_size": str(reader.pack_size), "tokenizer": tokenizer, "rules of media": media}
-        for name, value in facts.items():
-            before, owner = first.setdefault(name, (value, reader)) if value else (value, reader)
-            if before != value:
-                what = name.removeprefix("data.")
-                what = f"sources of a blend need the same {what}: {owner.path} has {before}, {reader.path} has {value}"
-                fix = f"prepare all sources with the same {name}"
-                raise ConfigError(what, where=f"data.blend, {reader.path}", fix=fix)

@@ -109,17 +109,15 @@ class Loader(BatchStream[RawBatch]):
     def __iter__(self) -> Iterator[RankBatch]:
         is_used_up = False
 
-        def all_steps() -> Iterator[BatchRange]:
+        def steps() -> Iterator[BatchRange]:
             nonlocal is_used_up
-            yield from self._steps(self.state)
+            for step in self._steps(self.state):
+                if self._num_epochs is not None and step.epoch >= self._num_epochs:
+                    return
+                yield step
             is_used_up = True
 
-        steps = all_steps()
-        if self._num_epochs is not None:
-            num_epochs = self._num_epochs
-            steps = itertools.takewhile(lambda step: step.epoch < num_epochs, steps)
-        steps = itertools.islice(steps, self._num_steps)
-        for raw in self.read(steps):
+        for raw in self.read(itertools.islice(steps(), self._num_steps)):
             yield build_batch(raw, layout=self.layout, before=self.state, num_packs=self._num_packs)
         # Ranges run ahead of training: raise only after every batch that exists was trained.
         if is_used_up:

@@ -66,21 +66,19 @@ class EpochOrder:
             return np.arange(start, stop, dtype=np.int64)
         first = int(np.searchsorted(self._window_starts, start, side="right")) - 1
         last = int(np.searchsorted(self._window_starts, stop, side="left"))
-        parts = [self._packs_of_window(window) for window in range(first, last)]
+        parts, size, of_window = [], self._config.block_packs, self._config.window_blocks
+        for window in range(first, last):
+            # Consecutive batches mostly fall into one window; a plain shuffle has one window of all packs.
+            if window != self._window_index:
+                blocks = self._blocks[window * of_window : (window + 1) * of_window]
+                packs = (blocks[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
+                packs = packs[packs < self._num_packs]
+                keys = _hash(packs.astype(np.uint64), self._pack_key)
+                self._window = packs[np.argsort(keys, kind="stable")]
+                self._window_index = window
+            parts.append(self._window)
         offset = int(self._window_starts[first])
         return np.concatenate(parts)[start - offset : stop - offset]
-
-    def _packs_of_window(self, window: int) -> Int64Array:
-        # Consecutive batches mostly fall into one window; a plain shuffle has one window of all packs.
-        if window != self._window_index:
-            size = self._config.block_packs
-            blocks = self._blocks[window * self._config.window_blocks : (window + 1) * self._config.window_blocks]
-            packs = (blocks[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
-            packs = packs[packs < self._num_packs]
-            keys = _hash(packs.astype(np.uint64), self._pack_key)
-            self._window = packs[np.argsort(keys, kind="stable")]
-            self._window_index = window
-        return self._window
 
 
 def shuffle_in_windows(count: int, window: int, seed: int, epoch: int) -> Int64Array:

@@ -16,7 +16,7 @@ from harness.loader.blend import Blend, BlendOrder
 from harness.loader.config import LoaderConfig, RankLayout
 from harness.loader.order import BatchRange
 from harness.loader.state import LoaderState
-from harness.records import Float64Array, Int32Array, Int64Array, Medium, Pack, Schedule, UInt8Array
+from harness.records import Int32Array, Int64Array, Medium, Pack, Schedule, UInt8Array
 from harness.schedule import DYNAMIC, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import check_lengths
 from harness.thd import RowMedia, ThdBatch, padded_lengths, rows_from_arrays, rows_from_model_tokens, shared_multiple
@@ -78,19 +78,6 @@ class RankBatch:
     def media_bytes(self) -> int:
         """Bytes of images and sounds that were read for this rank's rows."""
         return sum(row.media.num_bytes for row in self.rows if row.media is not None)
-
-    def digest(self) -> str:
-        """Return 32 hexadecimal digits over tokens, labels, masks, positions and boundaries of the rows, in order."""
-        digest = xxhash.xxh3_128()
-        for row in self.rows:
-            digest.update(np.asarray([len(row), row.num_sequences], dtype=np.int64).tobytes())
-            arrays = (row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens, row.cu_seqlens_padded)
-            for array in arrays:
-                digest.update(np.ascontiguousarray(array).tobytes())
-            if (media := row.media) is not None:
-                for values in (media.sequences, media.starts, media.tokens, media.digests):
-                    digest.update(values.tobytes())
-        return str(digest.hexdigest())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -173,7 +160,12 @@ class BatchReader:
         offsets = np.concatenate([[0], np.cumsum(counts)])
         sequences = np.arange(offsets[-1], dtype=np.int64) + np.repeat(starts - offsets[:-1], counts)
         lengths = padded_lengths(self._source.sequence_lengths[sequences], self._layout.pad_to_multiple)
-        costs: dict[str, Any] = {"cost": self._cost, "media_cost": self._media_cost(sequences)}
+        costs: dict[str, Any] = {"cost": self._cost, "media_cost": None}
+        if self._has_media and self._cost.encode is not None:
+            source: Any = self._source
+            numbers, tokens = source.media_tokens(sequences)
+            encoding = self._cost.encode(tokens.astype(np.float64))
+            costs["media_cost"] = np.bincount(numbers, encoding, sequences.shape[0]).astype(np.float64, copy=False)
         placed = schedule(
             self._schedule.name,
             lengths,
@@ -187,15 +179,6 @@ class BatchReader:
         row_tokens = self._schedule.max_tokens_per_rank * self._layout.cp_size
         return packs, sequences, placed, measure_imbalance(placed, lengths, max_tokens_per_row=row_tokens, **costs)
 
-    def _media_cost(self, sequences: Int64Array) -> Float64Array | None:
-        """Return the cost of encoding the media of each sequence, by their tokens in the index; None without any."""
-        if not self._has_media or self._cost.encode is None:
-            return None
-        source: Any = self._source
-        numbers, tokens = source.media_tokens(sequences)
-        costs = self._cost.encode(tokens.astype(np.float64))
-        return np.bincount(numbers, weights=costs, minlength=sequences.shape[0]).astype(np.float64, copy=False)
-
     def read(self, step: BatchRange) -> RawBatch:
         """Plan `step` and read this rank's sequences, only from the packs that hold them.
 
@@ -208,6 +191,10 @@ class BatchReader:
         mine = np.concatenate(rows)
         stored = self._source.sequence_lengths[mine].astype(np.int64)
         parts = list(self._parts(mine))
+        media: tuple[RowMedia | None, ...] = ()
+        if self._has_media and self._features is not None:
+            source: Any = self._source
+            media = tuple(row_media(source.read_media(row), self._features) if len(row) else None for row in rows)
         return RawBatch(
             step=step,
             pack_ids=pack_ids,
@@ -223,14 +210,8 @@ class BatchReader:
             shared_by=tuple(
                 placed.ranks_of_row(microbatch, rank) for microbatch in numbers if placed.shared_by is not None
             ),
-            media=self._media(rows) if self._has_media and self._features is not None else (),
+            media=media,
         )
-
-    def _media(self, rows: list[Int64Array]) -> tuple[RowMedia | None, ...]:
-        """Read and decode the media of rows, given the sequences of each."""
-        assert self._features is not None
-        source: Any = self._source
-        return tuple(row_media(source.read_media(row), self._features) if len(row) else None for row in rows)
 
     def _parts(self, sequences: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
         """Yield tokens and masks of runs of `sequences`: neighbors in one pack are one slice."""

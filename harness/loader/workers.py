@@ -130,69 +130,71 @@ class BatchStream(Generic[T]):
 
     def _start_workers(self) -> None:
         context: Any = multiprocessing.get_context(self._config.start_method)
-        with _no_collection():
+        timeout = struct.pack("ll", *divmod(int(self._config.timeout_s * 1e6), 10**6))
+        # Workers set aside what they inherit, before they collect garbage themselves: they have that of this process.
+        # Observed: that of an earlier run in the same process held a group of gloo, whose end waits for a thread that a
+        # fork does not copy: the worker died of a segmentation fault.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
             for number in range(self._config.num_workers):
                 ours, theirs = context.Pipe()
-                _limit_reading(ours, self._config.timeout_s)
+                with socket.socket(fileno=os.dup(ours.fileno())) as end:
+                    # Reads without any byte for so long fail with BlockingIOError.
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
                 name = f"loader worker {number}"
                 process = context.Process(target=_work, args=(self._read_batch, theirs), name=name, daemon=True)
                 process.start()
                 theirs.close()
                 self._workers.append(_Worker(process, ours))
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def _receive(self, worker: _Worker) -> T | HarnessError:
-        """Return the next message of a worker."""
+        """Return the next message of a worker.
+
+        Raises:
+            LoaderError: it is silent, or workers have died; all are ended.
+        """
         ends = [each.process.sentinel for each in self._workers]
         ready = multiprocessing.connection.wait([worker.connection, *ends], self._config.timeout_s)
-        if not ready:
-            raise self._silent(worker)
         if worker.connection in ready:
             with suppress(EOFError, OSError):  # it has died, perhaps in the middle of a message
-                try:
+                with suppress(BlockingIOError):
                     item: T | HarnessError = worker.connection.recv()
-                except BlockingIOError:  # it has stopped there
-                    raise self._silent(worker) from None
-                return item
-        dead = [each.process for each in self._workers if each.process.sentinel in ready]
-        raise self._dead(dead or [worker.process])
-
-    def _silent(self, worker: _Worker) -> LoaderError:
-        alive, pid = self.worker_pids(), worker.process.pid
-        _end(self._workers, 0.0)
-        return LoaderError(
-            f"no data arrived for {self._config.timeout_s:g} s from the loader's worker with process id {pid} "
-            f"(workers alive: {', '.join(map(str, alive)) or 'none'})",
-            where=self._where,
-            fix=f"inspect what it waits for (py-spy dump --pid {pid}), check the file system, "
-            "or increase loader.timeout_s for slow storage",
-        )
-
-    def _dead(self, processes: list[Any]) -> LoaderError:
-        """Return the error about workers that have closed a pipe, as all do that die, and end the others."""
-        for process in processes:
+                    return item
+                ready = []  # it has stopped there
+        if not ready:
+            alive, pid = self.worker_pids(), worker.process.pid
+            _end(self._workers, 0.0)
+            raise LoaderError(
+                f"no data arrived for {self._config.timeout_s:g} s from the loader's worker with process id {pid} "
+                f"(workers alive: {', '.join(map(str, alive)) or 'none'})",
+                where=self._where,
+                fix=f"inspect what it waits for (py-spy dump --pid {pid}), check the file system, "
+                "or increase loader.timeout_s for slow storage",
+            )
+        # All that die close their pipes.
+        dead = [each.process for each in self._workers if each.process.sentinel in ready] or [worker.process]
+        for process in dead:
             process.join(_PATIENCE_S)
-        pids = ", ".join(str(process.pid) for process in processes)
-        code = min(process.exitcode or 0 for process in processes)
+        pids = ", ".join(str(process.pid) for process in dead)
+        code = min(process.exitcode or 0 for process in dead)
         _end(self._workers, 0.0)
         if code == -signal.SIGBUS:
-            return LoaderError(
+            raise LoaderError(
                 f"loader worker with process id {pids} died (Bus error): a mapped file was truncated or became "
                 "unreadable while it was read",
                 where=f"{self._where}{self._data and f', {self._data}'}; the worker's message above names the file",
                 fix=f"run `harness verify {self._data or 'DATASET'}`, copy the damaged files again, then resume",
             )
-        return LoaderError(
+        raise LoaderError(
             f"loader worker with process id {pids} died" + (f" ({signal.strsignal(-code)})" if code < 0 else ""),
             where=self._where,
             fix="killed workers are usually out of memory: see dmesg, lower loader.num_workers or "
             "loader.prefetch_factor; loader.num_workers=0 shows errors of the reading code; then resume",
         )
-
-
-def _limit_reading(connection: Any, timeout_s: float) -> None:
-    """Let reads of a connection fail with BlockingIOError after a time without any byte."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(int(timeout_s * 1e6), 10**6)))
 
 
 def _end(workers: list[_Worker], patience_s: float) -> None:
@@ -223,28 +225,22 @@ def _explained(batch: BatchRange) -> Iterator[None]:
         raise LoaderError(f"reading failed: {error}", where=where, fix=fix) from error
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect no garbage inside the block, nor in processes forked there, which set aside what they inherit.
-
-    A forked worker has the garbage of the training process. Observed: that of an earlier run in the same process held a
-    group of gloo, whose end waits for a thread that a fork does not copy: the worker died of a segmentation fault.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _work(read_batch: Callable[[BatchRange], Any], connection: Any) -> None:
     """In a worker: read the batches that are asked for, and send them while the next ones are read."""
     gc.freeze()
     gc.enable()
     name_bus_errors(dies=True)
-    _end_with_parent()
+    # A signal that ends the job reaches every process of it, but the training process still needs its workers for the
+    # step that it saves after. They exit when it does.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    parent: Any = multiprocessing.parent_process()
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ends with the training process", daemon=True).start()
     if torch := sys.modules.get("torch"):
         # Its threads do not survive a fork: work that is divided between them would never end.
         torch.set_num_threads(1)
@@ -269,22 +265,3 @@ def _work(read_batch: Callable[[BatchRange], Any], connection: Any) -> None:
         except HarnessError as error:
             message = pickle.dumps(error)
         outgoing.put(message)
-
-
-def _end_with_parent() -> None:
-    """In a worker: exit at once when the training process dies, and not before.
-
-    A signal that ends the job reaches every process of it, but the training process still needs its workers for the
-    step that it saves after.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    sentinel = parent.sentinel
-
-    def watch() -> None:
-        multiprocessing.connection.wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="ends with the training process", daemon=True).start()

@@ -17,11 +17,11 @@ from harness.parity.assemble import environment, series_of, status_of, tokens_pe
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import Recorded, recorded_run
 from harness.parity.result import CellResult, Check, ParityReport
+from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.train import StepMetrics
 from harness.train.digests import StepDigests, from_json, read_digests, to_json
 from harness.train.lines import MISREAD
-from harness.train.metrics import parse_metrics
 
 SCHEMA = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -126,7 +126,7 @@ def read_baseline(path: Path) -> Baseline:
         return Baseline(
             **{key: values[key] for key in ("name", "created", "environment", "settings")},
             tolerances=Tolerances(**values["tolerances"]),
-            steps=[parse_metrics(step["metrics"]) for step in values["steps"]],
+            steps=[from_plain(StepMetrics, step["metrics"]) for step in values["steps"]],
             digests=[from_json(step["data"]) for step in values["steps"]],
         )
     except MISREAD as error:

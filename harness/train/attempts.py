@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from harness.errors import FormatError, HarnessError, os_errors_as
@@ -163,12 +164,9 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = Fa
         }.get(exit_code, (f"exit code {exit_code}", f"the run ended with exit code {exit_code} and left no reason"))
         stop = Stop(steps_done(folder), reason, message, requeue=exit_code != EXIT_REFUSED)
     earlier = read_attempts(folder)
-    same = 1
-    for attempt in reversed([attempt for attempt in earlier if attempt.reason not in _EXTERNAL]):
-        if (attempt.reason, attempt.step) != (stop.reason, stop.step):
-            break
-        same += 1
-    decision = _judge(stop, [*earlier, stop], same, max_same)
+    own = (attempt for attempt in reversed(earlier) if attempt.reason not in _EXTERNAL)
+    same = takewhile(lambda attempt: (attempt.reason, attempt.step) == (stop.reason, stop.step), own)
+    decision = _judge(stop, [*earlier, stop], 1 + len([*same]), max_same)
     again = (IN_JOB if in_job else THROUGH_SLURM) if decision.requeue else None
     _append(folder, [stop], exit_code, job=os.environ.get("SLURM_JOB_ID"), again=again)
     forget_stop(folder)

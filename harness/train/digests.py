@@ -101,11 +101,21 @@ def rank_rows(
 ) -> RankRows:
     """Return digests of the rows that this process trains."""
     fields = (*(_OF_FIRST_STAGE * is_first_stage), *(_OF_LAST_STAGE * is_last_stage), "position_ids")
-    rows = [
-        _row_digests(row, sequences, microbatch, dp_rank - dp_rank % row.shared_by, keep=keep)
-        for microbatch, (row, sequences) in enumerate(zip(batch.rows, batch.sequence_ids, strict=True))
-        if sequences.shape[0] or row.num_trained_tokens
-    ]
+    rows = []
+    for microbatch, (row, sequences) in enumerate(zip(batch.rows, batch.sequence_ids, strict=True)):
+        if not sequences.shape[0] and not row.num_trained_tokens:
+            continue
+        table = sequence_digests(row)
+        arrays = {}
+        if keep:
+            spans = zip(row.cu_seqlens_padded[:-1], np.diff(row.cu_seqlens), strict=True)
+            real = np.concatenate([np.arange(start, start + n) for start, n in spans])
+            arrays = {name: getattr(row, name)[real] for name in FIELDS}
+        count = max(table.shape[0], sequences.shape[0])
+        ids = np.pad(sequences, (0, count - sequences.shape[0]), constant_values=-1)
+        table = np.pad(table, ((0, count - table.shape[0]), (0, 0)))
+        first = dp_rank - dp_rank % row.shared_by
+        rows.append(RowDigests(microbatch, first, ids, table[:, 0].astype(np.int64), table[:, 1:], arrays))
     return RankRows(process, dp_rank, fields, rows)
 
 
@@ -140,22 +150,6 @@ def content_digest(rows: Iterable[ThdBatch | UInt64Array]) -> str:
     table = table[(table != sequence_digests(zero_loss_row())).any(axis=1)]
     table = table[np.lexsort(table.T[::-1])]
     return str(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(table, dtype="<u8").tobytes()))
-
-
-def _row_digests(row: ThdBatch, sequences: Int64Array, microbatch: int, dp_rank: int, *, keep: bool) -> RowDigests:
-    table = sequence_digests(row)
-    lengths = table[:, 0].astype(np.int64)
-    count = max(lengths.shape[0], sequences.shape[0])
-    digests = np.zeros((count, len(FIELDS)), dtype=np.uint64)
-    digests[: lengths.shape[0]] = table[:, 1:]
-    arrays = {}
-    if keep:
-        spans = zip(row.cu_seqlens_padded[:-1], np.diff(row.cu_seqlens), strict=True)
-        real = np.concatenate([np.arange(start, start + n) for start, n in spans])
-        arrays = {name: getattr(row, name)[real] for name in FIELDS}
-    ids = np.full(count, -1, dtype=np.int64)
-    ids[: sequences.shape[0]] = sequences
-    return RowDigests(microbatch, dp_rank, ids, np.pad(lengths, (0, count - lengths.shape[0])), digests, arrays)
 
 
 def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepDigests:

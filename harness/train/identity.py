@@ -29,20 +29,12 @@ class Identity:
     Attributes:
         run: random id of the run, 32 hexadecimal digits.
         attempt: random token of the attempt, the same.
-        place: of the run's folder, as `_place_of` returns it.
+        place: device, inode and path of the run's folder, which a copy of it does not share.
     """
 
     run: str
     attempt: str
     place: str
-
-
-def _place_of(folder: Path) -> str:
-    """Return device, inode and path of a folder, which a copy of it does not share."""
-    facts = folder.stat()
-    # The device numbers of network file systems and overlays, whose major is 0, differ between nodes and mounts.
-    device = facts.st_dev if os.major(facts.st_dev) else 0
-    return f"{device}:{facts.st_ino}:{folder.resolve()}"
 
 
 def read_identity(folder: Path) -> Identity | None:
@@ -67,7 +59,9 @@ def read_identity(folder: Path) -> Identity | None:
 
 def begin_attempt(folder: Path) -> Identity:
     """Give the attempt that holds the lock of a run's folder its token, and a folder at another place a new id."""
-    before, place = read_identity(folder), _place_of(folder)
+    before, facts = read_identity(folder), folder.stat()
+    # The device numbers of network file systems and overlays, whose major is 0, differ between nodes and mounts.
+    place = f"{facts.st_dev if os.major(facts.st_dev) else 0}:{facts.st_ino}:{folder.resolve()}"
     run = before.run if before is not None and before.place == place else secrets.token_hex(16)
     identity = Identity(run, secrets.token_hex(16), place)
     write_atomically(folder / IDENTITY_FILE, (json.dumps(asdict(identity)) + "\n").encode())

@@ -240,14 +240,19 @@ class _Loop:
         has_enough = own is not None and 0 < patience < len(self.losses)
         has_stalled = has_enough and min(self.losses[-patience:]) >= min(self.losses[:-patience])
         reason = self.hooks.stop()
-        self._save(number, batch.state, ends=reason is not None or has_stalled)
+        ends = reason is not None or has_stalled
+        self.unsaved = batch.state
+        if ends or is_due(number, self.config.checkpoint_interval, self.config.last_step):
+            self.hooks.at(number, "writing a checkpoint")
+            self.hooks.save(number, batch.state)
+            self.unsaved = None
         if number == self.config.last_step:
             return True
         self.reason = reason
         if reason is None and has_stalled:
             without = count_of(patience, "validation")
             self.hooks.log(f"stopped early after step {number}: {without} without a lower loss")
-        return reason is not None or has_stalled
+        return ends
 
     def _time(self) -> tuple[float, float]:
         """Return the seconds since the last call, and those of them that this rank did not wait for others."""
@@ -263,13 +268,6 @@ class _Loop:
                 self.collect()
 
         return {name: self.step.evaluate(watched(open_batches())) for name, open_batches in self.validation.items()}
-
-    def _save(self, number: int, state: LoaderState, *, ends: bool) -> None:
-        saves = ends or is_due(number, self.config.checkpoint_interval, self.config.last_step)
-        if saves:
-            self.hooks.at(number, "writing a checkpoint")
-            self.hooks.save(number, state)
-        self.unsaved = None if saves else state
 
 
 def is_due(step: int, interval: int, last: int) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -199,12 +200,7 @@ class MetricsWriter(LineFile):
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Return the steps of a `metrics.jsonl` in order; raise FormatError for a line that is not one."""
-    return read_lines(path, parse_metrics, "metrics", remedy=DAMAGED_FIX)
-
-
-def parse_metrics(values: dict[str, Any]) -> StepMetrics:
-    """Return a step from the values of its line; raise ValueError for others."""
-    return from_plain(StepMetrics, values)
+    return read_lines(path, partial(from_plain, StepMetrics), "metrics", remedy=DAMAGED_FIX)
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, remedy: str) -> list[T]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+
+from harness.records import Float64Array
 
 # Nodes that the batch script could not leave out because the partition has too few others.
 KEPT_FILE = "kept_nodes"
@@ -20,6 +23,8 @@ CAUSES = {
     "stopped": "it is suspended for part of the time (by a signal, or blocked in the kernel)",
     "network": "the ranks exchange data more slowly than before",
 }
+# The time in which a rank with that cause is slow, in the order in which they are looked at.
+_PARTS = {"data": "data_s", "core": "queued_s", "compute": "running_s"}
 # A rank that is slower by less than this share of a step holds nobody up.
 _LEAST_SHARE = 0.1
 # Exchanges vary with the data and with other jobs of the network; a link that fell back to TCP takes many times longer.
@@ -109,63 +114,49 @@ class StragglerWatch:
         self._window.append(times)
         if len(self._window) < self._steps:
             return []
-        compared = [rank for rank in range(len(times)) if self._peers(rank)]
-        slow = [rank for rank in compared if all(self._is_slow(rank, step) for step in self._window)]
+        names = ("busy_s", "step_s", "wait_s", *_PARTS.values())
+        seconds = {name: np.array([[getattr(one, name) for one in step] for step in self._window]) for name in names}
+        slow: dict[int, tuple[str, float]] = {}
+        for stage in set(self._stages):
+            ranks = [rank for rank, of in enumerate(self._stages) if of == stage]
+            if len(ranks) < 2:
+                continue
+            excess = {name: of[:, ranks] - _medians_of_others(of[:, ranks]) for name, of in seconds.items()}
+            busy_s, over_s = seconds["busy_s"][:, ranks], excess["busy_s"]
+            ratios = busy_s / np.maximum(1e-9, busy_s - over_s)
+            is_slow = (ratios > self._ratio) & (over_s > _LEAST_SHARE * seconds["step_s"][:, ranks])
+            for place in np.flatnonzero(is_slow.all(axis=0)).tolist():
+                longer = {name: of[:, place].sum() for name, of in excess.items()}
+                causes = (cause for cause, name in _PARTS.items() if longer[name] > longer["busy_s"] / 2)
+                cause = next(causes, "compute" if self._on_gpu else "stopped")
+                slow[ranks[place]] = cause, float(np.median(ratios[:, place]))
         if not slow:
-            return self._slow_network()
+            return self._slow_network(seconds["wait_s"], seconds["step_s"])
         on_node, all_on_node = Counter(self._nodes[rank] for rank in slow), Counter(self._nodes)
         return [
-            Straggler(
-                self._cause(rank),
-                statistics.median(self._ratio_of(rank, step) for step in self._window),
-                rank,
-                self._nodes[rank],
-                on_node[self._nodes[rank]] == all_on_node[self._nodes[rank]] > 1,
-            )
-            for rank in slow
+            Straggler(cause, ratio, rank, node, on_node[node] == all_on_node[node] > 1)
+            for rank, (cause, ratio) in sorted(slow.items())
+            for node in [self._nodes[rank]]
         ]
 
-    def _peers(self, rank: int) -> list[int]:
-        stage = self._stages[rank]
-        return [other for other in range(len(self._stages)) if other != rank and self._stages[other] == stage]
-
-    def _excess(self, rank: int, step: Sequence[RankTimes], part: Callable[[RankTimes], float]) -> float:
-        return part(step[rank]) - statistics.median(part(step[other]) for other in self._peers(rank))
-
-    def _ratio_of(self, rank: int, step: Sequence[RankTimes]) -> float:
-        busy_s = step[rank].busy_s
-        return busy_s / max(1e-9, busy_s - self._excess(rank, step, lambda times: times.busy_s))
-
-    def _is_slow(self, rank: int, step: Sequence[RankTimes]) -> bool:
-        excess = self._excess(rank, step, lambda times: times.busy_s)
-        return self._ratio_of(rank, step) > self._ratio and excess > _LEAST_SHARE * step[rank].step_s
-
-    def _cause(self, rank: int) -> str:
-        def excess(part: Callable[[RankTimes], float]) -> float:
-            return sum(self._excess(rank, step, part) for step in self._window)
-
-        half = excess(lambda times: times.busy_s) / 2
-        if excess(lambda times: times.data_s) > half:
-            return "data"
-        if excess(lambda times: times.queued_s) > half:
-            return "core"
-        if self._on_gpu or excess(lambda times: times.running_s) > half:
-            return "compute"
-        return "stopped"
-
-    def _slow_network(self) -> list[Straggler]:
+    def _slow_network(self, wait_s: Float64Array, step_s: Float64Array) -> list[Straggler]:
         """Compare exchanges, which take every rank at least as long as the one that others wait for, with the fastest.
 
         A network that was slow from the first step on is a matter of the preflight.
         """
-        exchanges = [min(times.wait_s for times in step) for step in self._window]
-        before, self._least_exchange_s = self._least_exchange_s, min(self._least_exchange_s, max(exchanges))
-        ratio = statistics.median(exchanges) / max(1e-9, before)
-        is_slow = all(
-            exchange_s > _NETWORK_RATIO * before and exchange_s > _LEAST_SHARE * max(times.step_s for times in step)
-            for exchange_s, step in zip(exchanges, self._window, strict=True)
-        )
-        return [Straggler("network", ratio)] if is_slow else []
+        exchanges = wait_s.min(axis=1)
+        before, self._least_exchange_s = self._least_exchange_s, min(self._least_exchange_s, float(exchanges.max()))
+        least_s = np.maximum(_NETWORK_RATIO * before, _LEAST_SHARE * step_s.max(axis=1))
+        ratio = float(np.median(exchanges)) / max(1e-9, before)
+        return [Straggler("network", ratio)] if (exchanges > least_s).all() else []
+
+
+def _medians_of_others(values: Float64Array) -> Float64Array:
+    """Return the median of a row without each of its numbers, float64 [steps, ranks]."""
+    places, row = values.argsort(axis=1).argsort(axis=1), np.sort(values, axis=1)
+    middle = ((values.shape[1] - 2) // 2, (values.shape[1] - 1) // 2)
+    first, second = (np.take_along_axis(row, at + (at >= places), axis=1) for at in middle)
+    return (first + second) / 2
 
 
 def find_slow_nodes_file(folder: Path) -> Path | None:

@@ -16,10 +16,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 
@@ -129,12 +129,6 @@ class EventFile:
 Steps = list[tuple[int, dict[str, float]]]
 
 
-class Service(Protocol):
-    def send(self, steps: Steps) -> None: ...
-
-    def finish(self, status: str) -> None: ...
-
-
 class SentState:
     """The service's knowledge of the run, kept on disk."""
 
@@ -225,9 +219,6 @@ class Mlflow:
         self._client.set_terminated(self._run, {"finished": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED"))
 
 
-_OPEN: dict[str, Callable[[Path, SentState, dict[str, Any]], Service]] = {"wandb": Wandb, "mlflow": Mlflow}
-
-
 class Tracker:
     """Feeds one service with the steps of the run in `folder`."""
 
@@ -260,7 +251,8 @@ class Tracker:
         try:
             (self._folder / self._name).mkdir(exist_ok=True)
             sent = SentState(self._folder / self._name)
-            service = _OPEN[self._name](self._folder, sent, yaml.safe_load((self._folder / "config.yaml").read_text()))
+            settings = yaml.safe_load((self._folder / "config.yaml").read_text())
+            service = (Wandb if self._name == "wandb" else Mlflow)(self._folder, sent, settings)
             while not isinstance(steps := self._waiting.get(), str):
                 if new := [(step, values) for step, values in steps if step > sent.step]:
                     service.send(new)

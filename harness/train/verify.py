@@ -20,7 +20,7 @@ from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
 from harness.train.identity import read_identity
 from harness.train.lines import MISREAD
-from harness.train.metrics import METRICS_FILE, parse_metrics
+from harness.train.metrics import METRICS_FILE, StepMetrics
 
 T = TypeVar("T")
 
@@ -137,7 +137,7 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
 def _step_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
     """Yield the problems of the files that have lines of steps: metrics, digests, and answers to sample prompts."""
     path, digests_path = folder / METRICS_FILE, folder / DIGESTS_FILE
-    metrics, problems = _read_steps(path, parse_metrics, "metrics")
+    metrics, problems = _read_steps(path, partial(from_plain, StepMetrics), "metrics")
     digests, damaged = _read_steps(digests_path, from_json, "digests")
     answers, others = _read_steps(folder / SAMPLES_FILE, partial(from_plain, _Answer, lenient=True), "sample answers")
     yield from (*problems, *damaged, *others)

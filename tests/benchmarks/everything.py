@@ -168,7 +168,7 @@ def _measure(section: Section, folder: Path, quick: bool, failed: list[str], pro
         except HarnessError as error:
             failed.append(section.title)
             report.notes.append(f"this could not be measured: {error.what}")
-    report.command, report.title, report.about = command, section.title, section.about
+    report.command = command
     missing = [peer for peer in section.peers if peer not in list_versions()]
     report.notes += [f"{peer} is not installed, and not measured" for peer in missing]
     return report
@@ -194,19 +194,19 @@ def render_benchmarks(reports: Sequence[BenchReport]) -> str:
 
 def render_claims(reports: Sequence[BenchReport]) -> list[str]:
     rows: list[tuple[str | TableCell, ...]] = []
-    for report in reports:
+    for section, report in zip(SECTIONS, reports, strict=True):
         for figure in report.figures:
-            if (peer := HEADLINES.get((report.title, figure.name))) is not None:
+            if (peer := HEADLINES.get((section.title, figure.name))) is not None:
                 name, value, _, target, verdict = figure_row(replace(figure, **_LIMITS.get(figure.name, {})))
                 rows.append((name, peer, value, target, verdict))
     table = Table(("measured", "peer", "figure", "target", ""), rows, "llrl")
     lines = ["", "## Claims", "", f"Of all figures, {count_targets(reports)}.", "", table.to_markdown()]
     lines += ["", "## Sections", "", "Commands without `harness` follow `python -m tests.benchmarks`.", ""]
-    for report in reports:
+    for section, report in zip(SECTIONS, reports, strict=True):
         # The notes of what was measured are printed by its command.
         notes = [] if report.figures else [f"{note}." for note in report.notes]
         command = report.command.removeprefix("python -m tests.benchmarks ")
-        lines.append(f"- **{report.title}** (`{command}`): {' '.join([report.about, *notes])}")
+        lines.append(f"- **{section.title}** (`{command}`): {' '.join([section.about, *notes])}")
     return lines
 
 

@@ -26,7 +26,7 @@ from harness.formats import PackReader, open_dataset, open_writer
 from harness.loader import EpochOrder, LoaderConfig
 from harness.records import Int64Array, Pack
 from tests.benchmarks.clocks import rate
-from tests.benchmarks.links import large_dataset
+from tests.benchmarks.links import large_dataset, make_dataset
 
 _NUMPY = "np.memmap rows, copied, random"
 _RAW = "one plain file"
@@ -182,7 +182,7 @@ def _drawer(packs: int, reads: int, *, seed: int, warm_up: list[int] | None = No
 
 
 def _datasets(names: Iterable[str], sizes: Sizes, workspace: Workspace) -> dict[str, Path]:
-    return {name: workspace.dataset(name, packs=sizes.packs, pack_size=sizes.pack_size) for name in names}
+    return {name: make_dataset(workspace, name, packs=sizes.packs, pack_size=sizes.pack_size) for name in names}
 
 
 def _measure_random(sizes: Sizes, workspace: Workspace, report: BenchReport) -> None:
@@ -353,7 +353,7 @@ def _measure_legacy(sizes: Sizes, workspace: Workspace, report: BenchReport) -> 
         with open_writer(file, format="npy", pack_size=pack_size) as writer:
             for pack in make_packs(packs, pack_size):
                 writer.append(pack)
-    parquet = workspace.dataset("parquet", packs=packs, pack_size=pack_size)
+    parquet = make_dataset(workspace, "parquet", packs=packs, pack_size=pack_size)
     loaded = measure_apart("tests.benchmarks.probes:load_by_numpy", file)
     opened = [measure_apart(_OPEN, parquet) for _ in range(min(sizes.rounds, _MOST_PROCESSES))]
     ours, theirs = f"parquet, memory of open, {packs:,} packs", "npy, memory of numpy.load"

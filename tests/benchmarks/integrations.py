@@ -21,6 +21,7 @@ from harness.integrations import INTEGRATIONS, HuggingFaceRow, RankStream, missi
 from harness.loader import LoaderConfig
 from harness.schedule import ScheduleConfig
 from harness.thd import build_thd_batch
+from tests.benchmarks.links import make_dataset
 
 _PREFETCH = 2
 # Yields the tokens of each row, inside a block that ends workers.
@@ -47,7 +48,7 @@ def bench_integrations(sizes: Sizes, workspace: Workspace, progress: Progress) -
         report.notes.append(f"trl is left out: {packages} not installed; `{install}` adds it")
         return report
     progress("the integrations: writing the data")
-    memmap = workspace.dataset("memmap", packs=sizes.packs, pack_size=sizes.pack_size)
+    memmap = make_dataset(workspace, "memmap", packs=sizes.packs, pack_size=sizes.pack_size)
     arrow = write_trl_dataset(workspace.folder / f"trl-{sizes.packs}x{sizes.pack_size}", sizes)
     sides: dict[str, Rows] = {
         "rows of a step": partial(_rows_of_steps, sizes, memmap),

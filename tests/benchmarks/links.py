@@ -8,12 +8,22 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.bench.workspace import Workspace
+from harness.bench.workspace import Workspace, make_packs
 from harness.errors import FormatError, os_errors_as
-from harness.formats import Manifest, load_format, load_manifest
+from harness.formats import Manifest, load_format, load_manifest, open_writer
 from harness.formats.index import INDEX_NAMES, IndexPart, load_index, write_index
 from harness.formats.manifest import Shard, Totals
 from harness.storage import LocalFolder
+
+
+def make_dataset(workspace: Workspace, format: str, *, packs: int, pack_size: int) -> Path:
+    """Return a dataset of `packs` full packs in `format`; the packs are the same in every format."""
+    path = workspace.folder / f"{format}-{packs}x{pack_size}"
+    if not path.is_dir() or load_manifest(path) is None:
+        with open_writer(path, format=format, pack_size=pack_size) as writer:
+            for pack in make_packs(packs, pack_size):
+                writer.append(pack)
+    return path
 
 
 def large_dataset(workspace: Workspace, format: str, *, packs: int, shard_packs: int, pack_size: int) -> Path:
@@ -21,7 +31,7 @@ def large_dataset(workspace: Workspace, format: str, *, packs: int, shard_packs:
     shard_packs = min(shard_packs, load_format(format).packs_per_shard)
     path = workspace.folder / f"{format}-{packs}-links-of-{shard_packs}x{pack_size}"
     if not path.is_dir() or load_manifest(path) is None:
-        source = workspace.dataset(format, packs=shard_packs, pack_size=pack_size)
+        source = make_dataset(workspace, format, packs=shard_packs, pack_size=pack_size)
         link_shards(source, path, copies=-(-packs // shard_packs))
     return path
 

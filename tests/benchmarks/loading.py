@@ -12,6 +12,7 @@ from harness.bench.workspace import Workspace
 from harness.formats import open_dataset
 from harness.loader import Loader, LoaderConfig
 from harness.schedule import ScheduleConfig
+from tests.benchmarks.links import make_dataset
 
 _FORMATS = ("memmap", "binidx", "parquet", "npy", "jsonl")
 # Million tokens a second that a format must reach with some number of workers.
@@ -26,7 +27,7 @@ def bench_loader(sizes: Sizes, workspace: Workspace, progress: Progress) -> Benc
     report = BenchReport("loader")
     progress("the loader: writing the data")
     paths = {
-        name: workspace.dataset(name, packs=packs_of(name, sizes), pack_size=sizes.pack_size)
+        name: make_dataset(workspace, name, packs=packs_of(name, sizes), pack_size=sizes.pack_size)
         for name in sizes.choose(_FORMATS)
     }
     for workers in sizes.workers:

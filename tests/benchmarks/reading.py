@@ -15,7 +15,7 @@ from harness.loader import Blend, Loader, LoaderConfig, RankLayout
 from harness.loader.plan import BatchReader
 from harness.printing import count_of
 from harness.schedule import ScheduleConfig
-from tests.benchmarks.links import large_dataset
+from tests.benchmarks.links import large_dataset, make_dataset
 from tests.benchmarks.loading import packs_of
 
 # Without npy, which unpickles the sixteen whole files of a first batch: that took 40 s.
@@ -30,7 +30,7 @@ def bench_reading(sizes: Sizes, workspace: Workspace, progress: Progress) -> Ben
     """Count bytes of Parquet, and measure the wait for the first batch of each format."""
     report = BenchReport("reading")
     progress("bytes read by one of many ranks, parquet")
-    path = workspace.dataset("parquet", packs=sizes.packs, pack_size=sizes.pack_size)
+    path = make_dataset(workspace, "parquet", packs=sizes.packs, pack_size=sizes.pack_size)
     _measure_bytes(sizes, path, report)
     for name in sizes.choose(_FORMATS) if sizes.large_packs else ():
         progress(f"the first batch of {sizes.large_packs:,} packs, {name}")

@@ -9,6 +9,7 @@ from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.formats import FORMATS
+from tests.benchmarks.links import make_dataset
 from tests.benchmarks.probes import MIN_PASSES
 
 # Less is no growth: allocators keep some pages more or less, and batches on their way are open files.
@@ -21,7 +22,7 @@ def bench_soak(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchR
     for name in sizes.choose(FORMATS):
         progress(f"soaking {name}")
         packs = max(1, sizes.packs // 4) if name in ("npy", "jsonl") else sizes.packs
-        path = workspace.dataset(name, packs=packs, pack_size=sizes.pack_size)
+        path = make_dataset(workspace, name, packs=packs, pack_size=sizes.pack_size)
         arguments = (path, workers, sizes.global_batch, sizes.pack_size, sizes.part_limit_s)
         add_soak(report, name, measure_apart("tests.benchmarks.probes:soak", *arguments))
     grown = sum(figure.value > 0 for figure in report.figures if ", growth of " in figure.name)

@@ -22,6 +22,7 @@ from harness.megatron.job.runtime import join
 from harness.plan.layout import ParallelConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
+from tests.samples.small_packs import batch_digest
 
 from .conftest import run_ranks
 
@@ -39,7 +40,7 @@ def test_tensor_parallel_ranks_get_what_the_first_of_them_reads_and_fail_togethe
     out = tmp_path / "report"
     run_ranks(4, "test_feed", dataset / "train", out)
     report = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(4)]
-    expected = [batch.digest() for batch in loader(open_dataset(str(dataset / "train")))]
+    expected = [batch_digest(batch) for batch in loader(open_dataset(str(dataset / "train")))]
     assert len(expected) == 7
     for rank, entry in enumerate(report):
         assert entry["digests"] == expected
@@ -101,7 +102,7 @@ def main(dataset: Path, out: Path) -> None:
             )
 
         with Feed(lambda: make(source), device=job.device) as feed:
-            report = {"rank": job.rank, "tp": layout.tp_rank, "digests": [batch.digest() for batch in feed]}
+            report = {"rank": job.rank, "tp": layout.tp_rank, "digests": [batch_digest(batch) for batch in feed]}
         report["opened"] = len(opened)
 
         faulty = Failing(source) if job.rank == 2 else source

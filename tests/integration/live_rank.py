@@ -28,6 +28,7 @@ from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.schedule import SequenceCost
 from harness.storage import write_atomically
 from harness.train.metrics import keep_lines_before
+from tests.samples.small_packs import batch_digest
 
 SIZE, CAPACITY, PACK_SIZE, OPEN_PACKS = 4, 256, 128, 3
 
@@ -73,7 +74,7 @@ def main(
         for batch in feed:
             time.sleep(step_s)
             step, state = step + 1, batch.state
-            parts = gather_on_rank_0((batch.digest(), [one for row in batch.sequence_ids for one in row.tolist()]))
+            parts = gather_on_rank_0((batch_digest(batch), [one for row in batch.sequence_ids for one in row.tolist()]))
             if rank == 0:
                 with log.open("a") as file:
                     ids = sorted(one for _, part in parts for one in part)

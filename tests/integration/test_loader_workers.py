@@ -16,6 +16,7 @@ from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.loader.order import BatchRange
 from harness.loader.workers import BatchStream
 from harness.schedule import ScheduleConfig
+from tests.samples.small_packs import batch_digest
 
 from .conftest import WritePacks
 
@@ -45,7 +46,7 @@ def loader(source: Path | PackReader, **settings: object) -> Loader:
 
 def contents(made: Loader) -> list[tuple[int, int, list[int], str]]:
     with made:
-        return [(batch.epoch, batch.step_in_epoch, batch.pack_ids.tolist(), batch.digest()) for batch in made]
+        return [(batch.epoch, batch.step_in_epoch, batch.pack_ids.tolist(), batch_digest(batch)) for batch in made]
 
 
 def test_persistent_workers_live_across_epochs_and_others_do_not(dataset: Path) -> None:
@@ -68,11 +69,11 @@ def test_a_loader_can_be_iterated_again(dataset: Path) -> None:
     with loader(dataset, num_workers=2, num_epochs=1, shuffle=False) as made:
         first = []
         for batch in made:
-            first.append(batch.digest())
+            first.append(batch_digest(batch))
             if len(first) == 3:
                 break
-        again = [batch.digest() for batch in made]
-        third = [batch.digest() for batch in made]
+        again = [batch_digest(batch) for batch in made]
+        third = [batch_digest(batch) for batch in made]
     assert again == third
     assert again[:3] == first
     assert len(again) == made.num_steps_per_epoch == 8

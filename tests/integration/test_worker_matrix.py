@@ -11,6 +11,7 @@ import pytest
 from harness.formats import FORMATS, open_dataset
 from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.schedule import ScheduleConfig
+from tests.samples.small_packs import batch_digest
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def run(cell: Cell, folder: Path, *, seed: int) -> list[str]:
         layout = RankLayout(dp_rank=rank, dp_size=cell.dp_size, pad_to_multiple=2)
         schedule = ScheduleConfig("dp_balanced", 64)
         with Loader(reader, config, schedule=schedule, layout=layout, num_epochs=2) as made:
-            digests += [batch.digest() for batch in made]
+            digests += [batch_digest(batch) for batch in made]
         assert reader[1] == open_dataset(folder)[1]
     return digests
 

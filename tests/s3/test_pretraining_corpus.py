@@ -25,6 +25,7 @@ from harness.megatron.data.shared_indices import SharedIndices
 from harness.megatron.job import runtime
 from harness.plan import PretrainConfig
 from harness.recipes import pretrain as recipe
+from tests.samples.small_packs import batch_digest
 
 from ..distributed.conftest import run_here
 
@@ -142,11 +143,11 @@ def test_indices_are_built_once_and_shared_through_a_bucket(
     one, two = write_corpus(tmp_path / "one", 80, seed=1), write_corpus(tmp_path / "two", 50, seed=2)
     blend = [CorpusSource(str(one), 0.7), CorpusSource(str(two), 0.3)]
     local = settings(blend=blend, path_to_cache=str(tmp_path / "indices"), **order)
-    expected = [batch.digest() for batch in batches(opened(local), local)]
+    expected = [batch_digest(batch) for batch in batches(opened(local), local)]
     names = {path.name for path in (tmp_path / "indices").glob("*Dataset-*")}
     shared = replace(local, path_to_cache=place)
 
-    assert [batch.digest() for batch in batches(opened(shared), shared)] == expected
+    assert [batch_digest(batch) for batch in batches(opened(shared), shared)] == expected
     assert built(proxy) == names
     listed = bucket.get_file_info(pa_fs.FileSelector(place.removeprefix("s3://")))
     assert {one.base_name for one in listed} == names | {"_building"}, "and the lease, without an owner"
@@ -156,7 +157,7 @@ def test_indices_are_built_once_and_shared_through_a_bucket(
     proxy.clear()
     with monkeypatch.context() as patched:
         patched.setattr(np, "save", None)
-        assert [batch.digest() for batch in batches(opened(shared), shared)] == expected
+        assert [batch_digest(batch) for batch in batches(opened(shared), shared)] == expected
     assert built(proxy) == set()
     # An upload that was cut short before the description has no effect but that the rest is built again.
     for name in names:
@@ -164,7 +165,7 @@ def test_indices_are_built_once_and_shared_through_a_bucket(
             bucket.delete_file(f"{place.removeprefix('s3://')}/{name}")
     monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "third machine"))
     proxy.clear()
-    assert [batch.digest() for batch in batches(opened(shared), shared)] == expected
+    assert [batch_digest(batch) for batch in batches(opened(shared), shared)] == expected
     assert {name for name in names if name.endswith("description.txt")} <= built(proxy)
 
 

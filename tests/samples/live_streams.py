@@ -22,6 +22,7 @@ from harness.loader.live.rank import BatchPlan, FolderReader, Offer
 from harness.prep import ChatTokenizer
 from harness.records import Pack, UInt8Array
 from harness.schedule import SequenceCost
+from tests.samples.small_packs import batch_digest
 
 CAPACITY = 256
 
@@ -100,7 +101,7 @@ class Trained:
 
     @property
     def digests(self) -> list[list[str]]:
-        return [[batch.digest() for batch in step] for step in self.steps]
+        return [[batch_digest(batch) for batch in step] for step in self.steps]
 
     @property
     def sequences(self) -> list[int]:

@@ -8,14 +8,30 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import xxhash
 
 from harness.formats import Provenance, open_writer
+from harness.loader import RankBatch
 from harness.records import Pack
 
 VOCAB = 300
 # Seven packs of two sequences, which differ in their first token.
 PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
 P = TypeVar("P", str, Path)
+
+
+def batch_digest(batch: RankBatch) -> str:
+    """Return 32 hexadecimal digits over tokens, labels, masks, positions and boundaries of the rows, in order."""
+    digest = xxhash.xxh3_128()
+    for row in batch.rows:
+        digest.update(np.asarray([len(row), row.num_sequences], dtype=np.int64).tobytes())
+        arrays = (row.tokens, row.labels, row.loss_mask, row.position_ids, row.cu_seqlens, row.cu_seqlens_padded)
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
+        if (media := row.media) is not None:
+            for values in (media.sequences, media.starts, media.tokens, media.digests):
+                digest.update(values.tobytes())
+    return str(digest.hexdigest())
 
 
 def write_packs(path: P, packs: Iterable[Pack], **settings: Any) -> P:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,6 @@ _KINDS = (
     ("elementwise", r"elementwise|triton|fused|::(?:mul|add|sub|div|silu|sigmoid|neg|fill_|zero_|sum)|reduce_kernel"),
 )
 _WAITS = re.compile(r"cuda(?:Stream|Device|Event)Synchronize|cudaMemcpy$")
-Interval = tuple[float, float]
 
 
 def kind_of(name: str) -> str:
@@ -77,9 +77,9 @@ def add_trace(
     if not on_gpu:
         report.notes.append("times are of PyTorch's operations on a CPU, which waits for no device")
         return
-    spans = merge(map(_span, kernels))
+    took = max(event["ts"] + event["dur"] for event in kernels) - min(event["ts"] for event in kernels)
     report.add(Figure("kernels and copies of a step", len(kernels) / steps, "launches"))
-    report.add(Figure("device idle", 1 - _length(spans) / (spans[-1][1] - spans[0][0]), "share"))
+    report.add(Figure("device idle", 1 - busy_time(kernels) / took, "share"))
     waits = [event for event in events if event.get("cat") == "cuda_runtime" and _WAITS.match(event["name"])]
     report.add(Figure("waits of the host for the device, a step", len(waits) / steps, "calls"))
     copies = [event for event in kernels if event["cat"] == "gpu_memcpy" and "HtoD" in event["name"]]
@@ -93,25 +93,14 @@ def add_trace(
 
 def hidden_share(copies: Sequence[Mapping[str, Any]], kernels: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of the copies' time in which a kernel runs too."""
-    apart = _length(merge(map(_span, copies))) + _length(merge(map(_span, kernels)))
-    both = apart - _length(merge(map(_span, [*copies, *kernels])))
-    return both / max(_length(merge(map(_span, copies))), 1e-9)
+    both = busy_time(copies) + busy_time(kernels) - busy_time([*copies, *kernels])
+    return both / max(busy_time(copies), 1e-9)
 
 
-def _span(event: Mapping[str, Any]) -> Interval:
-    return event["ts"], event["ts"] + event["dur"]
-
-
-def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals, in order and apart."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+def busy_time(events: Iterable[Mapping[str, Any]]) -> float:
+    """Return the time in which at least one of the events runs."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total

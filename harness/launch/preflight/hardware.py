@@ -202,15 +202,11 @@ def read_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
     """
     named = os.environ.get("NCCL_IB_HCA", "")
     is_exact = named.startswith("=")
-    names = [name for name in named.lstrip("=").split(",") if name] if not named.startswith("^") else []
-    wanted = [(name, number) for name, _, number in (text.partition(":") for text in names)]
-    ports = [
-        (path.name, port.name)
-        for path in sorted(root.iterdir() if root.is_dir() else ())
-        for port in sorted((path / "ports").iterdir() if (path / "ports").is_dir() else ())
-    ]
+    names = [] if named.startswith("^") else filter(None, named.lstrip("=").split(","))
+    wanted = [name.partition(":")[::2] for name in names]
+    ports = sorted((port.parts[-3], port.name) for port in root.glob("*/ports/*"))
 
-    def matches(port: tuple[str, str], want: tuple[str, str], *, in_full: bool) -> bool:
+    def matches(port: tuple[str, str], want: tuple[str, ...], *, in_full: bool) -> bool:
         is_named = port[0] == want[0] if in_full else port[0].startswith(want[0])
         return is_named and want[1] in ("", port[1])
 

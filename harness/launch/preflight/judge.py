@@ -7,7 +7,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from harness.launch.cluster import PreflightConfig
@@ -91,15 +91,6 @@ def culprits(faults: Sequence[Fault], nodes: Sequence[str]) -> dict[str, str]:
     return own if own and is_clear and 2 * len(own) <= len(nodes) else {}
 
 
-@dataclass
-class _Answers:
-    """Answers of one node: facts by check, those of the last rank where several answer, and the errors of all."""
-
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    errors: list[Fault] = field(default_factory=list)
-    timeouts: list[Fault] = field(default_factory=list)
-
-
 def judge_nodes(
     lines: Iterable[str],
     nodes: Sequence[str],
@@ -117,7 +108,7 @@ def judge_nodes(
         code: digest that the code of every node must have; empty for any.
         srun: errors of the srun that ran the step, which tell why a node has not answered.
     """
-    answers = _read(lines)
+    answers, errors, timeouts = _read(lines)
     causes, was_stopped = read_srun(srun, [node for node in nodes for _ in range(tasks_per_node)])
     present = [node for node in nodes if node in answers]
     fix = (
@@ -129,36 +120,39 @@ def judge_nodes(
     # Where srun ended the step because of one node, the others were not asked.
     if not (faults and was_stopped):
         faults += [Fault(node, "no answer from the node", fix.format(node)) for node in silent if node not in causes]
-    faults += [fault for node in present for fault in answers[node].errors]
-    facts = {node: answers[node].facts for node in present}
+    faults += [fault for node in present for fault in errors if fault.node == node]
+    facts = {node: answers[node] for node in present}
     faults += [Fault(node, *fault) for node in present for fault in _below_limits(facts[node], limits, gpus, code)]
     faults += _differences(facts)
-    measured = next((found["all-reduce"] for found in facts.values() if "all-reduce" in found), {})
+    measured: dict[str, Any] = next((found["all-reduce"] for found in facts.values() if "all-reduce" in found), {})
     faults += _slow_links(measured, limits)
     faults += _slow_ranks(measured.get("ranks_s", []), limits)
-    faults += [fault for node in present for fault in answers[node].timeouts]
+    faults += [fault for node in present for fault in timeouts if fault.node == node]
     return faults, "\n".join([_summary(list(facts.values())), *_notes(facts)])
 
 
-def _read(lines: Iterable[str]) -> dict[str, _Answers]:
-    answers: dict[str, _Answers] = {}
+def _read(lines: Iterable[str]) -> tuple[dict[str, dict[str, Any]], list[Fault], list[Fault]]:
+    """Return facts by node and check, those of the last rank where several answer; errors of all; and timeouts."""
+    answers: dict[str, dict[str, Any]] = {}
+    errors: list[Fault] = []
+    timeouts: list[Fault] = []
     for line in lines:
         try:
             entry = json.loads(re.sub(r"^\s*\d+: ?", "", line))
             node, check = entry["node"], entry["check"]
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
-        of_node = answers.setdefault(node, _Answers())
+        of_node = answers.setdefault(node, {})
         if "facts" in entry:
-            of_node.facts[check] = entry["facts"]
+            of_node[check] = entry["facts"]
             continue
         where = f" ({entry['where']})" if entry.get("where") else ""
         rank = f"rank {entry['rank']}, " if "rank" in entry else ""
         fault = Fault(node, f"{rank}{check}: {entry['error']}{where}", entry.get("fix", ""))
-        faults = of_node.timeouts if entry.get("late") else of_node.errors
+        faults = timeouts if entry.get("late") else errors
         if fault not in faults:
             faults.append(fault)
-    return answers
+    return answers, errors, timeouts
 
 
 def _below_limits(

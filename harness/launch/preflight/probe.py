@@ -15,8 +15,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -221,20 +222,17 @@ def known_hashes(path: str) -> dict[str, str]:
     """Return the hashes that the files of a dataset or of weights must have, as far as they are written down there."""
     if not Path(path).is_dir():
         return {}
-    listed = read_checksums(Path(path))
-    return dict(_hashes_of_dataset(Path(path))) if listed is None else {file.path: file.xxh3 for file in listed}
-
-
-def _hashes_of_dataset(folder: Path) -> Iterator[tuple[str, str]]:
-    try:
-        data = open_datasets(DataConfig(path=str(folder)))
-    except (FormatError, OSError):
-        return  # weights, or files of another tool
-    for reader in (*data.sources, data.validation):
-        if isinstance(reader, PackReader) and reader.manifest is not None:
-            below = Path(reader.path).relative_to(folder)
-            files = [*reader.manifest.index, *(file for shard in reader.manifest.shards for file in shard.files)]
-            yield from ((str(below / file.path), file.xxh3) for file in files)
+    if (listed := read_checksums(Path(path))) is not None:
+        return {file.path: file.xxh3 for file in listed}
+    hashes: dict[str, str] = {}
+    with suppress(FormatError, OSError):  # of weights, or files of another tool
+        data = open_datasets(DataConfig(path=path))
+        for reader in (*data.sources, data.validation):
+            if isinstance(reader, PackReader) and reader.manifest is not None:
+                below = Path(reader.path).relative_to(path)
+                files = [*reader.manifest.index, *(file for shard in reader.manifest.shards for file in shard.files)]
+                hashes |= {str(below / file.path): file.xxh3 for file in files}
+    return hashes
 
 
 def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: float) -> Facts:
@@ -249,7 +247,16 @@ def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: fl
     if place.number > 0:
         return _connect(address, port, place, timeout_s=timeout_s)
     deadline = time.monotonic() + timeout_s
-    with _listen(port) as server:
+    is_dual = socket.has_dualstack_ipv6()
+    try:
+        server = socket.create_server(
+            ("", port), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual
+        )
+    except OSError as error:
+        what = f"rank 0 cannot listen on port {port}: {error.strerror}"
+        fix = "submit again: another process has taken the port since the job began"
+        raise HarnessError(what, where=socket.gethostname(), fix=fix) from None
+    with server:
         server_thread = threading.Thread(target=_serve, args=(server, place, deadline), daemon=True)
         server_thread.start()
         facts = _connect(address, port, place, timeout_s=timeout_s / 2)
@@ -272,17 +279,6 @@ def check_own_name(num_nodes: int) -> Facts:
         fix = "set cluster.env.GLOO_SOCKET_IFNAME=INTERFACE, or correct /etc/hosts of the node"
         raise HarnessError(what, where="/etc/hosts", fix=fix)
     return {}
-
-
-def _listen(port: int) -> socket.socket:
-    try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        what = f"rank 0 cannot listen on port {port}: {error.strerror}"
-        fix = "submit again: another process has taken the port since the job began"
-        raise HarnessError(what, where=socket.gethostname(), fix=fix) from None
 
 
 def _serve(server: socket.socket, place: NodePlace, deadline: float) -> None:

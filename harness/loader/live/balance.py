@@ -126,17 +126,11 @@ def send_to_trainers(mine: list[LivePack], placement: Placement, dp_rank: int, s
             # A copy: the next sequence may begin anywhere, and int32 needs its place in memory.
             arrived[i] = (data[at:middle].copy(), data[middle:end].copy())
             at = end
-    rows = [placement.placed.row(number, dp_rank) for number in range(placement.placed.num_microbatches)]
-    return [_row(row, placement, arrived) if row.shape[0] else None for row in rows]
-
-
-def _row(row: Int64Array, placement: Placement, arrived: dict[int, tuple[UInt8Array, UInt8Array]]) -> LivePack:
-    lengths = placement.lengths[row]
-    return LivePack(
-        Pack(
-            np.concatenate([arrived[i][0] for i in row.tolist()]).view(np.int32),
-            np.concatenate([arrived[i][1] for i in row.tolist()]),
-            np.cumsum(lengths) - lengths,
-        ),
-        placement.ids[row],
-    )
+    rows: list[LivePack | None] = [None] * placement.placed.num_microbatches
+    for number in range(len(rows)):
+        row = placement.placed.row(number, dp_rank)
+        if row.shape[0]:
+            ids, masks = (np.concatenate(parts) for parts in zip(*(arrived[i] for i in row.tolist()), strict=True))
+            starts = np.cumsum(placement.lengths[row]) - placement.lengths[row]
+            rows[number] = LivePack(Pack(ids.view(np.int32), masks, starts), placement.ids[row])
+    return rows

@@ -208,7 +208,19 @@ class LiveLoader:
         all_ended = is_last or all(position.ended for position in after)
         for source, position in enumerate(after):
             if (position.ended or is_last) and not self._positions[source].ended:
-                self._check_end(source, position, offers, all_ended=all_ended)
+                expected = {offer.rows_expected for offer in offers if offer.source == source} - {None}
+                if expected and position.rows not in expected and not position.lost:
+                    what = f"the stream ended after {expected.pop():,} rows, but {position.rows:,} were read"
+                    fix = "chunks were modified while they were read, or the run was resumed with other chunks"
+                    raise LoaderError(what, where=self._folders[source], fix=fix)
+                counts = _counts_of(self._left_out[source])
+                rest = f"; left out: {counts}" if counts else ""
+                lost = f"; chunks deleted before all of their rows were trained: {position.lost:,}"
+                rest += lost * bool(position.lost) + "; its share now goes to the other folders" * (not all_ended)
+                which = "the stream" if len(after) == 1 else f"the stream of {self._folders[source]}"
+                if self.steps or any(offer.lengths for offer in offers):
+                    rows = f"{count_of(position.rows, 'row')} in {count_of(position.done_below, 'chunk')}"
+                    self._log(f"{which} ended: {rows}{rest}")
         if is_last and self.steps == 0:
             counts = _counts_of(sum(self._left_out, Counter[str]()))
             what = "the stream ended without any trainable row" + (f"; left out: {counts}" if counts else "")
@@ -269,21 +281,6 @@ class LiveLoader:
             )
             for source, position in enumerate(self._positions)
         ]
-
-    def _check_end(self, source: int, after: LivePosition, offers: Sequence[Offer], *, all_ended: bool) -> None:
-        expected = {offer.rows_expected for offer in offers if offer.source == source} - {None}
-        if expected and after.rows not in expected and not after.lost:
-            what = f"the stream ended after {expected.pop():,} rows, but {after.rows:,} were read"
-            fix = "chunks were modified while they were read, or the run was resumed with other chunks"
-            raise LoaderError(what, where=self._folders[source], fix=fix)
-        counts = _counts_of(self._left_out[source])
-        left_out = f"; left out: {counts}" if counts else ""
-        left_out += f"; chunks deleted before all of their rows were trained: {after.lost:,}" if after.lost else ""
-        which = "the stream" if len(self._positions) == 1 else f"the stream of {self._folders[source]}"
-        rest = "" if all_ended else "; its share now goes to the other folders"
-        if self.steps or any(offer.lengths for offer in offers):
-            rows = f"{count_of(after.rows, 'row')} in {count_of(after.done_below, 'chunk')}"
-            self._log(f"{which} ended: {rows}{left_out}{rest}")
 
     def _batch(self, mine: list[LivePack], placement: Placement, packs: Sequence[ReadPack]) -> RankBatch:
         layout, lengths = self._plan.layout, placement.lengths

@@ -60,21 +60,13 @@ class LocalFiles:
         for name in self.path.glob(f"chunk_*{TEMPORARY_SUFFIX}"):
             name.unlink(missing_ok=True)
 
-    def size(self, name: str) -> int | None:
-        """Return the bytes of a file; None if it is missing."""
-        found = self._stat(name)
-        return None if found is None else found.st_size
-
-    def age_s(self, name: str) -> float | None:
-        """Return the seconds since a file was written; None if it is missing."""
-        found = self._stat(name)
-        return None if found is None else max(0.0, time.time() - found.st_mtime)
-
-    def _stat(self, name: str) -> os.stat_result | None:
+    def find(self, name: str) -> tuple[int, float] | None:
+        """Return the bytes of a file, and the seconds since it was written; None if it is missing."""
         try:
-            return (self.path / name).stat()
+            found = (self.path / name).stat()
         except OSError:
             return None
+        return found.st_size, max(0.0, time.time() - found.st_mtime)
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of a small file; None if it is missing."""
@@ -162,13 +154,10 @@ class BucketFiles:
     def remove_temporary(self) -> None:
         """Do nothing: uploads appear whole."""
 
-    def size(self, name: str) -> int | None:
+    def find(self, name: str) -> tuple[int, float] | None:
         found = self._listed(name)
-        return None if found is None else found.stamp.num_bytes
-
-    def age_s(self, name: str) -> float | None:
-        found = self._listed(name)
-        return None if found is None else found.age_s + time.monotonic() - self._listed_at
+        age_s = 0.0 if found is None else found.age_s + time.monotonic() - self._listed_at
+        return None if found is None else (found.stamp.num_bytes, age_s)
 
     def read(self, name: str) -> bytes | None:
         found = self._store.get(name) if self._listed(name) is not None else None

@@ -159,7 +159,7 @@ class LiveFolder:
 
     def find(self, index: int) -> str | None:
         """Return the name of the file of a chunk, whole or not."""
-        return next((name for name in _names(index) if self.files.size(name) is not None), None)
+        return next((name for name in _names(index) if self.files.find(name) is not None), None)
 
     def record(self, index: int) -> ReadyRecord | None:
         """Return the ready record of a chunk, if there is one; raise FormatError for a damaged one."""
@@ -202,7 +202,8 @@ class LiveFolder:
 
     def seen_s(self, who: str = PRODUCER_FILE) -> float | None:
         """Return the seconds since a producer (or consumer) was last active; None where there never was one."""
-        return self.files.age_s(who)
+        found = self.files.find(who)
+        return None if found is None else found[1]
 
     def status(self, who: str) -> dict[str, Any]:
         """Return the status that the producer (or consumer) wrote; empty without one, or during a write."""
@@ -250,6 +251,7 @@ class LiveChunk:
         reader: RecordReader = _READER,
     ) -> None:
         self.path, self.place, self._kept, self._reader = path, place or str(path), kept, reader
+        self.stream = record.stream if record is not None else ""
         try:
             if record is not None:
                 num_bytes, xxh3 = path.stat().st_size, file_digest(path)
@@ -339,7 +341,7 @@ def open_chunk(
     if name is None:
         return None
     if record is None and folder.end() is None and max(folder.look().chunks, default=index) <= index:
-        age_s = folder.files.age_s(name)
+        age_s = folder.seen_s(name)
         if age_s is None or age_s <= settle_s:
             return None
     stored = StoredFile(name, record.num_bytes, record.xxh3) if record is not None else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from harness.errors import LoaderError
 
@@ -90,28 +89,14 @@ class LivePosition:
         done_below = replace(self, finished=finished).first_unread
         return replace(self, done_below=done_below, finished=frozenset(c for c in finished if c > done_below))
 
-    def to_json(self) -> str:
-        counts = {name: sorted(getattr(self, name).items()) for name in ("taken", "begun")}
-        return json.dumps({**vars(self), "finished": sorted(self.finished), **counts})
-
-    @classmethod
-    def from_json(cls, text: str) -> LivePosition:
-        """Return the position that `to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        return cls(
-            **{
-                **values,
-                "finished": frozenset(values["finished"]),
-                "taken": dict(values["taken"]),
-                "begun": dict(values["begun"]),
-                "open_packs": tuple(tuple((c, r, s) for c, r, s in pack) for pack in values["open_packs"]),
-            }
-        )
-
 
 def positions_to_json(positions: Sequence[LivePosition]) -> str:
-    """Return the positions of all folders of a run as text; of a single folder as `LivePosition.to_json`."""
-    return positions[0].to_json() if len(positions) == 1 else json.dumps([one.to_json() for one in positions])
+    """Return the positions of all folders of a run as text: an object of a single folder, else a list of such texts."""
+    texts = []
+    for one in positions:
+        counts = {name: sorted(getattr(one, name).items()) for name in ("taken", "begun")}
+        texts.append(json.dumps({**vars(one), "finished": sorted(one.finished), **counts}))
+    return texts[0] if len(texts) == 1 else json.dumps(texts)
 
 
 def positions_from_json(text: str, num_folders: int) -> list[LivePosition]:
@@ -124,4 +109,9 @@ def positions_from_json(text: str, num_folders: int) -> list[LivePosition]:
         what = f"the checkpoint has positions in {len(parts)} folders of live chunks, and {num_folders} are named"
         fix = "use the folders that the run started with, or start a new run"
         raise LoaderError(what, where="data.live.blend", fix=fix)
-    return [LivePosition.from_json(part) for part in parts]
+    positions = []
+    for part in map(json.loads, parts):
+        built = {"finished": frozenset(part["finished"]), "taken": dict(part["taken"]), "begun": dict(part["begun"])}
+        packs = tuple(tuple((c, r, s) for c, r, s in pack) for pack in part["open_packs"])
+        positions.append(LivePosition(**{**part, **built, "open_packs": packs}))
+    return positions

@@ -82,7 +82,9 @@ def read_conversations(source: str, reader: RecordReader = _ANY_SCHEMA) -> Itera
         return
     for chunk in read_chunks(list_files(source), reader=reader):
         for number, record in enumerate(chunk.records, start=chunk.first):
-            line = record if isinstance(record, bytes) else _line_of_row(record)
+            line = record
+            if not isinstance(line, bytes):  # a row of Parquet or Arrow
+                line = json.dumps(record_of_row(line) if isinstance(line, Mapping) else line, default=_as_json).encode()
             if line.strip():
                 yield Item(line, f"{chunk.path}, {chunk.unit} {number}", reader=reader)
 
@@ -106,14 +108,10 @@ def log_unused_fields(items: Iterable[Item], source: str, log: Callable[[str], N
         yield item
 
 
-def _line_of_row(row: Any) -> bytes:
-    """Return a row of Parquet or Arrow as JSON; a value that JSON cannot hold becomes an object that is no text."""
-
-    def as_json(value: Any) -> dict[str, str]:
-        data = {"data": base64.b64encode(value).decode()} if isinstance(value, bytes) else {}
-        return {"type": type(value).__name__, **data}
-
-    return json.dumps(record_of_row(row) if isinstance(row, Mapping) else row, default=as_json).encode()
+def _as_json(value: Any) -> dict[str, str]:
+    """Return an object, which is no text, for a value that JSON cannot hold."""
+    data = {"data": base64.b64encode(value).decode()} if isinstance(value, bytes) else {}
+    return {"type": type(value).__name__, **data}
 
 
 def read_packs(source: str) -> Iterator[Item]:

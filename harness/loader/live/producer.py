@@ -348,7 +348,19 @@ class ChunkRows:
             FormatError: the row is neither, or is not a valid pack or conversation.
         """
         if self._kind == live.PACKS:
-            self._add_pack(row)
+            if not isinstance(row, Pack):
+                raise FormatError(f"the row is a {type(row).__name__}, expected a Pack", fix="write harness.Pack")
+            if problem := row.problem():
+                raise FormatError(f"the pack {problem}", fix="fix the source of packs")
+            if row.media:
+                fix = "add their conversations, with chunks.kind=chat"
+                raise FormatError("packs with media cannot be live rows", fix=fix)
+            packed = row if self._suffix == live.PARQUET else line_of_pack(row)
+            self._rows.append(packed)
+            self.num_bytes += len(packed) * (5 if packed is row else 1)
+            self.sequences += row.num_sequences
+            assert self.tokens is not None
+            self.tokens += len(row)
             return
         try:
             line = row if isinstance(row, bytes) else json.dumps(row).encode()
@@ -364,22 +376,6 @@ class ChunkRows:
         self._rows.append(line if self._suffix == live.JSONL else parsed)
         self.num_bytes += len(line)
         self.sequences += 1
-
-    def _add_pack(self, pack: Any) -> None:
-        if not isinstance(pack, Pack):
-            raise FormatError(f"the row is a {type(pack).__name__}, expected a Pack", fix="write harness.Pack")
-        if problem := pack.problem():
-            raise FormatError(f"the pack {problem}", fix="fix the source of packs")
-        if pack.media:
-            raise FormatError(
-                "packs with media cannot be live rows", fix="add their conversations, with chunks.kind=chat"
-            )
-        line = line_of_pack(pack) if self._suffix == live.JSONL else None
-        self._rows.append(pack if line is None else line)
-        self.num_bytes += 5 * len(pack) if line is None else len(line)
-        self.sequences += pack.num_sequences
-        assert self.tokens is not None
-        self.tokens += len(pack)
 
     def write(self, path: Path) -> None:
         """Write all rows; the file appears whole or not at all."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 
@@ -31,7 +31,6 @@ from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import BadReason, RecordReader
 from harness.prep.chat.records import BadRecord, Conversation
 from harness.prep.fitting import fit_conversation
-from harness.prep.tokenize import Encoded
 from harness.printing import count_of
 from harness.records import Int64Array, Pack
 from harness.schedule import SequenceCost
@@ -163,6 +162,8 @@ class FolderReader:
         self._dp_rank, self._dp_size = plan.layout.dp_rank, plan.layout.dp_size
         self._pad_to_multiple = plan.layout.pad_to_multiple
         self._tokenizer = tokenizer
+        reader = RecordReader() if tokenizer is None or tokenizer.media_rules is None else MEDIA_READER
+        self._open_chunk = partial(open_chunk, self._folder, require_ready=config.require_ready, reader=reader)
         self._left_out: Counter[str] = Counter()
         self._opened: list[tuple[int, int, str]] = []
         start = position or LivePosition()
@@ -263,20 +264,17 @@ class FolderReader:
         while index in self._finished:
             index += self._dp_size
         self._index = index
-        settle_s = self._config.settle_s
-        chunk = self._chunk = self._open_chunk(index, settle_s=settle_s)
+        chunk = self._chunk = self._open_chunk(index, settle_s=self._config.settle_s)
         if chunk is None:
             return False
         self._block.clear()
-        record = self._folder.record(index)
-        stream = record.stream if record is not None else ""
-        if self._stream and stream and stream != self._stream:
-            what = f"the chunk belongs to the stream {stream}, but this run was trained on {self._stream}"
+        if self._stream and chunk.stream not in ("", self._stream):
+            what = f"the chunk belongs to the stream {chunk.stream}, but this run was trained on {self._stream}"
             fix = "name the folder that the run started with, start a new run, or set loader.allow_other_data=true"
             raise LoaderError(
                 what, where=chunk.place, fix=f"{fix} to continue after the same chunk numbers of this one"
             )
-        self._stream = self._stream or stream
+        self._stream = self._stream or chunk.stream
         taken = self._taken.get(index, 0)
         if chunk.num_rows < taken or chunk.num_rows >= 1 << _ROW_BITS:
             what = f"the chunk has {count_of(chunk.num_rows, 'row')}, but {taken:,} were read before"
@@ -284,11 +282,6 @@ class FolderReader:
             raise LoaderError(what, where=chunk.place, fix=fix)
         self._opened.append((index, chunk.num_rows, chunk.path.name))
         return True
-
-    def _open_chunk(self, index: int, *, settle_s: float) -> LiveChunk | None:
-        reader = RecordReader() if self._tokenizer is None or self._tokenizer.media_rules is None else MEDIA_READER
-        require_ready = self._config.require_ready
-        return open_chunk(self._folder, index, require_ready=require_ready, settle_s=settle_s, reader=reader)
 
     def _read_sequence(self) -> None:
         """Read the next sequence of the open chunk, which completes at most one pack, or close the chunk at its end."""
@@ -377,7 +370,17 @@ class FolderReader:
             if isinstance(result, BadRecord):
                 self._leave_out(result)
             elif isinstance(item, Conversation):
-                members[row] = self._members_of(index, row, item, result)
+                # A sequence takes as much of a pack as of a row, where it is padded.
+                multiple, limit = self._pad_to_multiple, self._config.over_long
+                room = self._config.pack_size // multiple * multiple
+                fitted = fit_conversation(item, result, self._tokenizer, pack_size=room, over_long=limit)
+                if not fitted.pieces:
+                    self._left_out[fitted.reason] += 1
+                sizes = padded_lengths(np.array([len(piece) for piece in fitted.pieces], np.int64), multiple).tolist()
+                members[row] = [
+                    Member((index, row, number), piece, max(len(piece), size))
+                    for number, (piece, size) in enumerate(zip(fitted.pieces, sizes, strict=True))
+                ]
         return [*members.values()]
 
     def _leave_out(self, record: BadRecord) -> None:
@@ -388,25 +391,6 @@ class FolderReader:
                 fix += "; `harness live produce` with source.drop_media=true writes chunks with text only"
             raise FormatError(f"invalid conversation ({record.reason}): {record.detail}", where=record.where, fix=fix)
         self._left_out[str(record.reason)] += 1
-
-    def _members_of(
-        self, index: int, row: int, conversation: Conversation, encoded: Sequence[Encoded]
-    ) -> list[Member[Place]]:
-        # A sequence takes as much of a pack as of a row, where it is padded.
-        pad_to_multiple = self._pad_to_multiple
-        room = self._config.pack_size // pad_to_multiple * pad_to_multiple
-        assert self._tokenizer is not None
-        fitted = fit_conversation(
-            conversation, encoded, self._tokenizer, pack_size=room, over_long=self._config.over_long
-        )
-        pieces = fitted.pieces
-        if not pieces:
-            self._left_out[fitted.reason] += 1
-        sizes = padded_lengths(np.array([len(piece) for piece in pieces], np.int64), pad_to_multiple).tolist()
-        return [
-            Member((index, row, number), piece, max(len(piece), size))
-            for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True))
-        ]
 
     def _restore(self) -> None:
         """Read the conversations that waited in open packs again."""
@@ -444,7 +428,7 @@ class FolderReader:
                 return "it exists without a ready record; data.live.require_ready=false accepts such chunks"
             return "it exists, but is not marked as ready"
         for name in (f"chunk_{index}{suffix}" for suffix in SUFFIXES if index < 10_000):
-            if self._folder.files.size(name) is not None:
+            if self._folder.files.find(name) is not None:
                 return f"{name} exists, but names must have five digits"
         if later := [other for other in contents.chunks if other > index]:
             return f"the numbering has a gap: {chunk_name(min(later))} exists"

@@ -59,31 +59,31 @@ def live_status(path: str | Path) -> LiveStatus:
     if not folder.files.exists():
         raise FormatError("the folder does not exist", where=str(path), fix="specify the folder of the chunks")
     contents, end = folder.look(), folder.end()
-    traces = (folder.seen_s(PRODUCER_FILE), folder.seen_s(CONSUMER_FILE), end)
-    if not contents.next_index and all(trace is None for trace in traces):
+    producer_seen_s, consumer_seen_s = folder.seen_s(PRODUCER_FILE), folder.seen_s(CONSUMER_FILE)
+    if not contents.next_index and all(trace is None for trace in (producer_seen_s, consumer_seen_s, end)):
         what = "the folder contains no live stream: no chunk, no producer, no reader"
         fix = "specify the folder of the chunks; `harness live produce` starts a stream"
         raise FormatError(what, where=str(path), fix=fix)
     newest = sorted(contents.ready)[-_RECORDS_FOR_RATE:]
     records = [record for record in map(folder.record, newest) if record is not None]
-    consumer = folder.status(CONSUMER_FILE)
+    producer, consumer = folder.status(PRODUCER_FILE), folder.status(CONSUMER_FILE)
     seconds = records[-1].time - records[0].time if len(records) > 1 else 0.0
     made = sum(record.rows for record in records[1:])
     last = records[-1] if records else None
     return LiveStatus(
         path=str(path),
-        producer="ended" if end is not None else _state(folder, PRODUCER_FILE),
-        producer_seen_s=folder.seen_s(PRODUCER_FILE),
-        producer_status=folder.status(PRODUCER_FILE),
-        consumer=_state(folder, CONSUMER_FILE),
-        consumer_seen_s=folder.seen_s(CONSUMER_FILE),
+        producer="ended" if end is not None else _state(producer, producer_seen_s),
+        producer_seen_s=producer_seen_s,
+        producer_status=producer,
+        consumer=_state(consumer, consumer_seen_s),
+        consumer_seen_s=consumer_seen_s,
         consumer_status=consumer,
         chunks=end.chunks if end is not None else contents.next_index,
         rows=last.total_rows if last is not None else None,
         tokens=last.total_tokens if last is not None else None,
         waiting=contents.num_unread(contents.chunks, consumer),
         completed=len(contents.completed),
-        num_bytes=sum(folder.files.size(name) or 0 for name in contents.chunks.values()),
+        num_bytes=sum(found[0] for found in map(folder.files.find, contents.chunks.values()) if found is not None),
         rows_per_s=made / seconds if seconds > 0 else None,
         chunks_per_min=60 * (len(records) - 1) / seconds if seconds > 0 else None,
         ended=end is not None,
@@ -121,11 +121,9 @@ def render_status(status: LiveStatus) -> RenderableType:
     return Group(Table((), facts).to_terminal(), "", readers.to_terminal())
 
 
-def _state(folder: LiveFolder, who: str) -> str:
-    seen_s = folder.seen_s(who)
+def _state(status: dict[str, Any], seen_s: float | None) -> str:
     if seen_s is None:
         return "none"
-    status = folder.status(who)
     if status.get("state") == "ended":
         return "ended"
     pid = status.get("pid")

@@ -22,6 +22,7 @@ from harness.formats import open_dataset
 from tests.benchmarks import reading, scheduling
 from tests.benchmarks.__main__ import PEERS
 from tests.benchmarks.clocks import rate
+from tests.benchmarks.links import make_dataset
 from tests.benchmarks.scheduling import NEXT_FIT
 
 ALL = BENCHES | PEERS
@@ -105,14 +106,14 @@ def test_a_case_adds_its_sides_in_turns_and_the_ratio_of_the_first_to_the_second
 
 def test_a_workspace_is_removed_unless_it_is_kept_and_its_packs_are_the_same_again(tmp_path):
     with Workspace(tmp_path) as workspace:
-        path = workspace.dataset("memmap", packs=4, pack_size=32)
+        path = make_dataset(workspace, "memmap", packs=4, pack_size=32)
         assert len(open_dataset(path)) == 4
     assert list(tmp_path.iterdir()) == []
     with Workspace(tmp_path, keep=True) as workspace:
-        path = workspace.dataset("memmap", packs=4, pack_size=32)
+        path = make_dataset(workspace, "memmap", packs=4, pack_size=32)
         written = (path / "manifest.json").stat().st_mtime_ns
     with Workspace(tmp_path, keep=True) as workspace:
-        assert workspace.dataset("memmap", packs=4, pack_size=32) == path
+        assert make_dataset(workspace, "memmap", packs=4, pack_size=32) == path
         assert (path / "manifest.json").stat().st_mtime_ns == written
     packs = list(make_packs(20, 128))
     assert [pack.problem(128) for pack in packs] == [None] * 20

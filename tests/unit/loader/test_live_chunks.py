@@ -14,7 +14,7 @@ from live_streams import Trained, long_chats, some_chats, some_packs, train, wri
 
 from harness.errors import FormatError, LoaderError
 from harness.loader.live import LiveProducer
-from harness.loader.live.position import LivePosition
+from harness.loader.live.position import positions_from_json
 from harness.loader.live.rank import FolderReader, Offer
 from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.prep.tokenize.bpe import train_bpe
@@ -93,7 +93,7 @@ def test_a_chunk_counts_as_trained_only_when_none_of_its_rows_waits_in_an_open_p
     done: Counter[int] = Counter()
     for number, step in enumerate(trained.steps):
         done.update(int(one) >> 40 for batch in step for row in batch.sequence_ids for one in row)
-        position = LivePosition.from_json(trained.state(number).live)
+        position = positions_from_json(trained.state(number).live, 1)[0]
         whole = [chunk for chunk, size in enumerate(SIZES) if done[chunk] == size]
         assert position.trained_chunks(range(len(SIZES))) == whole
 

@@ -41,7 +41,7 @@ def megatrons(made, size):
     helpers = pytest.importorskip("megatron.core.datasets.helpers_cpp")
     sources, samples = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
     if made.weights is None:
-        sizes = np.asarray([made.limit(source) for source in range(len(made.sizes))], dtype=np.int64)
+        sizes = np.asarray(made.limits, dtype=np.int64)
         helpers.build_exhaustive_blending_indices(sources, samples, sizes, len(sizes))
     else:
         from megatron.core.datasets.utils import normalize
@@ -72,7 +72,7 @@ def test_draws_without_weights_are_megatrons(sizes, data):
     check_equals_megatron(made, made.num_packs)
     counts = [0] * len(sizes)
     made.draw(counts, made.num_packs + 10)
-    assert counts == [made.limit(source) for source in range(len(sizes))]
+    assert counts == made.limits
 
 
 @pytest.mark.nightly

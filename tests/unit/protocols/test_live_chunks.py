@@ -21,7 +21,7 @@ from harness.loader.live import producer as producer_module
 from harness.loader.live import rank as rank_module
 from harness.loader.live.consumer import LiveLoader
 from harness.loader.live.folder import LiveFolder, ReadyRecord
-from harness.loader.live.position import LivePosition
+from harness.loader.live.position import positions_from_json, positions_to_json
 from harness.loader.live.rank import BatchPlan, FolderReader, Waiting
 from harness.records import Pack
 from harness.schedule import SequenceCost
@@ -49,8 +49,8 @@ class Files:
         self._world.look()
         return list(self._world.objects)
 
-    def size(self, name: str) -> int | None:
-        return len(self._world.objects[name][0]) if name in self._world.objects else None
+    def find(self, name: str) -> tuple[int, float] | None:
+        return (len(self._world.objects[name][0]), 0.0) if name in self._world.objects else None
 
     def read(self, name: str) -> bytes | None:
         self._world.look()
@@ -58,9 +58,6 @@ class Files:
 
     def read_mark(self, name: str) -> bytes:
         return self.read(name) or b""
-
-    def age_s(self, name: str) -> float | None:
-        return None
 
     def write(self, name: str, data: bytes) -> None:
         self._world.pause()
@@ -142,7 +139,7 @@ class Chunk:
     kind = "packs"
 
     def __init__(self, path: Any, record: ReadyRecord, place: str, kept: None, reader: Any = None) -> None:
-        self.path, self.place, self.num_rows = path, place, len(path.rows)
+        self.path, self.place, self.num_rows, self.stream = path, place, len(path.rows), record.stream
 
     def where(self, row: int) -> str:
         return self.place
@@ -233,7 +230,7 @@ class Streams(World):
         live, history = job.start
         folder_, mark = LiveFolder("live"), Lock(Files(self), self, "_consumer")
         plan = BatchPlan(RankLayout(dp_rank=number, dp_size=job.size), job.size, 8, SequenceCost())
-        position = LivePosition.from_json(live) if live else LivePosition()
+        (position,) = positions_from_json(live, 1)
         config = LiveConfig(blend=[LiveSource("live", 1.0)], pack_size=8, timeout_s=1e6)
 
         def report(positions: Any, offers: Any) -> None:
@@ -263,7 +260,7 @@ class Streams(World):
         self.checkpoint = live, history
 
     def mark(self, folder_: LiveFolder, live: str, history: tuple[int, ...]) -> None:
-        folder_.complete(LivePosition.from_json(live).trained_chunks(folder_.look().chunks))
+        folder_.complete(positions_from_json(live, 1)[0].trained_chunks(folder_.look().chunks))
 
     def gather(self, slots: dict[Any, list[Any]], size: int, number: int, mine: list[Any]) -> list[Any]:
         """Return the values of all ranks, once all have come here."""
@@ -385,9 +382,9 @@ class ReadsOn(Loader):
     """Saves the position of rows that are read ahead, in place of those that are trained."""
 
     def _batch(self, rows: Any, placement: Any, reads: Any) -> Any:
-        position = LivePosition.from_json(self._state.live)
+        (position,) = positions_from_json(self._state.live, 1)
         ahead = position.done_below + len(self._streams)
-        live = replace(position, done_below=ahead, rows=position.rows + 1).to_json()
+        live = positions_to_json([replace(position, done_below=ahead, rows=position.rows + 1)])
         return super()._batch(rows, placement, reads)[0], live
 
 
