@@ -339,10 +339,7 @@ class _Placement:
         allowed[:, :-1] &= swaps
         score = np.abs(change - wanted[pair][:, None])
         if weight:
-            costs = self.row_costs.reshape(self.shape)
-            # What each row can gain before its microbatch takes longer.
-            slack = costs.max(axis=1, keepdims=True) - costs
-            score += weight * np.maximum(0.0, change - slack.reshape(-1)[rows])
+            score += weight * np.maximum(0.0, change - self._slack()[rows])
         score[~allowed] = np.inf
 
         best, least = np.argmin(score, axis=1), score.min(axis=1)
@@ -355,6 +352,12 @@ class _Placement:
         values = (each[order, best[order]] for each in (rows, change, added))
         self._apply(givers[order], is_swap, back, *values)
         return bool(order.shape[0])
+
+    def _slack(self) -> Float64Array:
+        """Return the cost that each row can gain before its microbatch takes longer, float64 [rows]."""
+        costs = self.row_costs.reshape(self.shape)
+        slack: Float64Array = costs.max(axis=1, keepdims=True) - costs
+        return slack.reshape(-1)
 
     def _apply(
         self,
