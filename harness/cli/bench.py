@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,8 +20,6 @@ from harness.printing import count_of, open_console, print_line, print_text
 from harness.settings import explain_settings, to_yaml
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from harness.bench.figures import BenchReport, Progress
 
 _LOG_COLUMNS = 110
@@ -61,16 +59,16 @@ def run_bench(
     from harness.bench.workspace import Workspace
 
     with Workspace(folder, keep=keep) as workspace:
-        reports = run_benches([lambda progress: chosen.measure(sizes, workspace, progress)], as_json=as_json)
+        report = _measure(lambda progress: chosen.measure(sizes, workspace, progress), as_json=as_json)
     if save is not None:
         with os_errors_as(ConfigError, "the figures cannot be written", where=save, fix="choose another file"):
             save.parent.mkdir(parents=True, exist_ok=True)
-            save.write_text(_to_json(reports) + "\n")
-    if broken := [part for report in reports for part in report.failed]:
+            save.write_text(_to_json(report) + "\n")
+    if broken := report.failed:
         fix = "the notes list the reasons, with .log files next to them; run it again to repeat only these"
         what = f"{count_of(len(broken), 'part')} could not be measured: {', '.join(broken)}"
         raise HarnessError(what, where=command, fix=fix)
-    missed = [f"{report.subject}: {figure.name}" for report in reports for figure in report.missed]
+    missed = [f"{report.subject}: {figure.name}" for figure in report.missed]
     if missed and check:
         print_line(f"missed {count_of(len(missed), 'target')}: {'; '.join(missed)}", file=sys.stderr)
         raise typer.Exit(1)
@@ -79,36 +77,30 @@ def run_bench(
 run_bench.__doc__ = HELP
 
 
-def run_benches(measurements: Sequence[Callable[[Progress], BenchReport]], *, as_json: bool) -> list[BenchReport]:
-    """Run measurements one after another and print each report as it is ready: tables, or JSON of all at the end."""
+def _measure(measure: Callable[[Progress], BenchReport], *, as_json: bool) -> BenchReport:
+    """Run a measurement and print its report, as tables or as JSON."""
     from harness.bench.figures import render_report
 
-    # A log is not wrapped to the 80 columns that rich assumes without a terminal.
-    console = open_console(width=_LOG_COLUMNS)
-    errors = open_console(stderr=True)
-    reports = []
-    for measure in measurements:
-        start = time.perf_counter()
-        with errors.status("measuring") as status:
+    start, errors = time.perf_counter(), open_console(stderr=True)
+    with errors.status("measuring") as status:
 
-            def progress(text: str, start: float = start, status: Status = status) -> None:
-                status.update(text)
-                if not errors.is_terminal:
-                    errors.print(f"[{time.perf_counter() - start:6.1f} s] {text}")
+        def progress(text: str) -> None:
+            status.update(text)
+            if not errors.is_terminal:
+                errors.print(f"[{time.perf_counter() - start:6.1f} s] {text}")
 
-            report = measure(progress)
-        report.seconds = time.perf_counter() - start
-        reports.append(report)
-        if not as_json:
-            console.print(render_report(report))
-            console.print()
+        report = measure(progress)
+    report.seconds = time.perf_counter() - start
     if as_json:
-        print_text(_to_json(reports))
-    return reports
+        print_text(_to_json(report))
+    else:
+        # A log is not wrapped to the 80 columns that rich assumes without a terminal.
+        open_console(width=_LOG_COLUMNS).print(render_report(report), end="\n\n")
+    return report
 
 
-def _to_json(reports: Sequence[BenchReport]) -> str:
-    return json.dumps({"reports": [report.to_dict() for report in reports]}, indent=2)
+def _to_json(report: BenchReport) -> str:
+    return json.dumps({"reports": [report.to_dict()]}, indent=2)
 
 
 bench_app = typer.Typer()

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from harness.plan import RunConfig
     from harness.plan.catalog import ModelReport
     from harness.plan.search import LayoutSearch
-    from harness.plan.work import Machine
 
 launch_app = typer.Typer()
 # Of a search for settings that name no data; layouts compare alike for any number.
@@ -155,6 +154,7 @@ def plan(
     from harness.plan import SftConfig
     from harness.plan.run_plan import AssumedPacks, plan_run
     from harness.plan.search import search_layouts
+    from harness.plan.work import Machine
 
     settings: PlanSettings = context.obj[0]
     options: Options = context.obj[1]
@@ -172,7 +172,12 @@ def plan(
     gpu_bytes = _scaled(settings.gpu_gib, 2**30)
     num_packs = _ASSUMED_PACKS if assumes_data else settings.packs
     inputs: dict[str, Any] = {
-        "machine": _machine(settings),
+        "machine": Machine(
+            peak_flops=settings.peak_tflops * 1e12,
+            node_bytes_per_s=settings.node_gb_s * 1e9,
+            fabric_bytes_per_s=settings.port_gb_s * 1e9,
+            ranks=settings.gpus_per_node,
+        ),
         "packs": num_packs and AssumedPacks(num_packs, settings.data.pack_size, settings.sequence_tokens),
         "expert_load": settings.expert_load,
     }
@@ -189,17 +194,6 @@ def plan(
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if fits else 1)
-
-
-def _machine(settings: PlanSettings) -> Machine:
-    from harness.plan.work import Machine
-
-    return Machine(
-        peak_flops=settings.peak_tflops * 1e12,
-        node_bytes_per_s=settings.node_gb_s * 1e9,
-        fabric_bytes_per_s=settings.port_gb_s * 1e9,
-        ranks=settings.gpus_per_node,
-    )
 
 
 def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any]) -> None:

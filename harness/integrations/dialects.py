@@ -115,24 +115,14 @@ class MegatronRow(Row):
     """
 
     dialect = "megatron"
-    keys_of_dialect = (
-        *("tokens", "labels", "loss_mask", "position_ids"),
-        *("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "padding_mask"),
-    )
+    of_sequences = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+    keys_of_dialect = ("tokens", "labels", "loss_mask", "position_ids", *of_sequences, "padding_mask")
 
     @classmethod
     def of(cls, row: ThdBatch) -> Self:
         """Return a row of the loader in this dialect, as arrays."""
-        return cls(
-            tokens=row.tokens[None],
-            labels=row.labels[None],
-            loss_mask=row.loss_mask[None],
-            position_ids=row.position_ids[None],
-            cu_seqlens=row.cu_seqlens,
-            cu_seqlens_padded=row.cu_seqlens_padded,
-            max_seqlen=row.max_seqlen,
-            padding_mask=row.padding_mask[None],
-        )
+        values = {name: getattr(row, name) for name in cls.keys_of_dialect}
+        return cls({name: value if name in cls.of_sequences else value[None] for name, value in values.items()})
 
 
 class HuggingFaceRow(Row):

@@ -94,25 +94,21 @@ def tokens_per_second(steps: Sequence[StepMetrics]) -> float | None:
 
 def environment(device: str) -> dict[str, str]:
     """Return the device, machine, versions and commit that a report is made with."""
+    name = f"cpu ({platform.processor() or platform.machine()})"
+    if device != "cpu":
+        import torch
+
+        gpus = f"{torch.cuda.get_device_name()} x {torch.cuda.device_count()}" if torch.cuda.is_available() else ""
+        name = f"cuda ({gpus or 'on a machine without one'})"
     facts = {
-        "device": _device_name(device),
+        "device": name,
         "machine": f"{platform.node()}, {platform.platform()}, {platform.machine()}",
         "python": platform.python_version(),
     }
-    for name in _PACKAGES:
+    for package in _PACKAGES:
         with suppress(PackageNotFoundError):
-            facts[name] = version(name)
+            facts[package] = version(package)
     return {**facts, "commit": _commit()}
-
-
-def _device_name(device: str) -> str:
-    if device == "cpu":
-        return f"cpu ({platform.processor() or platform.machine()})"
-    import torch
-
-    if not torch.cuda.is_available():
-        return "cuda (on a machine without one)"
-    return f"cuda ({torch.cuda.get_device_name()} x {torch.cuda.device_count()})"
 
 
 def _commit() -> str:

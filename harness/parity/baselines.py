@@ -16,6 +16,7 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.parity.assemble import environment, series_of, status_of, tokens_per_second
 from harness.parity.compare import Tolerances, compare_runs
 from harness.parity.locate import Recorded, recorded_run
+from harness.parity.overlay import PLACES
 from harness.parity.result import CellResult, Check, ParityReport
 from harness.settings import from_plain
 from harness.storage import write_atomically
@@ -25,8 +26,6 @@ from harness.train.lines import MISREAD
 
 SCHEMA = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# Settings of a run that do not change what it trains.
-_OWN_SETTINGS = ("run_dir", "runs", "name", "resume")
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
         # A baseline is shared: the kind of machine matters, its name does not.
         environment(_device_of(run)) | {"machine": f"{platform.system()} {platform.machine()}"},
         tolerances,
-        {key: value for key, value in settings.items() if key not in _OWN_SETTINGS},
+        {key: value for key, value in settings.items() if key not in PLACES},
         [replace(step, step_s=0.0, data_wait_s=0.0, tokens_per_s=0.0) for step in recorded.steps],
         digests,
     )

@@ -19,7 +19,7 @@ from harness.train.folder import SETTINGS_FILE, read_settings
 from harness.train.metrics import validation_losses
 
 # Settings of where a run is, which differ between any two.
-_PLACES = ("name", "run_dir", "runs", "resume")
+PLACES = ("name", "run_dir", "runs", "resume")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def compare_curves(reference: RunCurves, run: RunCurves, *, tolerance: float) ->
     curves.append(_compare_curve("grad_norm", values_of("grad_norm"), None))
     counts = attrgetter(*EXACT)
     other = (step for step in common if counts(before[step]) != counts(after[step]))
-    names = [name for name in {**reference.settings, **run.settings} if name not in _PLACES]
+    names = [name for name in {**reference.settings, **run.settings} if name not in PLACES]
     pairs = {name: (reference.settings.get(name), run.settings.get(name)) for name in names}
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     return RunComparison(reference.name, run.name, curves, differing, next(other, None))

@@ -11,9 +11,7 @@ verdict is not stored, because it follows from the cells (`ParityReport.verdict`
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from harness.printing import redact_all
 
@@ -118,12 +116,5 @@ class ParityReport:
 
 def to_json(report: ParityReport) -> str:
     """Return `report` as JSON; numbers that are not finite become null."""
-    return json.dumps(redact_all(_finite(asdict(report))), indent=1) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    values = json.loads(json.dumps(asdict(report)), parse_constant=lambda _: None)
+    return json.dumps(redact_all(values), indent=1) + "\n"

@@ -54,7 +54,12 @@ def place_cost_balanced(batch: GlobalBatch) -> Schedule:
             if ours.cost_ratio <= good:
                 break
     if chosen is None:
-        chosen = _with_best_fit(batch, costs, goal)
+        rows = _best_fit(batch)
+        needed = _microbatches(int(rows.max()) + 1, batch)
+        tries = (_place(batch, costs, each, goal) for each in (needed, needed + batch.group_size))
+        chosen = next((placed for placed in tries if placed is not None), None)
+        if chosen is None:
+            chosen = exchange_sequences(_by_cost(batch, costs, rows, needed), costs, batch, needed, goal)
         ours = _measure(chosen, batch)
     if theirs.num_microbatches <= ours.num_microbatches and (
         theirs.cost_ratio <= ours.cost_ratio and theirs.sync_ratio <= ours.sync_ratio
@@ -168,17 +173,6 @@ def _by_cost(batch: GlobalBatch, costs: Float64Array, row_of: Int64Array, num_mi
     renumbered = np.empty(num_rows, dtype=np.int64)
     renumbered[rows.reshape(-1)] = np.arange(num_rows)
     return renumbered[row_of]
-
-
-def _with_best_fit(batch: GlobalBatch, costs: Float64Array, goal: float) -> Schedule:
-    """Return a schedule of as many microbatches as best-fit-decreasing packing needs, or one group more."""
-    rows = _best_fit(batch)
-    needed = _microbatches(int(rows.max()) + 1, batch)
-    for num_microbatches in (needed, needed + batch.group_size):
-        placed = _place(batch, costs, num_microbatches, goal)
-        if placed is not None:
-            return placed
-    return exchange_sequences(_by_cost(batch, costs, rows, needed), costs, batch, needed, goal)
 
 
 def _best_fit(batch: GlobalBatch) -> Int64Array:

@@ -37,9 +37,12 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
     rows = rows_needed(rest) * _ROOM + 1 if short.size else 0
     share = missing / missing.sum() if missing.any() else np.full(batch.dp_size, 1 / batch.dp_size)
     groups, more = -(-int((counts + np.ceil(rows * share)).max()) // batch.group_size), 1
+    of_shared = np.repeat(batch.costs(sizes)[is_shared], sizes[is_shared])
     while True:
         num_microbatches = groups * batch.group_size
-        taken = _cost_of_taken(batch, sizes, at, num_microbatches)
+        # The cost of each rank's row of a shared sequence, 0 for other rows.
+        taken = np.zeros((num_microbatches, batch.dp_size))
+        taken.reshape(-1)[_rows_of(at[is_shared], sizes[is_shared])] = of_shared
         row_of = _fill_free(rest, costs, missing, taken)
         if row_of is not None:
             break
@@ -92,15 +95,6 @@ def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Fl
         loads = np.repeat([load for load, _ in sorted(blocks, key=lambda block: block[1])], size)
         counts = np.repeat(np.asarray(numbers, dtype=np.int64), size)
     return at, loads, counts
-
-
-def _cost_of_taken(batch: GlobalBatch, sizes: Int64Array, at: Int64Array, num_microbatches: int) -> Float64Array:
-    """Return the cost of each rank's row of a shared sequence, float64 [microbatches, dp_size], 0 for other rows."""
-    taken = np.zeros(num_microbatches * batch.dp_size)
-    shared = np.flatnonzero(at >= 0)
-    costs = batch.costs(sizes)[shared]
-    taken[_rows_of(at[shared], sizes[shared])] = np.repeat(costs, sizes[shared])
-    return taken.reshape(num_microbatches, batch.dp_size)
 
 
 def _rows_of(first: Int64Array, sizes: Int64Array) -> Int64Array:

@@ -21,7 +21,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -50,20 +50,8 @@ _ROW_HEAD = 3
 _FIX = "correct the row in the tool that wrote it, or set the convention of that tool"
 
 
-@dataclass(frozen=True)
-class ForeignPacks:
-    """Packs of another tool: `packs(counts)` reads them one at a time and counts what it changes."""
-
-    packs: Callable[[Counter[str]], Iterator[Pack]]
-    num_packs: int
-
-    def longest(self, where: str) -> int:
-        """Return the tokens of the longest pack; raise FormatError if there is none."""
-        longest = max((len(pack) for pack in self.packs(Counter())), default=0)
-        if not longest:
-            fix = "set the path to the output of the tool, or set split=NAME"
-            raise FormatError("the source contains no packs", where=where, fix=fix)
-        return longest
+# Packs of another tool: a function that reads them one at a time and counts what it changes, and their number.
+ForeignPacks = tuple[Callable[[Counter[str]], Iterator[Pack]], int]
 
 
 def import_dataset(
@@ -102,8 +90,12 @@ def import_dataset(
         if Path(source).is_dir() and load_manifest(Path(source)) is not None:
             raise _ours(source)
         refuse_parts(source)
-    foreign = CONVENTIONS[convention](str(source), split)
-    pack_size = foreign.longest(str(source)) if pack_size is None else pack_size
+    packs, num_packs = CONVENTIONS[convention](str(source), split)
+    if pack_size is None:
+        pack_size = max((len(pack) for pack in packs(Counter())), default=0)
+        if not pack_size:
+            fix = "set the path to the output of the tool, or set split=NAME"
+            raise FormatError("the source contains no packs", where=str(source), fix=fix)
     counts: Counter[str] = Counter()
     provenance = Provenance(packer=convention)
     with open_writer(
@@ -114,10 +106,10 @@ def import_dataset(
         packs_per_shard=packs_per_shard,
         overwrite=overwrite,
     ) as writer:
-        for pack in foreign.packs(counts):
+        for pack in packs(counts):
             writer.append(pack)
             if progress is not None:
-                progress(writer.num_packs, foreign.num_packs)
+                progress(writer.num_packs, num_packs)
         # Known only now that all packs are read; the manifest is written on leaving.
         writer.provenance = replace(provenance, counts=dict(+counts))
     assert writer.manifest is not None
@@ -158,7 +150,7 @@ def _read_dataset(source: str) -> ForeignPacks:
         for pack in reader:
             yield clear_last_positions(pack, counts)
 
-    return ForeignPacks(packs, len(reader))
+    return packs, len(reader)
 
 
 def _read_bridge_rows(prefix: Path) -> ForeignPacks:
@@ -179,7 +171,7 @@ def _read_bridge_rows(prefix: Path) -> ForeignPacks:
                     raise FormatError(f"item {row:,} {error.what}", where=str(data), fix=_FIX) from None
                 yield clear_last_positions(pack, counts)
 
-    return ForeignPacks(packs, lengths.shape[0])
+    return packs, lengths.shape[0]
 
 
 def _read_swift(source: str, _split: str) -> ForeignPacks:
@@ -208,7 +200,7 @@ def _read_jsonl(source: str, pack_of: Callable[[dict[str, Any], Counter[str]], P
     for file in paths:
         with closing(JsonlShard(file)) as shard:
             num_packs += shard.num_packs
-    return ForeignPacks(packs, num_packs)
+    return packs, num_packs
 
 
 def _pack_of_row(

@@ -137,6 +137,7 @@ SEQUENCE_IDS, PLAN = "sequence_ids.npy", "plan.json"
 # Each holds five files open.
 _OPEN_SHARDS = 64
 _MAX_PLAN_BYTES = 64 << 20
+_PLAN_DAMAGED = "the plan is damaged"
 _PLAN_AGAIN = "copy the whole folder again, or plan again: harness repack STORE DST data.pack_size=N"
 
 
@@ -172,7 +173,8 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
     name = f"{manifest.shards[0].path}/{PLAN}"
     text = folder.read(name, _MAX_PLAN_BYTES)
     if text is not None:
-        return open_store(_parse_plan(text, folder.where(name)).find_store(folder).where())
+        plan = load(_Plan, text, where=folder.where(name), fix=_PLAN_AGAIN, what=_PLAN_DAMAGED)
+        return open_store(plan.find_store(folder).where())
     return SequenceStore(folder, manifest, load_index(folder, manifest).sequence_lengths)
 
 
@@ -206,10 +208,6 @@ class _Plan:
         return store
 
 
-def _parse_plan(text: bytes, where: str) -> _Plan:
-    return load(_Plan, text, where=where, fix=_PLAN_AGAIN, what="the plan is damaged")
-
-
 class PlanShard(ShardReader):
     """An open plan and its store.
 
@@ -223,7 +221,7 @@ class PlanShard(ShardReader):
         fix = "check permissions and mounts"
         with os_errors_as(FormatError, "the plan cannot be read", where=path / PLAN, fix=fix):
             text = (path / PLAN).read_bytes()
-        plan = self._plan = _parse_plan(text, str(path / PLAN))
+        plan = self._plan = load(_Plan, text, where=path / PLAN, fix=_PLAN_AGAIN, what=_PLAN_DAMAGED)
         self._store = plan.find_store(self._folder)
         self._shards = plan.shards
         self._first = np.cumsum([0, *(count for _, count in plan.shards)]).tolist()

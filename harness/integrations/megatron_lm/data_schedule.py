@@ -173,7 +173,7 @@ class BasePackingScheduler:
                 ended = True
             except Exception as raised:
                 error = raised
-        raise_together(error, (dp_cp_group, tp_group, pp_group), dev)
+        raise_together(error, (dp_cp_group, tp_group, pp_group))
 
         rows, scalars = None, (0, 0.0, 0.0)
         if batch is not None and not ended:
@@ -394,7 +394,7 @@ def _next_row(
             error, header = raised, [_FAILED, 0, 0, 0]
     header = [int(value) for value in broadcast_scalars(header, tp_group, device, torch.int64)]
     if header[0] == _FAILED:
-        raise_together(error, (tp_group,), device)
+        raise_together(error, (tp_group,))
     return values, header
 
 

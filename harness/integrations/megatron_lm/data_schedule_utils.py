@@ -5,7 +5,7 @@ A *sample* is one sequence as a dict of tensors: `tokens`, `labels`, `position_i
 microbatch laid end to end, with `cu_seqlens`, `cu_seqlens_padded` (int32 [S + 1]), `max_seqlen` (int32 scalar) and
 `padding_mask` (bool [T], True at tokens that are nobody's).
 
-Lengths, counts and sums travel as int64 or float64: float32 would round a count above 2^24.
+Counts and sums travel as int64 or float64: float32 would round a count above 2^24.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIELDS: Mapping[str, torch.dtype] = MappingProxyType(
 _LENGTHS = ("original_seq_len", "padded_seq_len")
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _OF_EVERY_STAGE = (*_BOUNDS, "padding_mask")
-_FAILED, _ENDED = -1, -2  # in place of a rank's number of samples
+_FAILED, _ENDED = -1, -2  # in place of the lengths of a rank's samples
 
 
 def samples_of_pack(pack: Pack, *, pad_to_multiple: int = 1) -> list[Sample]:
@@ -77,27 +77,24 @@ def get_batch_and_global_seqlens(
     samples: list[Sample] = []
     try:
         samples = _read_samples(data_iterator, num_microbatches)
-        status = len(samples)
+        own: list[int] | int = [int(sample["padded_seq_len"]) for sample in samples]
     except StopIteration:
-        status = _ENDED
+        own = _ENDED
     except Exception as raised:
-        error, status = raised, _FAILED
-    device = device_of(dp_group)
-    counts = _all_gather(torch.tensor([status], dtype=torch.int64, device=device), dp_group).view(-1).tolist()
-    if _FAILED in counts:
-        raise_together(error, (dp_group,), device)
-    if all(count == _ENDED for count in counts):
+        error, own = raised, _FAILED
+    gathered: list[Any] = [None] * dp_group.size()
+    torch.distributed.all_gather_object(gathered, own, group=dp_group)
+    if _FAILED in gathered:
+        raise_together(error, (dp_group,))
+    if all(each == _ENDED for each in gathered):
         raise StopIteration
-    if _ENDED in counts:
+    if _ENDED in gathered:
         ranks = torch.distributed.get_process_group_ranks(dp_group)
-        what = f"the stream of rank {ranks[counts.index(_ENDED)]} has ended before those of other ranks"
+        what = f"the stream of rank {ranks[gathered.index(_ENDED)]} has ended before those of other ranks"
         fix = "provide the same number of microbatches on every data-parallel rank"
         raise LoaderError(what, where="the data iterator", fix=fix)
-    mine = torch.zeros(max(counts), dtype=torch.int64, device=device)
-    mine[: len(samples)] = torch.tensor([int(sample["padded_seq_len"]) for sample in samples], dtype=torch.int64)
-    gathered = _all_gather(mine, dp_group).cpu()
-    lengths = torch.cat([row[:count] for row, count in zip(gathered, counts, strict=True)]).tolist()
-    offsets = torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32)
+    lengths = [length for each in gathered for length in each]
+    offsets = torch.tensor([0, *np.cumsum(list(map(len, gathered)))], dtype=torch.int32)
     ids = torch.arange(int(offsets[dp_group.rank()]), int(offsets[dp_group.rank() + 1]), dtype=torch.int32)
     return samples, list(enumerate(lengths)), ids, offsets, lengths
 
@@ -288,38 +285,20 @@ def broadcast_to_pp_group(
     if pp_group.size() <= 2:
         return ours
     source = torch.distributed.get_process_group_ranks(pp_group)[0]
-    rows = new_samples or []
-    header = [len(rows), seqlen_sum_this_global_batch or 0.0, seqlen_squared_sum_this_global_batch or 0.0]
-    count, total, squared = broadcast_scalars(header, pp_group, dev)
-    if not count:  # the end of the streams
+    rows = [([row[name].tolist() for name in _BOUNDS], bool(row["padding_mask"].all())) for row in new_samples or []]
+    carried: list[Any] = [rows, *ours[1:]]
+    torch.distributed.broadcast_object_list(carried, src=source, group=pp_group, device=dev)
+    rows, count, total, squared = carried
+    if not rows or pp_group.rank() in (0, pp_group.size() - 1):  # no rows: the end of the streams
         return ours
-    sizes = torch.tensor(
-        [[row["cu_seqlens"].shape[0], int(row["max_seqlen"]), int(row["padding_mask"].all())] for row in rows],
-        dtype=torch.int64,
-    )
-    sizes = sizes.to(dev) if pp_group.rank() == 0 else torch.empty((int(count), 3), dtype=torch.int64, device=dev)
-    broadcast_tensor(sizes, source, pp_group)
-    ends = sizes[:, 0].tolist()
-    if pp_group.rank() == 0:
-        bounds = torch.cat([row[name] for row in rows for name in _BOUNDS[:2]])
-    else:
-        bounds = torch.empty(2 * sum(ends), dtype=torch.int32, device=dev)
-    broadcast_tensor(bounds, source, pp_group)
-    if pp_group.rank() in (0, pp_group.size() - 1):
-        return ours
-    parts = iter(torch.split(bounds, [size for end in ends for size in (end, end)]))
     received = []
-    for _, longest, is_empty in sizes.tolist():
-        real, padded = next(parts), next(parts)
-        received.append(
-            {
-                "cu_seqlens": real,
-                "cu_seqlens_padded": padded,
-                "max_seqlen": torch.tensor(longest, dtype=torch.int32, device=dev),
-                "padding_mask": padding_mask(real, padded, is_empty=bool(is_empty)),
-            }
-        )
-    return received, int(count), total, squared
+    for bounds, is_empty in rows:
+        row = {
+            name: torch.tensor(each, dtype=torch.int32, device=dev) for name, each in zip(_BOUNDS, bounds, strict=True)
+        }
+        row["padding_mask"] = padding_mask(row["cu_seqlens"], row["cu_seqlens_padded"], is_empty=is_empty)
+        received.append(row)
+    return received, count, total, squared
 
 
 def broadcast_scalars(
@@ -364,7 +343,7 @@ def create_data_iterator(
     ]
 
 
-def raise_together(error: Exception | None, groups: Sequence[ProcessGroup], dev: torch.device) -> None:
+def raise_together(error: Exception | None, groups: Sequence[ProcessGroup]) -> None:
     """Raise on every rank that the groups connect, one after the other, where any rank has an error.
 
     A failed rank raises its own; the others raise one that names the first failed rank. Otherwise they would wait in
@@ -382,16 +361,10 @@ def raise_together(error: Exception | None, groups: Sequence[ProcessGroup], dev:
         # A shared error names its rank already.
         news = ("" if known.is_shared else f"rank {torch.distributed.get_rank()}: ", known)
     for group in groups:
-        if group.size() == 1:
-            continue
-        failed = torch.tensor([group.size() if news is None else group.rank()], device=dev)
-        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MIN, group=group)
-        first = int(failed.item())
-        if first < group.size():
-            carried = [news]
-            source = torch.distributed.get_process_group_ranks(group)[first]
-            torch.distributed.broadcast_object_list(carried, src=source, group=group, device=dev)
-            news = news or carried[0]
+        if group.size() > 1:
+            gathered: list[tuple[str, HarnessError] | None] = [None] * group.size()
+            torch.distributed.all_gather_object(gathered, news, group=group)
+            news = news or next(filter(None, gathered), None)
     if error is not None:
         raise error
     if news is not None:
@@ -405,10 +378,3 @@ def device_of(group: ProcessGroup) -> torch.device:
     """Return the device whose tensors the group exchanges."""
     is_cuda = "nccl" in str(torch.distributed.get_backend(group))
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-
-
-def _all_gather(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Return the tensors of all ranks of the group, [ranks, *shape]."""
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, tensor, group=group)
-    return torch.stack(parts)
