@@ -29,7 +29,7 @@ _ORDINARY = (
 _SECRET = (
     r"(?i:(?<![\w-])(?![\w-]*(?:[_-](?:file|path|dir)|error|exception)\b|invalid)"
     rf"(?!(?:[\w-]*[_-])?(?:{_ORDINARY})[_-](?:token|key)\b)"
-    r"(?:[\w-]*(?:password|passwd|passphrase|secret|credential|connection_string)[\w-]*"
+    r"(?:(?>[\w-]*?(?:password|passwd|passphrase|secret|credential|connection_string))[\w-]*+"
     r"|[\w-]*(?:[^\W_][_-]|api|access|account|auth|private|refresh|session)(?:token|key(?:_?id)?)(?:_?\d+)?)(?![\w-]))"
 )
 _IS = r"[\"']?[ \t]*[=:](?![=:])[ \t]*"
