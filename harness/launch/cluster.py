@@ -220,9 +220,6 @@ def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, s
 
     Args:
         checks: check of a field's texts by its name. A field without one holds words of the shell.
-
-    Raises:
-        ConfigError: the script would not hold a text as it is written.
     """
     for one in fields(config):
         value = getattr(config, one.name)
