@@ -51,10 +51,6 @@ def read_identity(folder: Path) -> Identity | None:
     """Return the identity in a run's folder, also if it is that of a run of which the folder is a copy.
 
     Return None for a run that has not trained, or of an early version.
-
-    Raises:
-        CheckpointError: it is damaged.
-        UnreadableError: it cannot be read.
     """
     path, unread = folder / IDENTITY_FILE, "the run's identity cannot be read"
     fix = "remove it to resume from the newest checkpoint in the run's folder"
