@@ -20,17 +20,30 @@ UNREAD = 141
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
-# `?` alone is a glob; with a name and a value it is a query, where tools put keys and signatures.
-_QUERY = re.compile(r"\?[\w.-]+=[^\s\"'<>\\]*")
-# The user alone is a token in a web address, and a container in abfs://.
-_USER = re.compile(r"://[^/\s]*:[^/\s]*@|(?:(?<=http)|(?<=https))://[^/\s]+@")
-_SIGNED = re.compile(r"(?i)\b(sig|signature|x-amz-[\w-]+|x-goog-[\w-]+|awsaccesskeyid|accountkey|token)=[^&\s\"'<>\\]+")
-# Variables that hold credentials: HF_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_PASSWORD, AWS_SECRET_ACCESS_KEY, ...
-_SECRET = (
-    r"(?:[A-Z0-9]+_)+(?:TOKEN|PASSWORD|PASSPHRASE|CONNECTION_STRING|SECRET"
-    r"|(?:API|ACCESS|SECRET|STORAGE|ACCOUNT|PRIVATE)_KEY(?:_ID)?)"
+# Words before `token` and `key` that make them names of a vocabulary, or of what is looked up.
+_ORDINARY = (
+    "pad|[be]o[stm]|unk|cls|sep|mask|start|end|stop|image|audio|video|special|control|next|last|first|largest|bad|new"
+    "|per|by|a|to|turn|multi|sub|text|natural|resume|inner|full|pack|cache|sort|dict|state|primary|public"
 )
-_ASSIGNED = re.compile(rf"\b({_SECRET}[\"']?[ \t]*[=:][ \t]*)(?:([\"'])(?:(?!\2).)+|[^\s\"',}}]+)")
+# Names of credentials: HF_TOKEN, openai-key, clientSecret, AWS_ACCESS_KEY_ID, ...
+_SECRET = (
+    r"(?i:(?<![\w-])(?![\w-]*(?:[_-](?:file|path|dir)|error|exception)\b|invalid)"
+    rf"(?!(?:[\w-]*[_-])?(?:{_ORDINARY})[_-](?:token|key)\b)"
+    r"(?:(?>[\w-]*?(?:password|passwd|passphrase|secret|credential|connection_string))[\w-]*+"
+    r"|[\w-]*(?:[^\W_][_-]|api|access|account|auth|private|refresh|session)(?:token|key(?:_?id)?)(?:_?\d+)?)(?![\w-]))"
+)
+_IS = r"[\"']?[ \t]*[=:](?![=:])[ \t]*"
+# Credentials by class, and what replaces them.
+_RULES = (
+    # The user alone is a token in a web address, and a container in abfs://; a port is no password.
+    (r"://[^/\s:\[]*:(?!\d+/)(?:[^\s\"'<>@]{0,512}/)?[^/\s]*@|(?:(?<=http)|(?<=https))://[^/\s]+@", "://***@"),
+    # `?` alone is a glob; with a name and a value it is a query, where tools put keys and signatures.
+    (r"\?[\w.-]+=[^\s\"'<>\\]*", "?***"),
+    (r"(?i)\b(sig|signature|x-amz-[\w-]+|x-goog-[\w-]+|token)=[^&\s\"'<>\\,]+", r"\1=***"),
+    (rf"(?i)\b(authorization{_IS}[\"']?(?:bearer|basic|token)[ \t]+)[^\s\"',}}]+", r"\1***"),
+    (rf"(?i)\b((?:bearer|basic)[ \t]+|(?:authorization|token){_IS}[\"']?)(?=\S*\d)[\w.~+/=-]{{16,}}", r"\1***"),
+    (rf"({_SECRET}{_IS})(?:([\"'])(?:(?!\2).)+|[^\s\"',}}&]+)", r"\1\2***"),
+)
 
 
 def printable(text: str) -> str:
@@ -66,8 +79,9 @@ def escape_markdown(text: str) -> str:
 
 def redact(text: str) -> str:
     """Remove credentials from a text: those of URIs, of signed queries, and of the environment's variables."""
-    text = _SIGNED.sub(r"\1=***", _QUERY.sub("?***", _USER.sub("://***@", text)))
-    return _hide_values(_ASSIGNED.sub(lambda match: f"{match[1]}{match[2] or ''}***", text))
+    for pattern, kept in _RULES:
+        text = re.sub(pattern, kept, text)
+    return _hide_values(text)
 
 
 def redact_all(values: Any) -> Any:

@@ -58,9 +58,6 @@ def lengths_from_starts(
 
     Returns:
         int32 [sequences].
-
-    Raises:
-        FormatError: a pack has no sequences, or its starts are not 0 and strictly rising below its tokens.
     """
     counts = np.diff(offsets.astype(np.int64))
     if counts.shape[0] == 0:
@@ -107,9 +104,6 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
 
     Every batch is planned from these lengths, and no pack reveals that they are wrong: so they are compared with the
     manifest's hashes here, once a process. Measured: 30 ms for 13 million sequences in 2 million packs.
-
-    Raises:
-        FormatError: a file of the index differs from what was written.
     """
     # A map outlives the eviction of its file, so the entry need not be kept.
     root = folder.fetch(manifest.index).folder

@@ -412,11 +412,7 @@ class FolderClaim:
 
 
 def forget_interruption(path: str | PathLike[str]) -> None:
-    """Remove the marker of a write that was killed once its dataset, which a caller has checked, was whole.
-
-    Raises:
-        FormatError: another process writes there, or the marker cannot be removed.
-    """
+    """Remove the marker of a write that was killed once its dataset, which a caller has checked, was whole."""
     folder = open_folder(path)
     if isinstance(folder, LocalFolder):
         of_file = LocalFolder(folder.place.parent).lock(f".{folder.place.name}{MARKER_NAME}")

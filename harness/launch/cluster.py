@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -219,9 +220,6 @@ def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, s
 
     Args:
         checks: check of a field's texts by its name. A field without one holds words of the shell.
-
-    Raises:
-        ConfigError: the script would not hold a text as it is written.
     """
     for one in fields(config):
         value = getattr(config, one.name)
@@ -256,10 +254,17 @@ def check_complete(setup: Sequence[str]) -> None:
     """
     if not setup:
         return
-    text = "\n".join(["{ :", *setup, "}", ""])
+    lines = "\n".join(setup).split("\n")
+    # Bash reads line by line, and this one, which is not run here, changes how it reads those after it.
+    start = lines.index("shopt -s extglob") + 1 if "shopt -s extglob" in lines else 0
     fix = "close what they open: quotes, if, for, {, (, here-documents; and end no line with a backslash"
-    with os_errors_as(ConfigError, "bash cannot be started", where="cluster.setup", fix="install it"):
-        done = subprocess.run(["bash", "-nO", "extglob"], input=text, capture_output=True, text=True, check=False)
-    if done.returncode or done.stderr:
-        reason = done.stderr.strip().splitlines()[0].partition(": ")[2]
-        raise ConfigError(f"the lines are not complete commands: {reason}", where="cluster.setup", fix=fix)
+    for options, part in (([], lines[:start]), (["-O", "extglob"] if start else [], lines[start:])):
+        with os_errors_as(ConfigError, "bash cannot be started", where="cluster.setup", fix="install it"):
+            command, text = ["bash", "-n", *options], "\n".join([*part, ""])
+            env = {**os.environ, "LC_ALL": "C"}  # no warnings about a locale
+            done = subprocess.run(command, input=text, env=env, capture_output=True, text=True, check=False)
+        reason = done.stderr.strip().partition("\n")[0].partition(": ")[2]
+        if part and (len(part[-1]) - len(part[-1].rstrip("\\"))) % 2:
+            reason = "the last line ends with a backslash"
+        if done.returncode or reason:
+            raise ConfigError(f"the lines are not complete commands: {reason}", where="cluster.setup", fix=fix)

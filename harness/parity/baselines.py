@@ -57,11 +57,7 @@ def baseline_path(name: str, folder: Path) -> Path:
 
 
 def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
-    """Make a baseline from the run of `recipes.sft` in `run`.
-
-    Raises:
-        FormatError: it made no step, or did not record the data of each.
-    """
+    """Make a baseline from the run of `recipes.sft` in `run`."""
     recorded = recorded_run(run)
     digests = read_digests(run)
     if not recorded.steps or [step.step for step in recorded.steps] != [step.step for step in digests]:

@@ -40,11 +40,6 @@ def do_shards(
         engine: `local`, or `ray` for the cluster at RAY_ADDRESS (one on this machine if that is unset).
         num_workers: processes of the local engine; 0 works in this process, -1 decides by `source_bytes`.
         source_bytes: size of the source.
-
-    Raises:
-        HarnessError: of the first shard that cannot be made.
-        PrepError: a worker died.
-        ConfigError: the cluster of Ray cannot be reached.
     """
     if engine == "ray":
         outcomes = _run_on_ray(job, shards)

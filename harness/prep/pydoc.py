@@ -43,9 +43,6 @@ def write_pydoc_corpus(path: Path) -> None:
 
     Args:
         path: the file to write; it appears whole or not at all.
-
-    Raises:
-        PrepError: collecting failed.
     """
     # Not at the top: the script runs without packages.
     from harness.errors import PrepError

@@ -78,11 +78,7 @@ def object_digest(place: ObjectPath, num_bytes: int) -> str:
 
 
 def find_stamp(place: ObjectPath) -> Stamp:
-    """Return the stamp of an object, with its ETag as version if the store gives one.
-
-    Raises:
-        FormatError: it does not exist, or may not be read.
-    """
+    """Return the stamp of an object, with its ETag as version if the store gives one."""
     with naming_errors(place):
         found = connect(place).head(place.key)
     return Stamp(int(found["size"]), str(found["e_tag"] or _time_of(found)).strip('"'))

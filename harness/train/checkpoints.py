@@ -109,6 +109,10 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
     """
     try:
         document = json.loads((path / RUN_FILE).read_text())
+        # First: a newer version may write other checksums.
+        if (number := int(document.get("format", FORMAT))) > FORMAT:
+            what = f"the checkpoint's {RUN_FILE} has format {number}, but this version supports formats up to {FORMAT}"
+            raise ConfigError(what, where=str(path), fix="use the version of the harness that wrote it, or a newer one")
         files = read_checksums(path)
         if files is None:
             raise FormatError(f"{CHECKSUMS_FILE} is missing", fix=CHECKPOINT_FIX)
@@ -117,9 +121,6 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
             raise FormatError(f"{CHECKSUMS_FILE} does not list {RUN_FILE}", fix=CHECKPOINT_FIX)
         for problem in [*list_size_problems(path, files), *list_hash_problems(path, own)]:
             raise FormatError(problem.what.removeprefix("the "), fix=CHECKPOINT_FIX)
-        if (number := int(document.get("format", FORMAT))) > FORMAT:
-            what = f"the checkpoint's {RUN_FILE} has format {number}, but this version supports formats up to {FORMAT}"
-            raise ConfigError(what, where=str(path), fix="use the version of the harness that wrote it, or a newer one")
         return Progress(int(document["step"]), LoaderState.from_json(document["loader"])), files
     except FormatError as error:
         raise CheckpointError(f"the checkpoint's {error.what}", where=str(path), fix=CHECKPOINT_FIX) from error

@@ -11,13 +11,13 @@ import json
 import os
 import secrets
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from harness.errors import CheckpointError
+from harness.errors import CheckpointError, ConfigError
 from harness.settings import load
 from harness.storage import write_atomically
-from harness.train.checkpoints import UnreadableError
+from harness.train.checkpoints import RUN_FILE, UnreadableError
 
 IDENTITY_FILE = "identity.json"
 
@@ -30,21 +30,19 @@ class Identity:
         run: random id of the run, 32 hexadecimal digits.
         attempt: random token of the attempt, the same.
         place: device, inode and path of the run's folder, which a copy of it does not share.
+        earlier: ids of the runs of which the folder is a copy, whose checkpoints it has.
     """
 
     run: str
     attempt: str
     place: str
+    earlier: list[str] = field(default_factory=list)
 
 
 def read_identity(folder: Path) -> Identity | None:
     """Return the identity in a run's folder, also if it is that of a run of which the folder is a copy.
 
     Return None for a run that has not trained, or of an early version.
-
-    Raises:
-        CheckpointError: it is damaged.
-        UnreadableError: it cannot be read.
     """
     path, unread = folder / IDENTITY_FILE, "the run's identity cannot be read"
     fix = "remove it to resume from the newest checkpoint in the run's folder"
@@ -62,7 +60,21 @@ def begin_attempt(folder: Path) -> Identity:
     before, facts = read_identity(folder), folder.stat()
     # The device numbers of network file systems and overlays, whose major is 0, differ between nodes and mounts.
     place = f"{facts.st_dev if os.major(facts.st_dev) else 0}:{facts.st_ino}:{folder.resolve()}"
-    run = before.run if before is not None and before.place == place else secrets.token_hex(16)
-    identity = Identity(run, secrets.token_hex(16), place)
+    run, earlier = secrets.token_hex(16), []
+    if before is not None:
+        earlier = before.earlier if before.place == place else [*before.earlier, before.run]
+        run = before.run if before.place == place else run
+    identity = Identity(run, secrets.token_hex(16), place, earlier)
     write_atomically(folder / IDENTITY_FILE, (json.dumps(asdict(identity)) + "\n").encode())
     return identity
+
+
+def refuse_foreign(folder: Path, checkpoint: Path) -> None:
+    """Raise ConfigError for a checkpoint in a run's folder that another run wrote, and no run that this one copies."""
+    own, run = read_identity(folder), json.loads((checkpoint / RUN_FILE).read_text()).get("run")
+    if own is not None and run not in (None, own.run, *own.earlier):
+        what = f"the checkpoint is of another run, {run}"
+        fix = "move it out of this folder; model.init_from=PATH starts a new run from its weights"
+        raise ConfigError(
+            what, where=str(checkpoint), fix=f"{fix}. Without {IDENTITY_FILE}, the folder resumes from it"
+        )

@@ -66,8 +66,12 @@ def main(arguments: Sequence[str]) -> None:
     if "_only" in options:
         _fuzz_here(options["_only"], runs, options["kept"], seconds)
         return
+    names = [argument for argument in arguments if "=" not in argument]
+    if unknown := [name for name in names if name not in TARGETS]:
+        print(f"{(__doc__ or '').splitlines()[0]}\ntargets: {', '.join(TARGETS)}")
+        sys.exit(0 if unknown[0] in ("-h", "--help") else f"there is no target {unknown[0]}")
     failed = []
-    for name in [argument for argument in arguments if "=" not in argument] or TARGETS:
+    for name in names or TARGETS:
         ended = fuzz(name, runs, Path("build/fuzz"), seconds)
         lines = ended.stderr.splitlines()
         done = next((int(line.split()[1]) for line in lines if line.startswith("stat::number_of_executed")), runs)

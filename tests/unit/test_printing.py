@@ -82,10 +82,73 @@ def test_credentials_are_redacted_by_value_and_by_name(monkeypatch: pytest.Monke
         ("http://u:p@ss@host:80/x", "http://***@host:80/x"),
         ("abfs://container@account/x", "abfs://container@account/x"),
         ("https://host/x, or write to me@host", "https://host/x, or write to me@host"),
+        ("s3://k:sec/ret@b/x", "s3://***@b/x"),
+        ("s3://k:a/b/c@b and redis://:pw@h", "s3://***@b and redis://***@h"),
+        ("http://host:8080/me@x and hdfs://nn:9000/a@b/c", "http://host:8080/me@x and hdfs://nn:9000/a@b/c"),
+        ("oci://registry:5000/image@sha256:1f", "oci://registry:5000/image@sha256:1f"),
     ],
 )
 def test_a_user_of_a_web_address_is_a_credential_with_or_without_a_password(text: str, expected: str) -> None:
     assert redact(text) == expected
+
+
+@pytest.mark.parametrize("value", ["other", "'other s'", '"other"', "oth/er+1=="])
+@pytest.mark.parametrize("mark", ["=", ": ", " = ", ":"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "OPENAI_KEY",
+            "hf_token",
+            "HF_TOKEN",
+            "hf-token",
+            "Wandb_Api_Key",
+            "api_key",
+            "apikey",
+            "apiKey",
+            "x-api-key",
+        ),
+        *("accessToken", "AWS_ACCESS_KEY_ID", "awsAccessKeyId", "AccountKey", "OPENAI_KEY_2", "password", "PGPASSWORD"),
+        *("db_passwd", "clientSecret", "secret", "SECRET_NAME", "credentials", "aws_credential", "wandb.api_key"),
+        *("trackers.hf_token", "AZURE_STORAGE_CONNECTION_STRING", "ssh_passphrase"),
+    ],
+)
+def test_the_value_of_a_name_of_a_credential_is_hidden(name: str, mark: str, value: str) -> None:
+    shown = redact(f"failed: {name}{mark}{value}, a=1")
+    assert "oth" not in shown
+    assert shown.startswith(f"failed: {name}{mark}")
+    assert shown.endswith(", a=1")
+    assert redact_all({name.rpartition(".")[2]: value}) == {name.rpartition(".")[2]: "***"}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("Authorization: Bearer {}", "authorization: basic {}", "Authorization=Token {}", "Proxy-Authorization: {}"),
+        *('{{"Authorization": "Bearer {}"}}', "curl -H 'Authorization: Bearer {}'", "sent Bearer {} to h", "token: {}"),
+    ],
+)
+def test_the_value_of_an_authorization_is_hidden(header: str) -> None:
+    assert redact(header.format("hf_abc0123456789xyz")) == header.format("***")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("tokens: 123", "pad_token=<pad>", "eos_token: </s>", "bos_token = <s>", "tokenizer=gpt2", "key: value"),
+        *("tokenizer.pad_token='<pad>'", "'end_token': '<|im_end|>'", "max_tokens_per_rank=8192", "keys: a, b"),
+        *("monkey: 5", "keyboard=us", "token: 7", "unexpected token: }", "pad_token_id=0", "sort_key=name"),
+        *("token_dispatcher=alltoall", "token_type_ids: 1", "key_padding_mask=true", "hidden_size=5", "secretary x"),
+        *("experts_per_token=8", "control_tokens=allow", "natural_key: a", "resume_key=b", "pack_key == other"),
+        *("CredentialRetrievalError: no file", "InvalidAccessKeyId: The id", "password_file=/x", "HF_TOKEN is not set"),
+        *("bearer authentication is required", "basic configuration of 2024", "authorization: denied"),
+        *("set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "the credentials are refused", "multi-token: heads"),
+    ],
+)
+def test_ordinary_words_are_printed_as_they_are(text: str) -> None:
+    assert redact(text) == text
+    name, _, value = text.replace(" ", "").partition("=" if "=" in text else ":")
+    assert redact_all({name: value}) == {name: value}
 
 
 def test_settings_keep_text_that_only_looks_like_a_credential() -> None:

@@ -65,11 +65,7 @@ def line_of_pack(pack: Pack) -> bytes:
 
 
 def labels_of_pack(pack: Pack) -> Int64Array:
-    """Return labels aligned with the tokens, int64 [T]: each trained token, and -100 elsewhere.
-
-    Raises:
-        FormatError: the pack trains the last position of a sequence, which such labels cannot express.
-    """
+    """Return labels aligned with the tokens, int64 [T]: each trained token, and -100 elsewhere."""
     ends = np.append(pack.seq_start_id[1:], len(pack))
     if pack.loss_mask[ends - 1].any():
         at = int(ends[int(np.argmax(pack.loss_mask[ends - 1]))]) - 1

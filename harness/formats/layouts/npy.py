@@ -329,11 +329,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle_objects(data: bytes) -> list[Any]:
-    """Unpickle the objects of a one-dimensional object array; arrays in them are of `_Array`.
-
-    Raises:
-        FormatError: the pickle is damaged, refers to anything else, or is something else.
-    """
+    """Unpickle the objects of a one-dimensional object array; arrays in them are of `_Array`."""
     check_opcodes(data)
     try:
         # latin1, as numpy loads pickles of Python 2.

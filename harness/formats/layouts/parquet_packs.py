@@ -156,11 +156,7 @@ class PageTable(NamedTuple):
 
 
 def find_table(source: ByteSource) -> PageTable | None:
-    """Return the table of pages of a file; None for files without one, as other tools write them.
-
-    Raises:
-        FormatError: the table is not where the footer says that it is.
-    """
+    """Return the table of pages of a file; None for files without one, as other tools write them."""
     tail = source.read_at(max(0, source.num_bytes - _TAIL_BYTES), _TAIL_BYTES)
     if not tail.startswith(_MARK) or not tail.endswith(_MAGIC) or len(tail) < _TAIL_BYTES:
         return None

@@ -52,9 +52,6 @@ def parse_gpu_states(text: str) -> list[dict[str, Any]]:
     GPUs that share the memory of the node do not report how much of it is in use.
 
     Understands drivers from 390 (double bit errors of Volta) to 590. The action is empty before 560.
-
-    Raises:
-        HarnessError: it is not XML.
     """
     try:
         root = ElementTree.fromstring(text[: text.find(_END) + len(_END)] if _END in text else text)
@@ -126,9 +123,6 @@ def read_gpus() -> dict[str, Any]:
 
     Returns:
         `gpus`, none where there is no nvidia-smi, `driver`, and `notes`: what is worth knowing and no fault.
-
-    Raises:
-        HarnessError: with all faults of the node's GPUs.
     """
     if shutil.which("nvidia-smi") is None:
         return {"gpus": [], "driver": "none"}

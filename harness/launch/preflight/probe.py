@@ -136,11 +136,7 @@ def read_free_space(folder: Path) -> Facts:
 
 
 def share_folder(run_dir: Path, place: NodePlace, *, timeout_s: float) -> Facts:
-    """Write to the run's folder, and wait for the file that the first node writes there.
-
-    Raises:
-        HarnessError: the nodes do not share the folder, or it is not writable.
-    """
+    """Write to the run's folder, and wait for the file that the first node writes there."""
     token = run_dir / "logs" / "preflight.token"
     try:
         if place.number == 0:
@@ -240,9 +236,6 @@ def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: fl
 
     Returns:
         `offset_s`, the seconds by which this node's clock is ahead of the first node's.
-
-    Raises:
-        HarnessError: the port is taken, or the address leads nowhere or to something else.
     """
     if place.number > 0:
         return _connect(address, port, place, timeout_s=timeout_s)

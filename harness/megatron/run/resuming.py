@@ -22,7 +22,7 @@ from harness.train import METRICS_FILE, Progress, alone_in, read_metrics
 from harness.train.attempts import note_lost, record_resume
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
 from harness.train.folder import choose_run_folder
-from harness.train.identity import Identity
+from harness.train.identity import Identity, refuse_foreign
 from harness.train.lines import MISREAD
 
 
@@ -57,6 +57,7 @@ def find_start(config: RunConfig, folder: Path) -> tuple[Path | None, list[Check
 def check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
     """Return the progress of the checkpoint to resume from; refuse settings that cannot continue it."""
     progress = read_progress(newest)
+    refuse_foreign(folder, newest)
     # Settings that cannot be read are no reason to refuse; they are kept as config.before-N.yaml.
     with suppress(OSError, yaml.YAMLError, *MISREAD):
         check_same_adapters(config.model, yaml.safe_load((folder / "config.yaml").read_text())["model"], str(folder))

@@ -50,11 +50,7 @@ class RecordFunction:
 
 @lru_cache(maxsize=8)
 def load_function(name: str) -> RecordFunction:
-    """Import a function, once a process; modules in the working folder are found too.
-
-    Raises:
-        ConfigError: there is no such module or function, importing it fails, or it has no source file.
-    """
+    """Import a function, once a process; modules in the working folder are found too."""
     module_name, _, function = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.append(here)  # where a program that pip installs does not look

@@ -60,9 +60,6 @@ def with_media(record: Mapping[str, Any], folder: str | None, limits: MediaLimit
 
     Returns:
         the record itself where it has no media, or no list of turns.
-
-    Raises:
-        BadRecordError: placeholders and media differ in number, or a medium is a video or cannot be read.
     """
     lists = {name: value for name, value in record.items() if name in MEDIA_FIELDS and not is_empty(value)}
     if all(is_empty(record.get(name)) for name in LIST_FIELDS):

@@ -7,7 +7,7 @@ Data sets describe parameters in other ways, too: `{"city": {"type": "str", "def
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,12 @@ _NAMES = {
 }
 _TYPES = {name: kind for kind, names in _NAMES.items() for name in names}
 _MAX_DEPTH = 16
+# Keywords of JSON Schema: of schemas by name, and of a schema or a list of these.
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_INSIDE = (
+    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "anyOf", "oneOf", "allOf", "not"),
+    *("if", "then", "else", "additionalProperties", "unevaluatedProperties", "propertyNames"),
+)
 
 
 def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
@@ -121,11 +127,22 @@ def _as_json_schema(given: Any) -> Any:
     if isinstance(kind, str) and kind not in _NAMES:
         found = _of_type(kind)
         made = {key: found.get(key, item) for key, item in made.items() if key != "type" or found.get("type")} | found
-    if isinstance(given.get("properties"), Mapping):
-        made["properties"] = {name: _as_json_schema(value) for name, value in given["properties"].items()}
-    if "items" in given:
-        made["items"] = _as_json_schema(given["items"])
+    made = map_schemas(made, lambda _, schema: _as_json_schema(schema))
     return given if made == given else made
+
+
+def map_schemas(schema: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return a schema with what `change` makes of each one inside it, given the name of its property or "".
+
+    What `$ref` points to is inside `$defs` or `definitions`, so that a cycle of these ends.
+    """
+    made = dict(schema)
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            made[key] = {name: change(name * ("roperties" in key), inner) for name, inner in value.items()}
+        elif key in _INSIDE:
+            made[key] = [change("", inner) for inner in value] if isinstance(value, list) else change("", value)
+    return made
 
 
 def _of_type(spelled: str) -> dict[str, Any]:

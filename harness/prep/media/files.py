@@ -225,9 +225,6 @@ def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
 
     Args:
         rate: samples a second, to which it is resampled; 0 leaves it at its own.
-
-    Raises:
-        PrepError: it is damaged.
     """
     soundfile = _library("soundfile")
     try:

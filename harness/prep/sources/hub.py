@@ -65,9 +65,6 @@ def parse_name(path: str) -> HubName | None:
     """Return the dataset of the hub that a path names; None for a path of another kind.
 
     `ORG/NAME` is one where neither it nor a folder `ORG` exists here.
-
-    Raises:
-        ConfigError: it begins with `hf://` but names no dataset.
     """
     if path.startswith(_SCHEME):
         match = _URI.fullmatch(path)

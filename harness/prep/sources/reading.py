@@ -187,9 +187,6 @@ def cut_shards(
     Args:
         limit: maximum number of records in all shards together; 0 for all.
         reader: parser of the records; None detects the schema of each.
-
-    Raises:
-        PrepError: a file cannot be read.
     """
     reader = reader or RecordReader()
     cut = for_each_file(lambda file: list(_cut(file, shard_bytes)), files)

@@ -19,13 +19,7 @@ def _reader(source: SourceConfig) -> RecordReader:
 
 
 def find_schema(files: Iterable[Place], source: SourceConfig) -> tuple[RecordReader, list[str]]:
-    """Return the parser of the records of files, the same for all, and the fields that it does not read, in order.
-
-    Raises:
-        PrepError: the first records of a file fit no schema or several, two files have different ones, or a file
-            cannot be read.
-        ConfigError: the schema or a field of the settings is not known.
-    """
+    """Return the parser of the records of files, the same for all, and the fields that it does not read, in order."""
     reader = _reader(source)
     found: dict[str, str] = {}
     unused: dict[str, None] = {}

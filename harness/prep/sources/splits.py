@@ -64,9 +64,6 @@ def choose_split(names: Sequence[str], split: str, *, where: str, loosely: bool 
         names: files of a dataset.
         split: empty chooses `train` among several, or the only one.
         loosely: as in `split_of`.
-
-    Raises:
-        PrepError: there is no such split, or it is ambiguous which one to read.
     """
     splits: dict[str, list[str]] = {}
     for name in names:

@@ -61,9 +61,6 @@ def find_unit(place: Place, *, is_json: bool) -> str:
 
     Args:
         is_json: its name ends in `.json`, which is used for both.
-
-    Raises:
-        PrepError: it is neither, as far as its beginning shows.
     """
     with open_text(place) as (stream, _):
         head = stream.read(_HEAD_BYTES)
@@ -135,9 +132,6 @@ def read_items(
     Args:
         first: number of the item at the stream's position; 0 at the start of the file.
         end: offset of a later item to stop at; None for the end of the file.
-
-    Raises:
-        PrepError: the list is broken; names the item and the byte.
     """
     scanner = _ItemScanner(place, stream, first, end)
     group: list[tuple[int, bytes]] = []

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
+from harness.prep.chat.tools import map_schemas
 from harness.prep.tokenize.chats import FORMS, REASONING_KEYS, Form, RenderedChat, as_object, template_failure
 from harness.prep.tokenize.written import unwritten_text
 
@@ -109,6 +110,7 @@ class KnownForms:
                 return BadRecordError(BadReason.NOT_WRITTEN, detail)
         first: BadRecordError | None = None
         probe, words = with_unique_words(conversation, self._template.tags)
+        words = [word for word in words if word[0] is not None]  # `_check_tools` tries these, which are of no shape
         tried = set()
         has_tags = _has_tags(conversation, self._template.tags)
         for form in FORMS:
@@ -298,18 +300,15 @@ def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[
 
 
 def _renamed(schema: Any, word: Callable[[str], str], path: str = "") -> Any:
-    """Return a JSON Schema with other names of its properties, of objects in these, and of items; `path` names them."""
+    """Return a JSON Schema with other names of its properties, wherever they are inside it; `path` names them."""
     if not isinstance(schema, Mapping):
         return schema
-    made = dict(schema)
-    properties, required = schema.get("properties"), schema.get("required")
-    if isinstance(properties, Mapping):
-        names = {name: word(f"{path}{name}") for name, value in properties.items() if value is not None}
-        made["properties"] = {
-            names.get(name, name): _renamed(value, word, f"{path}{name}.") for name, value in properties.items()
-        }
-        if isinstance(required, list):
-            made["required"] = [names.get(str(name), name) for name in required]
-    if "items" in schema:
-        made["items"] = _renamed(schema["items"], word, path)
+    made = map_schemas(schema, lambda name, inner: _renamed(inner, word, f"{path}{name}." if name else path))
+    names: dict[str, str] = {}
+    for key in ("properties", "patternProperties"):
+        if isinstance(made.get(key), Mapping):
+            names |= {name: word(f"{path}{name}") for name, value in made[key].items() if value is not None}
+            made[key] = {names.get(name, name): value for name, value in made[key].items()}
+    if isinstance(made.get("required"), list):
+        made["required"] = [names.get(str(name), name) for name in made["required"]]
     return made

@@ -26,13 +26,7 @@ _FIX = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the fast tokenizer of a folder or hub id.
-
-    Raises:
-        MemoryError: memory ran out.
-        ConfigError: transformers is not installed, the name is neither a folder nor a hub id that can be loaded, or
-            the tokenizer is not a fast one.
-    """
+    """Return the fast tokenizer of a folder or hub id."""
     try:
         with _without_advice():
             from transformers import AutoTokenizer

@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 CPU_S = 10.0
 # Of address space, above that of the interpreter.
 MEMORY_BYTES = 2 << 30
+# The text of a conversation may be some times as long as its record where that is short, and little longer where it is
+# long: tokenizing takes this process up to 600 bytes of memory a character.
+_TIMES, _LONGER, _ALWAYS = 8, 4 << 20, 64 << 10
+# Of the texts of all sequences of a conversation together.
+_MAX_IN_ALL = 2 * MAX_CHARACTERS
+_MAX_DETAIL = 1000
 _FIX = "set another template with tokenizer.chat_template, or remove the conversation"
 _SERVE = f"""import os
 try: from harness.prep.tokenize.renderer import serve; serve()
@@ -212,15 +218,17 @@ def _answer(settings: bytes, name: str, arguments: list[Any], cpu_s: float) -> d
         if name == "sequences":
             return {"made": [_sequences(masker, conversation, cpu_s) for conversation in arguments[0]]}
         if name == "prompt":
-            return {"made": template.render(arguments[0], prompt=True)}
+            text = template.render(arguments[0], prompt=True)
+            _check_lengths([len(text)], arguments[0])
+            return {"made": text}
         return {"made": (masker.rule, masker.why, template.uses_date, masker.end_tokens)}
     except MemoryError:
         raise
     except HarnessError as error:
-        return {"error": (type(error).__name__, error.what, error.where, error.fix)}
+        return {"error": (type(error).__name__, *map(_cut, (error.what, error.where, error.fix)))}
     except Exception as error:  # a template is a stranger's program and can raise anything
-        what = f"the chat template failed: {type(error).__name__}: {error}"
-        return {"error": ("ConfigError", what, pickle.loads(settings)[5], _FIX)}
+        what = getattr(error, "detail", f"the chat template failed: {type(error).__name__}: {error}")
+        return {"error": ("ConfigError", _cut(what), pickle.loads(settings)[5], _FIX)}
 
 
 @lru_cache(maxsize=8)
@@ -242,6 +250,27 @@ def _sequences(masker: Masker, conversation: Conversation, cpu_s: float) -> Any:
     signal.setitimer(signal.ITIMER_PROF, cpu_s * (1 + len(conversation.messages) // 64))
     try:
         found = masker.sequences(conversation)
+        _check_lengths([len(made.text) for made in found], conversation)
     except BadRecordError as refused:
-        return {"reason": refused.reason, "detail": refused.detail}
+        return {"reason": refused.reason, "detail": _cut(refused.detail)}
     return [(made.text, made.spans, list(made.weights)) for made in found]
+
+
+def _check_lengths(lengths: Sequence[int], given: Conversation | Sequence[Any]) -> None:
+    """Raise BadRecordError for texts that are much longer than what they are made of."""
+    longest, in_all = max(lengths, default=0), sum(lengths)
+    if longest <= _ALWAYS and in_all <= _MAX_IN_ALL:
+        return
+    record = given.as_record() if isinstance(given, Conversation) else given
+    size = len(json.dumps(record, ensure_ascii=False, default=str))
+    allowed = min(_TIMES * size, size + _LONGER) + _ALWAYS
+    if longest > allowed or in_all > _MAX_IN_ALL:
+        detail = (
+            f"the chat template writes {longest:,} characters ({in_all:,} in all sequences) for a record of {size:,}"
+        )
+        detail += f", and may write {allowed:,} ({_MAX_IN_ALL:,}); set another template with tokenizer.chat_template"
+        raise BadRecordError(BadReason.TEMPLATE_FAILED, f"{detail}, or divide the record")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_DETAIL else f"{text[:_MAX_DETAIL]}..."

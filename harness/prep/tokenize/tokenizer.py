@@ -6,11 +6,12 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,8 @@ from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template
 from harness.records import HUNDREDTHS, Int32Array, Medium, SequenceView, UInt8Array
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
+# Characters that are encoded at once: an encoding takes up to 600 bytes for each.
+_TOGETHER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +218,30 @@ class ChatTokenizer:
         """
         rendered = self._render(parsed)
         texts = [sequence.text for made in rendered if not isinstance(made, BadRecord) for sequence in made]
+        encodings, results = self._encodings(texts), list[list[Encoded] | BadRecord]()
+        for record, made in zip(parsed, rendered, strict=True):
+            if isinstance(made, BadRecord):
+                results.append(made)
+            else:
+                of_record = islice(encodings, len(made))
+                results.append(self._to_sequences(cast(Conversation, record), made, of_record))
+                deque(of_record, maxlen=0)  # of a record that is refused
+        return results
+
+    def _encodings(self, texts: Iterable[str]) -> Iterator[Any]:
+        """Yield the encoding of each text; only texts of `_TOGETHER` characters in all, or one, are encoded at once."""
         encode = self._backend.encode_batch_fast if self._token_bytes else self._backend.encode_batch
-        encodings = iter(encode(texts, add_special_tokens=False))
-        return [
-            made
-            if isinstance(made, BadRecord)
-            else self._to_sequences(cast(Conversation, record), made, [next(encodings) for _ in made])
-            for record, made in zip(parsed, rendered, strict=True)
-        ]
+        waiting, size = list[str](), 0
+        for text in texts:
+            if waiting and size + len(text) > _TOGETHER:
+                yield from encode(waiting, add_special_tokens=False)
+                waiting, size = [], 0
+            waiting.append(text)
+            size += len(text)
+        yield from encode(waiting, add_special_tokens=False)
 
     def _to_sequences(
-        self, conversation: Conversation, rendered: list[Rendered], encodings: list[Any]
+        self, conversation: Conversation, rendered: list[Rendered], encodings: Iterable[Any]
     ) -> list[Encoded] | BadRecord:
         made, where = [], conversation.where
         try:

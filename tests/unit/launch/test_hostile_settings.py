@@ -174,6 +174,19 @@ def test_a_text_of_any_setting_changes_neither_directives_nor_commands(config: A
         ["case x in"],
         ["true &&"],
         ["export A=`true"],
+        # Nothing around the lines may close what they open, nor be closed by them.
+        ["}", "{ true"],
+        [": ; } ; {", ": ; } ; { :"],
+        ["fi", "if true; then :"],
+        [")", "(true"],
+        ["done", "while false; do :"],
+        ["esac", "case x in x) :"],
+        ["true", "# a", "export A=\\"],
+        # As the job parses it: a line of its own sets the option for those after it.
+        ["echo !(x)"],
+        ["shopt -s extglob; echo !(x)"],
+        ["echo !(x)", "shopt -s extglob"],
+        ["shopt -s extglob", "echo !(x"],
     ],
 )
 def test_lines_that_would_take_those_after_them_are_refused(lines: list[str]) -> None:
@@ -182,7 +195,7 @@ def test_lines_that_would_take_those_after_them_are_refused(lines: list[str]) ->
 
 
 def test_complete_lines_are_kept_as_they_are_and_names_of_variables_are_checked() -> None:
-    lines = ["if true; then", "  export A=\"a  'b'\"", "fi  # done", "shopt -s extglob; echo !(x)", "cat <<E\nE"]
+    lines = ["if true; then", "  export A=\"a  'b'\"", "fi  # done", "shopt -s extglob", "echo !(x)", "cat <<E\nE"]
     assert "\n".join(lines) in render(JOB, replace(CLUSTER, setup=lines))
     with pytest.raises(ConfigError, match="is not a variable name"):
         replace(CLUSTER, env={"A;touch canary": "b"})

@@ -202,6 +202,24 @@ def test_parameters_of_xlam_and_anthropic_become_json_schema():
     assert made[0]["function"]["parameters"] == schema
 
 
+def test_types_of_python_become_those_of_json_schema_wherever_a_schema_is():
+    given, wanted = {"city": {"type": "str"}}, {"city": {"type": "string"}}
+    by_name = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+    one = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+    several = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+
+    def schema(inner: dict[str, Any], kind: str) -> dict[str, Any]:
+        part = {"type": kind, "properties": inner}
+        parts = {key: {**part, **{name: {"a": part} for name in by_name}} for key in one}
+        return {"type": "object", **parts, **{key: [part] for key in several if key != "items"}, "enum": [given]}
+
+    for place in ({"items": [given["city"]]}, {"additionalProperties": False}, {"default": given}):
+        tools = [{"name": "f", "parameters": {**schema(given, "dict"), **place}}]
+        (tool,) = parse_record({"messages": [ASK, ANSWER], "tools": tools}, "").tools
+        expected = {"items": [wanted["city"]]} if "items" in place else place
+        assert tool["function"]["parameters"] == {**schema(wanted, "object"), **expected}
+
+
 def test_a_function_call_of_old_records_is_a_tool_call_and_its_result_a_tool_turn():
     call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
     result = {"role": "function", "name": "f", "content": "2"}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +117,44 @@ def test_hostile_templates_take_no_memory_of_the_process_that_prepares(folder: P
     with pytest.raises(HarnessError):
         tokenizer_of("{{ 'a' * 60000000 }}{{ 'a' * 60000000 }}" + PLAIN, folder, tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000
+
+
+# Prints its own peak in MiB; the process that renders is another. An interpreter with the tokenizers has some 300.
+MEASURED = """
+import atexit, resource, runpy, sys
+atexit.register(lambda: print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, flush=True))
+runpy.run_module("harness", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "limit_mib", "detail"),
+    [
+        ("{{ 'x' * 20000000 }}", "Hi", 600, "the chat template writes 20,000,"),
+        (
+            "{% if messages | length %}{{ messages[0].content * 12 }}{% endif %}",
+            "Hi yes " * 80_000,
+            1000,
+            "writes 7,280,",
+        ),
+        ("{{ 'x' * 60000 }}", "Hi", 1000, ""),
+        ("{{ raise_exception('x' * 100000000) }}", "Hi", 600, "failed: TemplateError: xxx"),
+    ],
+)
+def test_a_template_takes_no_more_memory_of_the_process_that_prepares_than_its_records_explain(
+    program: str, text: str, limit_mib: int, detail: str, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "template.jinja").write_text(program + PLAIN)
+    record = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Hello"}]}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(record)}\n" * (1 if detail else 200))
+    settings = [f"source.path={tmp_path}/chats.jsonl", f"tokenizer.name={folder}", f"data.path={tmp_path}/out"]
+    settings += [f"tokenizer.chat_template={tmp_path}/template.jinja", "data.pack_size=131072"]
+    command = [sys.executable, "-c", MEASURED, "prepare", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "400"})
+    assert int(done.stdout.rpartition("peak ")[2]) < limit_mib
+    assert (done.returncode == 0) == (not detail), done.stderr
+    assert detail in done.stderr
+    assert len(done.stderr) < 5000
 
 
 def test_a_forked_process_renders_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:

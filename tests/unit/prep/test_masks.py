@@ -169,21 +169,36 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
-@pytest.mark.parametrize(
-    "place", [CITY, {"type": "array", "items": CITY}, {"type": "object", "properties": {"x": CITY}}]
-)
+# Every place of a name in JSON Schema.
+NESTED = {
+    "properties": {"x": CITY},
+    "patternProperties": {"^x-": CITY},
+    **{name: {"Place": CITY} for name in ("$defs", "definitions", "dependentSchemas")},
+    **dict.fromkeys(("items", "additionalProperties", "not", "if", "then", "else", "contains"), CITY),
+    **{name: [{"type": "null"}, CITY] for name in ("anyOf", "oneOf", "allOf", "prefixItems")},
+}
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("keyword", [*NESTED, ""])
 def test_a_parameter_inside_another_that_a_template_loses_is_refused_by_name(
-    tokenizer: Any, place: dict[str, Any]
+    tokenizer: Any, keyword: str, deep: bool
 ) -> None:
+    place = {"type": "object", keyword: NESTED[keyword], "$ref": "#"} if keyword else CITY
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    place = {"anyOf": [{"items": place}], "$ref": "#/properties/a"} if deep else place
     tools = [{"name": "f", "parameters": {"type": "object", "properties": {"a": place}}}]
     named, whole = "{{ t.function.name }}", "{{ t.function.parameters | tojson }}"
     encode(tokenizer(TOOLS.replace(named, named + whole)), parsed(turns, tools=tools))
     names = "{% for name in t.function.parameters.properties %}{{ name }}{% endfor %}"
-    bad = refused(tokenizer(TOOLS.replace(named, named + names)), parsed(turns, tools=tools))
-    path = "a.x" if "x" in place.get("properties", {}) else "a.city"
+    made = tokenizer(TOOLS.replace(named, named + names))
+    bad = refused(made, parsed(turns, tools=tools))
+    path = {"properties": "a.x.city", "patternProperties": "a.^x-.city"}.get(keyword, "a.city")
     assert f"does not write the parameter '{path}' of the tool 'f'" in bad.detail
     assert "source.ignore_fields=[tools]" in bad.detail
+    # Of these tools alone: a conversation of the same shape with others is written whole.
+    others = [{"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}]
+    encode(made, parsed(turns, tools=others))
 
 
 # What is lost stands elsewhere, too: a short result in the answer, an argument in the question.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from harness.errors import ConfigError
 from harness.train.checkpoints import UnreadableError, whole_checkpoints
 from harness.train.folder import choose_run_folder, leave_refusal, open_run_folder
-from harness.train.identity import read_identity
+from harness.train.identity import begin_attempt, read_identity, refuse_foreign
 from harness.train.status import read_status
 
 
@@ -66,6 +67,32 @@ def test_a_copy_that_somebody_keeps_of_a_checkpoint_is_none_of_the_run_s(tmp_pat
     (newest.with_name("step-00000004-good") / "run.json").write_text("{}")
     assert whole_checkpoints(tmp_path / "checkpoints") == [newest]
     assert read_status(tmp_path).checkpoint == 4
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_those_of_the_run_and_of_what_it_copies_are_not(tmp_path):
+    first, other = tmp_path / "first", tmp_path / "other"
+    first.mkdir()
+    other.mkdir()
+
+    def written_by(folder, step, **facts):
+        path = checkpoint_in(folder, step)
+        (path / "run.json").write_text(json.dumps(facts))
+        return path
+
+    written_by(first, 1, run=begin_attempt(first).run)
+    written_by(first, 2)  # of an early version
+    foreign = written_by(first, 9, run=begin_attempt(other).run)
+    copy = shutil.copytree(first, tmp_path / "copy")
+    for folder in (first, copy, shutil.copytree(copy, tmp_path / "copy of a copy")):
+        for _ in range(3):  # the attempts after a copy, which may write no checkpoint of their own
+            for step in (1, 2):
+                refuse_foreign(folder, folder / "checkpoints" / f"step-{step:08d}")
+            with pytest.raises(ConfigError, match="the checkpoint is of another run") as refused:
+                refuse_foreign(folder, folder / "checkpoints" / foreign.name)
+            assert "model.init_from" in refused.value.fix
+            begin_attempt(folder)
+    (first / "identity.json").unlink()
+    refuse_foreign(first, foreign)
 
 
 def test_an_identity_that_cannot_be_read_now_is_not_to_be_removed(tmp_path):

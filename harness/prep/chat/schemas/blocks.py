@@ -29,9 +29,6 @@ def without_blocks(turns: Sequence[Any]) -> Sequence[Any]:
 
     The blocks of an assistant that come in another order than reasoning, text, calls become several turns. Other parts,
     such as text and media, stay in the content.
-
-    Raises:
-        BadRecordError: a block has a field that is not read, or belongs to another role.
     """
     if not any(_has_blocks(turn) for turn in turns):
         return turns
