@@ -27,7 +27,7 @@ class Counts:
     Attributes:
         records: number of records read; each one is kept as a conversation, bad or dropped.
         bad: bad records by reason.
-        dropped: conversations left out for their length or as duplicates, by reason.
+        dropped: conversations left out for their length, as duplicates or by a function, by reason.
         partial: conversations of which some sequences are kept and others left out for their length.
         truncated: conversations that were cut and kept.
         split: conversations that were divided because they are longer than a pack.
