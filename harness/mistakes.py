@@ -108,27 +108,17 @@ _NAMES_ELSEWHERE = {
     "name": "run_name",
     "resume=true": "resume_from_checkpoint",
 }
-# Our values by those of other tools. A list contains all that a word stands for.
+# Our values of a setting, each with those of other tools that it stands for. A list has all that stand for a word.
 _VALUES = {
-    "optimizer.decay": {
-        "constant": "constant_with_warmup",
-        "cosine": "cosine_with_min_lr cosine_with_restarts",
-        "inverse-square-root": "inverse_sqrt",
-        "linear": "",
-    },
-    "model.dtype": {"bfloat16": "bf16 bf16-mixed bf16-true", "float32": "fp32 32 32-true", "auto": ""},
-    "model.attention": {
-        **{"flash": "true fa2 fa3 flash_attention_2 flash_attention_3", "torch": "false eager sdpa local"},
-        **{"fused": "", "unfused": "", "auto": ""},
-    },
-    "model.recompute": {"full": "true unsloth", "none": "false null", "selective": ""},
-    "trainer.trackers": {"": "none", **dict.fromkeys(("tensorboard", "wandb", "mlflow"), "all")},
-    "model.lora_targets": {
-        "linear_qkv": "q_proj k_proj v_proj qkv_proj in_proj all all-linear",
-        "linear_proj": "o_proj out_proj all all-linear",
-        "linear_fc1": "gate_proj up_proj gate_up_proj all all-linear",
-        "linear_fc2": "down_proj all all-linear",
-    },
+    "optimizer.decay": "cosine=cosine_with_min_lr linear constant=constant_with_warmup "
+    "inverse-square-root=inverse_sqrt",
+    "model.dtype": "bfloat16=bf16,bf16-mixed,bf16-true float32=fp32,32,32-true auto",
+    "model.attention": "flash=true,fa2,flash_attention_2,flash_attention_3 torch=false,eager,sdpa fused unfused auto",
+    "model.recompute": "full=true,unsloth none=false,null selective",
+    "trainer.trackers": "=none tensorboard=all wandb=all mlflow=all",
+    "model.lora_targets": "linear_qkv=q_proj,k_proj,v_proj,qkv_proj,in_proj,all,all-linear "
+    "linear_proj=o_proj,out_proj,all,all-linear linear_fc1=gate_proj,up_proj,gate_up_proj,all,all-linear "
+    "linear_fc2=down_proj,all,all-linear",
 }
 _LISTS = ("trainer.trackers", "model.lora_targets")
 SYNONYMS = {word: setting for setting, words in _NAMES_ELSEWHERE.items() for word in words.split()}
@@ -180,7 +170,8 @@ def _value_of(setting: str, value: str) -> str:
     if setting not in _VALUES or not value:
         return value
     words = {word.strip(" '\"").lower() for word in value.strip("[]").split(",")}
-    ours = [our for our, theirs in _VALUES[setting].items() if not words.isdisjoint([our, *theirs.split()])]
+    rows = (row.partition("=") for row in _VALUES[setting].split())
+    ours = [our for our, _, theirs in rows if not words.isdisjoint([our, *theirs.split(",")])]
     return f"[{','.join(ours)}]" * bool(ours) if setting in _LISTS else next(iter(ours), "")
 
 

@@ -81,14 +81,12 @@ class PlanSettings(CheckedSettings):
 
 @launch_app.command()
 def models(
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="a folder with a config.json, or a model of the hub")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="folder, or name on the Hub")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what can be trained, by family; with MODEL, whether that one can: exit code 1 if it cannot.
+    """List the supported families of models, or check whether MODEL is supported; exit code 1 if it is not.
 
-    Of MODEL, only its config.json is read.
+    Only the config.json of MODEL is read.
     """
     from harness.plan.catalog import REFUSED_FEATURES, describe_model, list_families, list_missing
 
@@ -112,7 +110,7 @@ def models(
     console.print(Table(("refused model_type", "what these models need"), refused).to_terminal())
     print_line("")
     print_text("refused in every family:\n" + "\n".join(f"  {feature}" for feature in REFUSED_FEATURES))
-    print_line("`harness models MODEL` reads the config.json of a folder or of a model of the hub")
+    print_line("`harness models MODEL` checks the config.json of a folder or of a model on the Hugging Face Hub")
 
 
 def _print_model(report: ModelReport) -> None:
@@ -130,9 +128,7 @@ def _print_model(report: ModelReport) -> None:
     for name, value in report.settings.items():
         print_line(f"  model.{name}={'null' if value is None else str(value).lower()}")
     if report.mtp_layers:
-        print_line(
-            f"  layers that predict further tokens: {report.mtp_layers}, trained with model.mtp_layers=1 or more"
-        )
+        print_line(f"  multi-token prediction layers: {report.mtp_layers}, trained with model.mtp_layers=1 or more")
 
 
 @launch_app.command(cls=class_of(PlanSettings, takes_recipe=True))

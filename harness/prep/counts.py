@@ -59,11 +59,7 @@ class Counts:
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def count(self, kind: str, place: str, *, reason: str = "") -> None:
-        """Count one more of a kind, which is a field, and keep its place if it is among the first.
-
-        Args:
-            reason: of a kind that is counted by reason.
-        """
+        """Count one more of a kind (a field), by `reason` if it has any; keep its place if it is among the first."""
         if reason:
             getattr(self, kind)[reason] += 1
         else:

@@ -83,11 +83,7 @@ def read_footer(source: ByteSource) -> bytes:
 
 
 def read_row_groups(source: ByteSource) -> list[RowGroup]:
-    """Read the row groups from the footer, not through pyarrow, which crashes on some damaged column metadata.
-
-    Raises:
-        FormatError: the footer is damaged.
-    """
+    """Read the row groups from the footer without pyarrow, which crashes on some damage; raise FormatError for any."""
     footer = _Compact(read_footer(source)).struct(0)
     groups = footer.get(4, [])
     if not isinstance(groups, list):

@@ -148,7 +148,7 @@ def suggested(recipe: str, asked: str) -> set[str]:
     found = set()
     for word, meant in SYNONYMS.items():
         name = next((name for name in meant.split("|") if name in known), meant.split("|")[-1])
-        theirs = [word for words in _VALUES.get(name, {}).values() for word in words.split()]
+        theirs = re.findall(r"[^\s=,]+", _VALUES.get(name, ""))
         for value in ("true", "false", "nonsense") if "=" in name else theirs or VALUES[kinds.get(name, "str")]:
             hint = suggest_setting(word, value, known)
             homes = {f"harness train {recipe}", f"harness {recipe}"}

@@ -299,7 +299,7 @@ def test_what_is_wrong_with_the_first_records_comes_with_its_own_fix():
         (
             *(
                 {"custom_id": "1", "response": {}},
-                "an answer of a batch without its request; fields: custom_id, response",
+                "a batch response without its request; fields: custom_id, response",
             ),
             "add the `body` of the request with the same custom_id",
         ),
