@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -207,7 +208,8 @@ def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None,
     lines = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
     with suppress(ConfigError):  # of data that is not here
         divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
-        lines += [" ".join(one.overrides) for one in search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting[:1]]
+        found = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting
+        lines += [shlex.join(one.overrides) for one in found[:1]]
     for line in lines:
         print_line(f"it fits with: {line}")
     if not lines:
@@ -226,7 +228,7 @@ def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float
     if not found.fitting and gpu_bytes is not None:
         print_text(found.explain_misfit(gpu_bytes))
         raise typer.Exit(1)
-    print_line(f"the fastest: {' '.join(found.fitting[0].overrides)}")
+    print_line(f"the fastest: {shlex.join(found.fitting[0].overrides)}")
 
 
 def _scaled(value: float | None, unit: float) -> float | None:
