@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -51,11 +52,10 @@ _NAMES_ELSEWHERE = {
     "optimizer.warmup_ratio": "warmup_ratio lr_warmup_fraction",
     "optimizer.warmup_steps": "lr_warmup_iters num_warmup_steps",
     "loader.global_batch_size": "train_batch_size batch_size global_batch_size gbs",
-    "loader.global_batch_size is the number of packs of a step over all ranks, and schedule.max_tokens_per_rank the "
-    "tokens of a rank in a microbatch": "per_device_train_batch_size",
+    "loader.global_batch_size is the number of packs per step over all ranks, and schedule.max_tokens_per_rank the "
+    "number of tokens per rank and microbatch": "per_device_train_batch_size gradient_accumulation_steps",
     "data.micro_batch_size|microbatches are planned from the lengths of sequences: "
-    "schedule.max_tokens_per_rank is the tokens of a rank in each": "micro_batch_size",
-    "loader.global_batch_size and schedule.max_tokens_per_rank set the microbatches": "gradient_accumulation_steps",
+    "schedule.max_tokens_per_rank is the number of tokens per rank and microbatch": "micro_batch_size",
     "loader.num_workers": "dataloader_num_workers",
     "loader.seed|data.seed": "seed",
     "data.sequence_length|data.pack_size": "max_length max_seq_length max_seq_len seq_length sequence_len cutoff_len",
@@ -68,13 +68,18 @@ _NAMES_ELSEWHERE = {
     "tokenizer.name": "tokenizer_name tokenizer_name_or_path",
     "tokenizer.chat_template": "template chat_template",
     "only tokens that the assistant generates are trained; tokenizer.mask with the value all trains every token, and "
-    "tokenizer.train_on selects turns": "assistant_only_loss "
+    "tokenizer.train_on selects turns": "assistant_only_loss completion_only_loss mask_prompt "
     "train_on_inputs train_on_responses_only train_on_prompt roles_to_train",
     "model.init_from": "model_name_or_path base_model pretrained_checkpoint",
     "model.dtype=bfloat16": "bf16",
     "model.dtype": "torch_dtype precision",
-    "model.recompute=full": "gradient_checkpointing activation_checkpointing",
-    "model.lora_rank": "lora_r lora_rank",
+    "float16 is not supported, because it requires loss scaling; model.dtype with the value bfloat16 does not": "fp16",
+    "model.attention": "attn_implementation flash_attention flash_attn use_flash_attn attention_backend",
+    "model.recompute": "recompute_granularity gradient_checkpointing activation_checkpointing",
+    "model.lora_rank": "r lora_r lora_rank",
+    "quantized weights are not supported; model.lora_rank trains adapters on weights in model.dtype": "load_in_4bit "
+    "load_in_8bit quantization_bit",
+    "noise on embeddings is not supported": "neftune_noise_alpha",
     "model.lora_alpha": "lora_alpha",
     "model.lora_targets": "lora_target_modules target_modules",
     "LoRA adapters are trained without dropout": "lora_dropout",
@@ -84,6 +89,8 @@ _NAMES_ELSEWHERE = {
     "parallel.pipeline_layout": "pipeline_model_parallel_layout",
     "parallel.context_parallel_size": "cp",
     "parallel.expert_parallel_size": "ep expert_model_parallel_size",
+    "the ranks that the other sizes leave are data-parallel; parallel.ranks is the number of all ranks": "dp dp_size "
+    "data_parallel_size",
     "parallel.ranks": "num_gpus nproc_per_node num_processes",
     "parallel.distributed_optimizer": "use_distributed_optimizer",
     "parallel.distributed_optimizer=true": "deepspeed fsdp",
@@ -96,9 +103,24 @@ _NAMES_ELSEWHERE = {
     "trainer.trackers": "report_to",
     "every step is printed and kept in the run's metrics.jsonl": "logging_steps",
     "run_dir|data.path": "output_dir",
+    "trainer.eval_interval and trainer.checkpoint_interval are numbers of steps": "eval_strategy save_strategy",
+    "AdamW is the only optimizer": "optim",
     "name": "run_name",
     "resume=true": "resume_from_checkpoint",
 }
+# Our values of a setting, each with those of other tools that it stands for. A list has all that stand for a word.
+_VALUES = {
+    "optimizer.decay": "cosine=cosine_with_min_lr linear constant=constant_with_warmup "
+    "inverse-square-root=inverse_sqrt",
+    "model.dtype": "bfloat16=bf16,bf16-mixed,bf16-true float32=fp32,32,32-true auto",
+    "model.attention": "flash=true,fa2,flash_attention_2,flash_attention_3 torch=false,eager,sdpa fused unfused auto",
+    "model.recompute": "full=true,unsloth none=false,null selective",
+    "trainer.trackers": "=none tensorboard=all wandb=all mlflow=all",
+    "model.lora_targets": "linear_qkv=q_proj,k_proj,v_proj,qkv_proj,in_proj,all,all-linear "
+    "linear_proj=o_proj,out_proj,all,all-linear linear_fc1=gate_proj,up_proj,gate_up_proj,all,all-linear "
+    "linear_fc2=down_proj,all,all-linear",
+}
+_LISTS = ("trainer.trackers", "model.lora_targets")
 SYNONYMS = {word: setting for setting, words in _NAMES_ELSEWHERE.items() for word in words.split()}
 # Settings that take a name or a path, by the group of files that it is easily given to.
 _NAMES = {
@@ -117,25 +139,40 @@ def word_of(name: str) -> str:
 def suggest_setting(key: str, value: str, known: Collection[str]) -> str:
     """Return the beginning of a fix for an unknown setting: the one that it stands for, or the nearest; else empty.
 
+    A setting with a value is printed as a shell takes it.
+
     Args:
         value: that it was given; empty where it is unknown.
         known: settings of the command.
     """
-    near = nearest_name(key, sorted(known))
-    is_misplaced = key in known or ("." in key and (near or "").rpartition(".")[2] == key.rpartition(".")[2])
-    meant = "" if is_misplaced else SYNONYMS.get(word_of(key), "")
+    near = nearest_name(key, sorted(known)) or ""
+    has_name = near.rpartition(".")[2] == key.rpartition(".")[2]
+    meant = "" if key in known or ("." in key and has_name) else SYNONYMS.get(word_of(key), "")
     if not meant:
-        return f"did you mean {near}? " if near else ""
+        return f"did you mean {_assigned(near, value if has_name and near != key else '')}? " if near else ""
     names = meant.split("|")
     name = next((name for name in names if name.partition("=")[0] in known), None)
     if name is None and " " in names[-1]:
         return f"{names[-1]}; "
     setting, _, fixed = (name or names[-1]).partition("=")
-    if given := value if not fixed else "" if value.lower() == "false" else fixed:
-        setting += f"={given}"
+    setting = _assigned(setting, _value_of(setting, value) if not fixed else "" if value.lower() == "false" else fixed)
     if name is not None:
         return f"did you mean {setting}? "
     return f"`{_HOMES.get(setting.partition('.')[0], 'harness train sft')} {setting}` sets it; "
+
+
+def _assigned(setting: str, value: str) -> str:
+    return shlex.quote(f"{setting}={value}") if value and "[]" not in setting else setting
+
+
+def _value_of(setting: str, value: str) -> str:
+    """Return our value of a setting for that of another tool; empty if there is none."""
+    if setting not in _VALUES or not value:
+        return value
+    words = {word.strip(" '\"").lower() for word in value.strip("[]").split(",")}
+    rows = (row.partition("=") for row in _VALUES[setting].split())
+    ours = [our for our, _, theirs in rows if not words.isdisjoint([our, *theirs.split(",")])]
+    return f"[{','.join(ours)}]" * bool(ours) if setting in _LISTS else next(iter(ours), "")
 
 
 @dataclass(frozen=True)

@@ -95,13 +95,24 @@ def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
     if (path / "config.json").is_file():
         return f"a model's folder, not {expected}", f"model.init_from={quoted} trains it"
     if path.suffix.lower() in _CHATS:
-        return f"a {path.suffix} file, not {expected}", f"{pack_command(path)} packs its conversations"
+        return f"a {path.suffix} file, not {expected}", how_to_pack(path)
     return None
 
 
-def pack_command(path: Path) -> str:
-    """Return the command that packs the conversations of a file."""
-    return f"`harness prepare source.path={shlex.quote(str(path))} data.path=data/{shlex.quote(path.stem)}`"
+def how_to_pack(path: Path) -> str:
+    """Return how to pack the conversations of a file, or the lines of one that is plain text."""
+    quoted = shlex.quote(str(path))
+    if path.suffix.lower() == ".txt" and path.is_file():
+        with path.open("rb") as file:
+            if file.read(1) not in (b"", b"{"):
+                return text_to_records(quoted)
+    return f"`harness prepare source.path={quoted} data.path=data/{shlex.quote(path.stem)}` packs its conversations"
+
+
+def text_to_records(path: str) -> str:
+    """Return how to train on the plain text of a file, whose path is quoted for a shell."""
+    to_lines = f"jq -cR '{{text: .}}' {path} > {path.replace('.txt', '.jsonl')}"
+    return f"each line as a text to train on: {to_lines}; chats need one JSON record per line"
 
 
 def suggest_recipe(name: str) -> str:

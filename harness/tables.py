@@ -116,11 +116,7 @@ class Table:
 
 
 def open_templates(folder: Path, **options: Any) -> Environment:
-    """Return the Jinja templates of a folder, in which every text is escaped and `table(label)` renders a `Table`.
-
-    Args:
-        options: of Jinja's Environment.
-    """
+    """Return the Jinja templates of a folder, which escape every text; `table(label)` renders a `Table`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -3,7 +3,7 @@
     harness prepare source.path=chats/ --preview 3             # shows what would be trained, writes nothing
     harness prepare source.path=chats/ data.path=data/chats
 
-Without arguments it prepares questions and answers about Python's standard library, made from its documentation.
+Without arguments, it prepares questions and answers made from the documentation of Python's standard library.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def render_report(report: BenchReport) -> RenderableType:
 def count_targets(reports: Iterable[BenchReport]) -> str:
     """Return how many targets are met and missed, in words."""
     met = [figure.met for report in reports for figure in report.figures if figure.met is not None]
-    return f"{sum(met)} targets met, {len(met) - sum(met)} missed"
+    return f"{sum(met)} targets were met and {len(met) - sum(met)} missed"
 
 
 def figure_table(figures: Iterable[Figure]) -> Table:

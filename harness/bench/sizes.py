@@ -64,11 +64,7 @@ class Sizes(CheckedSettings):
         return self.size == "tiny"
 
     def choose(self, names: Iterable[str]) -> list[str]:
-        """Return the parts to measure: all of `names`, or those that are set.
-
-        Raises:
-            ConfigError: a part is none of `names`.
-        """
+        """Return the parts to measure: all of `names`, or those that are set; raise ConfigError for other names."""
         known = list(names)
         for part in self.parts:
             require_choice(part, known, setting="parts")

@@ -134,9 +134,9 @@ def _root(
         bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Packed SFT data for Megatron-Core: prepare, verify, convert, train on it, and prove that nothing changed.
+    """Prepare packed SFT data for Megatron-Core, verify and convert it, train on it, and prove that nothing changed.
 
-    Settings are KEY=VALUE with the same names in every command; `--cfg` explains those of a command.
+    Settings are KEY=VALUE, with the same names in every command; `--cfg` prints the settings of a command.
     """
 
 

@@ -145,7 +145,7 @@ def verify(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check every byte and every invariant of a dataset or a run; exit code 1 if something is wrong.
+    """Check every byte and every invariant of a dataset or a run; exit code 1 if there is a fault.
 
     For a dataset without a complete manifest, all faults are listed. --repair-manifest restores the manifest if every
     shard exists and matches its checksums, and prints what is lost. PATH may also be one of Megatron's indexed datasets
@@ -220,7 +220,7 @@ def convert(
         str,
         typer.Argument(
             metavar="FORMAT",
-            help=f"one of {', '.join(FORMATS)}, or {BRIDGE} or {SWIFT} for what the readers of these trainers read",
+            help=f"one of {', '.join(FORMATS)}, or {BRIDGE} or {SWIFT} for the readers of these trainers",
         ),
     ],
     overwrite: Overwrite = False,
@@ -228,7 +228,7 @@ def convert(
 ) -> None:
     """Write a dataset in another format and compare both. Run it again to continue an interrupted conversion.
 
-    Memory does not grow with the dataset, except for npy, whose pickled files are read and written whole.
+    Memory does not grow with the dataset, except for npy, whose pickled files are loaded completely.
     """
     settings: ConvertSettings = context.obj
     if format != BRIDGE and settings.bridge != BridgeFiles():
@@ -327,7 +327,7 @@ def repack(
 @data_app.command()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="a dataset")],
-    b: Annotated[str, typer.Argument(metavar="B", help="another")],
+    b: Annotated[str, typer.Argument(metavar="B", help="another dataset")],
     as_json: AsJson = False,
 ) -> None:
     """Compare two datasets pack by pack and name the first difference; exit code 1 if there is one."""

@@ -59,10 +59,8 @@ class _Stages:
 
 @end_to_end_app.command(context_settings={"ignore_unknown_options": True})
 def sft(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="weights and tokenizer: a folder, or a name of the hub")
-    ],
-    chats: Annotated[str, typer.Argument(metavar="CHATS", help="a file, folder, glob, bucket or dataset of the hub")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="weights and tokenizer: folder, or name on the Hub")],
+    chats: Annotated[str, typer.Argument(metavar="CHATS", help="file, folder, glob, bucket URI or dataset on the Hub")],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[OUT] [KEY=VALUE]...", help="folder of the results; settings of prepare and train sft"),
@@ -72,8 +70,8 @@ def sft(
 
     For example: `harness sft Qwen/Qwen3-0.6B chats.jsonl out trainer.epochs=2 optimizer.lr=1e-5 data.pack_size=8192`
 
-    Runs `harness prepare`, `plan`, `train sft` and `export`, and prints each command. OUT (runs/MODEL-CHATS) receives
-    the dataset, the run, the exported model and a report. To continue after an interruption, run the command again.
+    Runs `harness prepare`, `plan`, `train sft` and `export`, and prints each command. OUT (by default runs/MODEL-CHATS)
+    contains the dataset, the run, the exported model and a report. After an interruption, run the same command again.
 
     `harness train sft --help` and `harness prepare --help` list the settings.
     """
@@ -175,11 +173,7 @@ def _check(stages: _Stages) -> list[int]:
 
 
 def plan_layout(settings: Sequence[str], gpus: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Return the settings of the fastest layout that fits this machine's GPUs, and the command that plans it.
-
-    Args:
-        gpus: bytes of each.
-    """
+    """Return the settings of the fastest layout for GPUs of these bytes of memory, and the command that plans it."""
     from harness.config import compose_run
     from harness.plan.search import search_layouts
     from harness.plan.work import Machine

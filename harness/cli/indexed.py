@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from harness.indexed.convert import TokenSource
     from harness.indexed.writer import IndexedReport
 
-indexed_app = typer.Typer(
-    help="Megatron's indexed datasets (.bin and .idx) from token shards: no torch, no Megatron.", no_args_is_help=True
-)
+indexed_app = typer.Typer(help="Build Megatron's indexed datasets from token shards.", no_args_is_help=True)
 
 Shards = Annotated[list[str], typer.Argument(metavar="SRC...", help="Parquet files, folders or patterns")]
 Pairs = Annotated[list[str], typer.Argument(metavar="PREFIX...", help="pairs: X, X.bin or X.idx")]
@@ -141,7 +139,7 @@ def counts(
 
 @indexed_app.command()
 def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
-    """Join pairs end to end as one."""
+    """Concatenate several pairs into one."""
     from harness.indexed.convert import merge_indexed
 
     with progress_bar("merging", quiet=as_json) as advance:

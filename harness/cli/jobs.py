@@ -68,9 +68,9 @@ def status(run_dir: Run, as_json: AsJson = False) -> None:
 @jobs_app.command()
 def logs(
     run_dir: Run,
-    rank: Annotated[int | None, typer.Option(min=0, help="the log of this rank; omit for that of the job")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="print the log of this rank instead of the job's")] = None,
     lines: Annotated[int, typer.Option(min=0, help="number of lines from the end; 0 for all")] = 100,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="print what is added, until Ctrl-C")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="keep printing new lines until Ctrl-C")] = False,
 ) -> None:
     """Print the log of the run's current or newest job: the batch script, or one rank."""
     path, keep = find_log(run_dir, rank)
@@ -88,7 +88,7 @@ def logs(
 
 @jobs_app.command()
 def cancel(run_dir: Run) -> None:
-    """Cancel every job of a run, successors included; the ranks checkpoint if Slurm's grace period allows it."""
+    """Cancel every job of a run, including its successors; the ranks save a checkpoint if the grace period suffices."""
     from harness.launch.queue import cancel_jobs, jobs_of_run
     from harness.train.status import read_status
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -80,14 +81,12 @@ class PlanSettings(CheckedSettings):
 
 @launch_app.command()
 def models(
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="a folder with a config.json, or a model of the hub")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="folder, or name on the Hub")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what can be trained, by family; with MODEL, whether that one can: exit code 1 if it cannot.
+    """List the supported families of models, or check whether MODEL is supported; exit code 1 if it is not.
 
-    Of MODEL, only its config.json is read.
+    Only the config.json of MODEL is read.
     """
     from harness.plan.catalog import REFUSED_FEATURES, describe_model, list_families, list_missing
 
@@ -111,7 +110,7 @@ def models(
     console.print(Table(("refused model_type", "what these models need"), refused).to_terminal())
     print_line("")
     print_text("refused in every family:\n" + "\n".join(f"  {feature}" for feature in REFUSED_FEATURES))
-    print_line("`harness models MODEL` reads the config.json of a folder or of a model of the hub")
+    print_line("`harness models MODEL` checks the config.json of a folder or of a model on the Hugging Face Hub")
 
 
 def _print_model(report: ModelReport) -> None:
@@ -129,9 +128,7 @@ def _print_model(report: ModelReport) -> None:
     for name, value in report.settings.items():
         print_line(f"  model.{name}={'null' if value is None else str(value).lower()}")
     if report.mtp_layers:
-        print_line(
-            f"  layers that predict further tokens: {report.mtp_layers}, trained with model.mtp_layers=1 or more"
-        )
+        print_line(f"  multi-token prediction layers: {report.mtp_layers}, trained with model.mtp_layers=1 or more")
 
 
 @launch_app.command(cls=class_of(PlanSettings, takes_recipe=True))
@@ -205,7 +202,8 @@ def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None,
     lines = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
     with suppress(ConfigError):  # of data that is not here
         divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
-        lines += [" ".join(one.overrides) for one in search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting[:1]]
+        found = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting
+        lines += [shlex.join(one.overrides) for one in found[:1]]
     for line in lines:
         print_line(f"it fits with: {line}")
     if not lines:
@@ -224,7 +222,7 @@ def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float
     if not found.fitting and gpu_bytes is not None:
         print_text(found.explain_misfit(gpu_bytes))
         raise typer.Exit(1)
-    print_line(f"the fastest: {' '.join(found.fitting[0].overrides)}")
+    print_line(f"the fastest: {shlex.join(found.fitting[0].overrides)}")
 
 
 def _scaled(value: float | None, unit: float) -> float | None:

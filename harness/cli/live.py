@@ -108,9 +108,10 @@ def produce(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="file, folder or glob; - for standard input")],
     folder: Folder,
-    append: Annotated[bool, typer.Option("--append", help="SRC follows what is in the folder")] = False,
+    append: Annotated[bool, typer.Option("--append", help="append SRC to the chunks in the folder")] = False,
     leave_rest: Annotated[
-        bool, typer.Option("--leave-rest", help="with --append: even if the previous input was not read to its end")
+        bool,
+        typer.Option("--leave-rest", help="with --append: even if the previous input was not read completely"),
     ] = False,
     leave_open: Annotated[bool, typer.Option("--leave-open", help="keep the stream open for --append")] = False,
 ) -> None:

@@ -78,7 +78,7 @@ def train(
     arguments: Arguments = None,
     ranks: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
 ) -> None:
-    """Train: `parallel.ranks=N` starts N processes on this machine; under torchrun or srun this is one rank.
+    """Train a model: on N processes of this machine with `parallel.ranks=N`, or as one rank of torchrun or srun.
 
     `harness train sft --help` prints the settings that most runs change, and `--cfg` prints all.
     """
@@ -131,8 +131,8 @@ def export(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapters, as peft loads them")] = False,
-    mtp: Annotated[bool, typer.Option("--mtp", help="also the MTP layers of the initial weights, untrained")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapters, in the format of PEFT")] = False,
+    mtp: Annotated[bool, typer.Option("--mtp", help="also the unchanged MTP layers of the initial weights")] = False,
 ) -> None:
     """Export a checkpoint for serving: weights, end tokens, tokenizer, chat template and model card."""
     if is_run(out) and not (is_run(source) or is_there(source / "run.json")):

@@ -121,11 +121,7 @@ class Survey:
 
 
 def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | None = None) -> Survey:
-    """Read all shards of a folder without a whole manifest, and compare them with what is left of the index.
-
-    Args:
-        progress: called with shards read and shards in total.
-    """
+    """Read all shards of a folder without a whole manifest, and compare them with what is left of the index."""
     survey = Survey()
     names, traces = folder.names(), find_traces(folder)
     if MARKER_NAME in names:

@@ -206,11 +206,7 @@ class IndexBuilder:
 
 
 def write_index(folder: Folder, load_parts: Callable[[], Iterator[IndexPart]], totals: Totals) -> str:
-    """Write the index files from parts, which are read once for each, and held one at a time.
-
-    Returns:
-        the dataset's fingerprint.
-    """
+    """Write the index files from parts, reading one at a time and each once; return the dataset's fingerprint."""
 
     def offsets() -> Iterator[npt.NDArray[Any]]:
         yield np.zeros(1, np.int64)

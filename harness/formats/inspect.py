@@ -123,6 +123,8 @@ def render_summary(summary: DatasetSummary) -> RenderableType:
     if summary.media:
         rows["media stored"] = ", ".join(f"{count:,} {kind}" for kind, count in summary.media.items())
     known = {key: value for key, value in summary.provenance.items() if key != "counts" and value not in ("", None)}
+    if mask := known.pop("mask", {}):
+        known |= {"mask": "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in mask.items())}
     rows |= {key.replace("_", " "): str(value) for key, value in known.items()}
     rows |= {"fingerprint": summary.fingerprint} if summary.fingerprint else {}
     rows |= {key.replace("_", " "): f"{value:,}" for key, value in summary.provenance.get("counts", {}).items()}

@@ -157,11 +157,7 @@ class PackWriter:
         return self
 
     def append(self, pack: Pack) -> None:
-        """Add a pack.
-
-        Raises:
-            FormatError: the pack breaks an invariant (the error has its number), or the disk refuses.
-        """
+        """Add a pack; raise FormatError with its number if it breaks an invariant, or if the disk refuses."""
         if not self._open:
             raise ConfigError("the writer is not open", where=self.where, fix="use `with open_writer(...) as writer`")
         if problem := pack.problem(self.pack_size, max_weight=self.provenance.max_weight):

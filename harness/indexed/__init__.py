@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets (X.bin and X.idx) from token shards: no torch, no Megatron.
+"""Megatron's indexed datasets (X.bin and X.idx) from token shards, without PyTorch and Megatron-Core.
 
     convert_tokens(["shards/"], "corpus")       token shards (Parquet) to one pair, as Megatron's own builder writes it
     write_family(["shards/"], OUT, family)      one pair per split, and the JSON files for Megatron's options

@@ -59,11 +59,7 @@ class FixedRows:
         return self._rows.popleft()
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the position after the steps so far.
-
-        Raises:
-            LoaderError: rows of a step were taken and others not.
-        """
+        """Return the position after the steps so far; raise LoaderError if only some rows of a step were taken."""
         if self._rows:
             what = f"the position was requested within a step: {self.rows_per_step - len(self._rows)} of its "
             what += f"{self.rows_per_step} rows were read"

@@ -101,11 +101,7 @@ class RankStream:
         self.seek(LoaderState.from_json(text))
 
     def seek(self, state: LoaderState) -> None:
-        """Move to a position; ends the workers.
-
-        Raises:
-            LoaderError: it is of another dataset, seed, order or tokenizer.
-        """
+        """Move to a position and end the workers; raise LoaderError for another dataset, seed, order or tokenizer."""
         state = Loader(**self._settings, state=state).state
         self.close()
         self._state = state

@@ -87,11 +87,7 @@ class PackedDataset(IterableDataset[Row]):
         self._position, self._rows_yielded = self.stream.state, 0
 
     def __len__(self) -> int:
-        """Rows of this rank in the whole epoch of the position.
-
-        Raises:
-            TypeError: the data is a blend with weights, which has no end.
-        """
+        """Return the rows of this rank in the epoch of the position; raise TypeError for an endless blend."""
         rows = self.stream.rows_per_step()
         if rows is None:
             raise TypeError("a weighted blend has no length")

@@ -106,11 +106,7 @@ class RawBatch:
 
 
 class BatchReader:
-    """Plans a step for all ranks and reads the part of one. Sent to every worker; holds no batch.
-
-    Args:
-        features: as of `Loader`.
-    """
+    """Plans a step for all ranks and reads the part of one. Sent to every worker; holds no batch."""
 
     def __init__(
         self,

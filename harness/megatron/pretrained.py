@@ -46,8 +46,8 @@ class Pretrained:
         if not self.mtp_layers:
             return []
         return [
-            f"the weights have {self.mtp_layers} layers that predict further tokens (MTP), which are left out: not "
-            f"loaded or trained; model.mtp_layers={self.mtp_layers} trains them, `harness export --mtp` copies them"
+            f"the multi-token prediction (MTP) layers of the weights, {self.mtp_layers}, are neither loaded nor "
+            f"trained; model.mtp_layers={self.mtp_layers} trains them, `harness export --mtp` copies them"
         ]
 
     def check_data(self, *, vocab_size: int | None, dataset_tokenizer: str, where: str) -> None:

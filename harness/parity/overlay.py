@@ -96,11 +96,7 @@ def read_curves(folder: Path) -> RunCurves:
 
 
 def compare_curves(reference: RunCurves, run: RunCurves, *, tolerance: float) -> RunComparison:
-    """Compare a run with another over the steps that both have.
-
-    Raises:
-        ConfigError: there is no such step.
-    """
+    """Compare a run with another over the steps that both have; raise ConfigError if there is none."""
     before, after = ({step.step: step for step in one.steps} for one in (reference, run))
     common = sorted(before.keys() & after.keys())
     if not common:

@@ -20,7 +20,7 @@ from harness.plan.model import ModelConfig
 from harness.settings import CONFIGS
 
 _FEATURES = {
-    "pattern_letters": "layers of different parts, some with a scan (`model.layer_pattern`)",
+    "pattern_letters": "layers of several kinds, such as scans and attention (`model.layer_pattern`)",
     "has_output_gate": "gated attention",
     "norms_add_one": "norms whose weights are relative to 1",
     "experts": "mixture of experts",
@@ -28,15 +28,15 @@ _FEATURES = {
     "has_qkv_bias": "biases of queries, keys and values",
     "has_head_norms": "norms of queries and keys",
     "has_sinks": "attention sinks",
-    "has_windows": "windows of attention in every second layer",
-    "predicts_further": "layers that predict further tokens (MTP)",
+    "has_windows": "sliding-window attention in every other layer",
+    "predicts_further": "multi-token prediction (MTP)",
 }
 # Refused in models of every family, but where the family has it; the reader of config.json names each.
 REFUSED_FEATURES = (
     "quantized weights (mxfp4 of gpt_oss is read)",
     "activations other than silu (relu2 of nemotron_h is supported)",
     "biases that models of the family do not have",
-    "attention with a window shorter than the positions (gpt_oss has them)",
+    "sliding windows shorter than the positional encoding (gpt_oss has them)",
     "rope scaling other than llama3, linear and yarn",
 )
 
@@ -85,9 +85,8 @@ def list_families() -> list[TrainableFamily]:
         family = read_encoder(encoder)[0].name if encoder else values.get("family", ModelConfig.family)
         presets.setdefault(family, []).append(file.stem)
     features = {name: [text for has, text in _FEATURES.items() if getattr(FAMILIES[name], has)] for name in FAMILIES}
-    features |= {
-        name: [f"{one.kind} before {', '.join(one.text_types.values())}"] for name, one in MEDIA_MODELS.items()
-    }
+    media = {name: (one.kind, ", ".join(one.text_types.values())) for name, one in MEDIA_MODELS.items()}
+    features |= {name: [f"{kind} encoder for {texts}"] for name, (kind, texts) in media.items()}
     families: dict[str, Family | MediaModel] = {**FAMILIES, **MEDIA_MODELS}
     return [
         TrainableFamily(name, family.architecture, presets.get(name, []), features[name])

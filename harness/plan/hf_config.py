@@ -77,11 +77,7 @@ class HfModel:
 
 
 def read_hf_config(folder: Path) -> HfModel:
-    """Read `folder`/config.json.
-
-    Raises:
-        ConfigError: no such file, an unknown family, or a feature that is not supported.
-    """
+    """Read `folder`/config.json; raise ConfigError if it is missing, or its family or a feature is not supported."""
     path = folder / "config.json"
     if not path.is_file() and (explained := explain_path(folder, expected="a model's folder")):
         raise ConfigError(explained[0], where=str(folder), fix=explained[1])

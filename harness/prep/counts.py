@@ -27,7 +27,7 @@ class Counts:
     Attributes:
         records: number of records read; each one is kept as a conversation, bad or dropped.
         bad: bad records by reason.
-        dropped: conversations left out for their length or as duplicates, by reason.
+        dropped: conversations left out for their length, as duplicates or by a function, by reason.
         partial: conversations of which some sequences are kept and others left out for their length.
         truncated: conversations that were cut and kept.
         split: conversations that were divided because they are longer than a pack.
@@ -59,11 +59,7 @@ class Counts:
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def count(self, kind: str, place: str, *, reason: str = "") -> None:
-        """Count one more of a kind, which is a field, and keep its place if it is among the first.
-
-        Args:
-            reason: of a kind that is counted by reason.
-        """
+        """Count one more of a kind (a field), by `reason` if it has any; keep its place if it is among the first."""
         if reason:
             getattr(self, kind)[reason] += 1
         else:

@@ -373,8 +373,10 @@ class Preparation:
             report.dropped += Counter({"duplicate": num_duplicates})
             tokens = sum(split.num_tokens for split in splits.values())
             conversations = sum(split.num_conversations for split in splits.values())
-            if few := [name for name, share in shares.items() if 0 < share * conversations < 1 < conversations]:
-                self.stages.show(f"{' and '.join(few)}: 1 conversation, although the fraction of so few is less.")
+            for name, share in shares.items():
+                if 0 < share * conversations < 1 < conversations:
+                    got = count_of(splits[name].num_conversations, "conversation")
+                    self.stages.show(f"{name}: {got}, more than data.{name}_fraction={share} of {conversations:,}.")
             stage.summary = f"{tokens:,} tokens of {count_of(conversations, 'conversation')}"
             if reused := sum(receipt.was_there for _, _, receipt, _ in done):
                 stage.summary += f"; {reused:,} of {len(done):,} shards were already finished"

@@ -245,7 +245,7 @@ class PrepareReport(Counts):
         if self.repetition() <= _MUCH_REPETITION:
             return ""
         return (
-            f"{self.repetition():.1f} times the tokens of one rendering: the chat template shows turns differently "
+            f"{self.repetition():.1f} times the tokens of one rendering: the chat template renders a turn differently "
             "once others follow, so each has a sequence of its own; to write one sequence per conversation, set "
             "tokenizer.train_on=last_turn, or tokenizer.history=kept (--preview shows how it differs from serving)"
         )
@@ -336,11 +336,7 @@ def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
 
 
 class Stage:
-    """A running stage.
-
-    Attributes:
-        summary: printed at the end.
-    """
+    """A running stage; `summary` is printed at the end."""
 
     def __init__(self, bar: Progress, doing: str, total: float | None, report: Callable[[int, int], None]) -> None:
         self.summary = ""

@@ -128,7 +128,7 @@ def do_shard(job: ShardJob, number: int, shard: SourceShard) -> Receipt | Harnes
 
 def refuse(bad: list[BadRecord]) -> None:
     """Raise PrepError that lists the first of the bad records, if there are any."""
-    if not bad:
+    if not (bad := [record for record in bad if record.reason != BadReason.OMITTED]):
         return
     equal: dict[str, list[str]] = {}
     for record in bad:
@@ -280,7 +280,9 @@ class _ShardWriter:
         while some := _batch(records, self.batch):
             began = time.monotonic()
             for (raw, item), result in zip(some, tokenizer.encode_each([item for _, item in some]), strict=True):
-                if isinstance(result, BadRecord) and self.job.on_bad == "refuse":
+                if isinstance(result, BadRecord) and result.reason == BadReason.OMITTED:
+                    self.receipt.counts.count("dropped", f"{result.where}: {result.detail}", reason=result.reason.value)
+                elif isinstance(result, BadRecord) and self.job.on_bad == "refuse":
                     self.refused.append(result)
                 elif isinstance(result, BadRecord):
                     self._leave_out(raw, result)

@@ -10,11 +10,7 @@ from harness.schedule.batch import GlobalBatch, row_offsets
 
 
 def place_as_packed(batch: GlobalBatch) -> Schedule:
-    """Place each stored pack in a row of its own; missing rows at the end are empty.
-
-    Raises:
-        ScheduleError: the packs are unknown.
-    """
+    """Place each stored pack in a row of its own, then empty rows; raise ScheduleError if the packs are unknown."""
     if batch.pack_offsets is None:
         fix = "pass pack_offsets, or use another schedule for a source without packs"
         raise ScheduleError("as_packed requires the bounds of the stored packs", where="schedule.name", fix=fix)

@@ -43,11 +43,7 @@ def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dt
 
 
 def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-    """Map a `.npy` file of exactly this dtype and shape, read-only; without a shape, any one-dimensional one.
-
-    Raises:
-        FormatError: the file cannot be read, or holds anything else.
-    """
+    """Map a `.npy` file of this dtype and shape (None: one dimension), read-only; FormatError for others."""
     try:
         with path.open("rb") as file:
             if dtype.names and shape is not None:

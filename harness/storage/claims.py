@@ -29,11 +29,7 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class ClaimStore:
-    """The objects below a prefix, with conditional requests. Pickles.
-
-    Raises:
-        ConfigError: msc://, which has none here.
-    """
+    """The objects below a prefix, with conditional requests; picklable. ConfigError for msc://, which has none."""
 
     def __init__(self, place: ObjectPath) -> None:
         if place.scheme == "msc":

@@ -142,11 +142,7 @@ class Marker:
         _MARKERS.add(self)
 
     def acquire(self) -> bytes:
-        """Create the marker, or take over one without an owner; returns what an interrupted writer left in it.
-
-        Raises:
-            FormatError: another process holds it.
-        """
+        """Create the marker, or take over one without an owner; return what was left in it. FormatError if held."""
         while True:
             self.was_created = not self.path.exists()
             try:

@@ -280,11 +280,7 @@ class BucketMarker:
     _acquired: bool = False
 
     def acquire(self) -> bytes:
-        """Take the lease, create the object, and return what an interrupted writer left in it.
-
-        Raises:
-            FormatError: another process writes to the prefix.
-        """
+        """Take the lease, create the object, and return what an interrupted writer left. FormatError if held."""
         folder = self.folder
         if folder.place.scheme != "msc":
             self._lease = Lease(ClaimStore(folder.place), _LEASE_NAME)

@@ -113,7 +113,7 @@ HEADLINES = {
     ("Packing", "best_fit_decreasing to trl"): "TRL's pack_dataset",
     ("Preparing", "prepare to tokenizers alone"): "the tokenizers library",
     ("Token shards", "median 600: to tensors of rows"): "Megatron-Core's IndexedDatasetBuilder",
-    ("Scheduling", "cost_balanced, synchronised cost"): "a perfect balance",
+    ("Scheduling", "cost_balanced, synchronized cost"): "a perfect balance",
     ("Planning of batches", "cost_balanced, 8,192 sequences on 64 ranks"): "none",
     ("Loader", "parquet, best of 0, 2, 4 workers"): "none",
     ("Live data", "cost_balanced windows, training speed to modulo"): "ms-swift's modulo reading",
@@ -200,7 +200,7 @@ def render_claims(reports: Sequence[BenchReport]) -> list[str]:
                 name, value, _, target, verdict = figure_row(replace(figure, **_LIMITS.get(figure.name, {})))
                 rows.append((name, peer, value, target, verdict))
     table = Table(("measured", "peer", "figure", "target", ""), rows, "llrl")
-    lines = ["", "## Claims", "", f"Of all figures, {count_targets(reports)}.", "", table.to_markdown()]
+    lines = ["", "## Claims", "", f"Including all other figures, {count_targets(reports)}.", "", table.to_markdown()]
     lines += ["", "## Sections", "", "Commands without `harness` follow `python -m tests.benchmarks`.", ""]
     for section, report in zip(SECTIONS, reports, strict=True):
         # The notes of what was measured are printed by its command.

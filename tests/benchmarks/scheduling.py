@@ -146,7 +146,7 @@ def _add_placement(
     targeted = name == "cost_balanced" and all(getattr(sizes, key) == reference[key] for key in fixed)
     for what, ratio, target in (
         ("step cost", "cost_ratio", 1.01),
-        ("synchronised cost", "sync_ratio", 1.10),
+        ("synchronized cost", "sync_ratio", 1.10),
         ("step tokens", "token_ratio", None),
     ):
         samples = tuple(getattr(batch, ratio) for batch in placed)

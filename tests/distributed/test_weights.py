@@ -406,7 +406,7 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(models, 
         with HfWeights(tmp_path / "model") as weights:
             if layers:
                 check_weights(weights, model, 300, pretrained.mtp_layers)
-                assert "1 layers that predict further tokens (MTP), which are left out" in pretrained.warnings[0]
+                assert "MTP) layers of the weights, 1, are neither loaded nor trained" in pretrained.warnings[0]
             else:
                 assert not pretrained.warnings
                 with pytest.raises(HarnessError, match=r"have unknown model.layers.2.eh_proj.weight"):

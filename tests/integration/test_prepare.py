@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -295,7 +296,17 @@ def test_of_a_few_conversations_each_split_has_one(tmp_path, chats):
     report, log = run(tmp_path / "d", chats, limit=4, validation_fraction=0.000001, test_fraction=0.000001)
     found = {name: split.conversations for name, split in report.splits.items()}
     assert found == dict.fromkeys(("train", "validation", "test"), 1)
-    assert "validation and test: 1 conversation" in log
+    for name in ("validation", "test"):
+        assert f"{name}: 1 conversation, more than data.{name}_fraction=1e-06 of 3." in log
+
+
+def test_a_split_of_several_conversations_although_its_fraction_is_less_than_one_is_counted(tmp_path, chats):
+    counted = []
+    for limit in range(4, 9):
+        report, log = run(tmp_path / f"{limit}", chats, limit=limit, validation_fraction=0.99 / limit)
+        counted.append(report.splits["validation"].conversations)
+        assert re.findall(r"^validation: (\d+) conversations?, more", log, re.MULTILINE) == [str(counted[-1])], log
+    assert max(counted) > 1
 
 
 def test_a_template_without_generation_tags_is_masked_by_what_it_renders(tmp_path, prepared, chats):

@@ -54,7 +54,7 @@ def test_a_function_makes_a_conversation_of_a_record(here):
     [
         ({"asked": "?"}, BadReason.FUNCTION_FAILED, "bad_chats:to_messages raised KeyError: 'kind'"),
         (record(1, "list"), BadReason.FUNCTION_FAILED, "bad_chats:to_messages returned [{"),
-        (record(1, "skip"), BadReason.UNWANTED, "bad_chats:to_messages returned None"),
+        (record(1, "skip"), BadReason.OMITTED, "bad_chats:to_messages returned None"),
         ({**record(1), "said": ""}, BadReason.EMPTY_TURN, "turn 2 (assistant) is empty"),
     ],
 )
@@ -88,16 +88,17 @@ def test_a_function_that_cannot_be_loaded_and_names_of_columns_are_refused(here,
 
 def test_workers_call_the_function_and_another_one_is_not_taken_for_it(here):
     name = module(here, "worker_chats")
-    lines = [record(number) for number in range(300)] + [{"no": "kind"}]
+    lines = [record(number, "skip" if number % 3 == 0 else "chat") for number in range(300)] + [{"no": "kind"}]
     (here / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     source = SourceConfig(path="chats.jsonl", schema=name, shard_bytes=2000)
     given = (source, TokenizerConfig(vocab_size=300), "data")
     settings = {"pack_size": 64, "num_workers": 2, "console": Console(quiet=True)}
-    with pytest.raises(PrepError) as refused:
+    with pytest.raises(PrepError, match="there are bad records: 1 function_failed") as refused:
         prepare(*given, **settings)
     assert "line 301: function_failed: worker_chats:to_messages raised KeyError: 'kind'" in refused.value.where
     source.on_bad = "skip"
-    prepare(*given, **settings)
+    report = prepare(*given, **settings)
+    assert (report.bad, report.dropped["omitted"]) == ({"function_failed": 1}, 100)
     manifest = load_manifest(here / "data" / "train")
     assert manifest is not None
     mask = manifest.provenance.mask

@@ -72,6 +72,8 @@ def test_a_killed_command_continues_with_its_checkpoint_to_a_model_and_a_report_
     assert "resuming after step" in printed
     assert [step.step for step in read_metrics(out / "run" / "metrics.jsonl")] == list(range(1, done + 3))
     assert sorted(path.name for path in out.iterdir()) == ["data", model.name, "report.md", "run"]
+    modes = {path.stat().st_mode for path in out.rglob("*") if path.is_file() and path.name[0] != "."}
+    assert modes == {(folder / "chats.jsonl").stat().st_mode}  # those of the umask
     end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
     assert AutoModelForCausalLM.from_pretrained(model).config.eos_token_id == end
     page = (out / "report.md").read_text()

@@ -108,7 +108,7 @@ def test_values_have_the_types_of_their_fields_the_last_one_counts_and_the_base_
     ("argument", "message", "fix"),
     [
         ("data.pack_sze=8", "unknown setting 'data.pack_sze'", "did you mean data.pack_size?"),
-        ("pack_size=8", "unknown setting 'pack_size'", "did you mean data.pack_size?"),
+        ("pack_size=8", "unknown setting 'pack_size'", "did you mean data.pack_size=8?"),
         ("zzz=8", "unknown setting 'zzz'", "`harness try --cfg` prints every setting"),
         ("data.pack_size=many", "'many' is not of type int", "data.pack_size=INT"),
         ("rate=much", "'much' is not of type float", "rate=FLOAT"),

@@ -39,7 +39,7 @@ class BridgeFiles(CheckedSettings, section="bridge"):
 
     Attributes:
         split: training or validation.
-        file_format: parquet, or npy, which Bridge reads as a whole and calls deprecated.
+        file_format: parquet, or npy, which Bridge loads completely and has deprecated.
     """
 
     split: str = one_of("training", _SPLITS)

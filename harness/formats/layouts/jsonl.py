@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardReader, ShardWriter, find_files
-from harness.paths import pack_command
+from harness.paths import how_to_pack
 from harness.records import Int64Array, Pack
 from harness.storage import Folder
 from harness.storage.files import OutputFile
@@ -40,17 +40,13 @@ _OWN_LINE = re.compile(
     rb'\{"input_ids":\[[\d,]+\],"labels":\[[\d,-]+\],"position_ids":\[[\d,]+\],"lengths":\[[\d,]+\],'
     rb'"pack_length":\d+,"num_samples":\d+\}\n'
 )
-_PACK = "`harness prepare source.path=FILE data.path=DIR`"
-_PACK_FIRST = f"{_PACK} packs conversations; a packed line lists input_ids, labels, and lengths or position_ids"
+_PACK = "`harness prepare source.path=FILE data.path=DIR` packs its conversations"
+_PACK_FIRST = f"{_PACK}; a packed line lists input_ids, labels, and lengths or position_ids"
 _SMALLER = "pack again with a smaller data.pack_size: each pack is one line"
 
 
 def line_of_pack(pack: Pack) -> bytes:
-    """Serialize a pack as one line of a chunk, newline included.
-
-    Raises:
-        FormatError: as for `labels_of_pack`.
-    """
+    """Serialize a pack as one line of a chunk, newline included; raise FormatError as `labels_of_pack` does."""
     starts = pack.seq_start_id
     lengths = np.diff(starts, append=len(pack))
     fields = {
@@ -173,7 +169,7 @@ class JsonlShard(ShardReader):
         try:
             return pack_of_line(self.line(row))
         except FormatError as error:
-            fix = error.fix.replace(_PACK, pack_command(self._path))
+            fix = error.fix.replace(_PACK, how_to_pack(self._path))
             raise FormatError(f"the line {error.what}", where=self.where(row), fix=fix) from None
 
     def line(self, row: int, most: int = MAX_LINE_BYTES) -> bytes:

@@ -83,7 +83,7 @@ def read_footer(source: ByteSource) -> bytes:
 
 
 def read_row_groups(source: ByteSource) -> list[RowGroup]:
-    """Read the row groups from the footer, not through pyarrow, which crashes on some damaged column metadata."""
+    """Read the row groups from the footer without pyarrow, which crashes on some damage; raise FormatError for any."""
     footer = _Compact(read_footer(source)).struct(0)
     groups = footer.get(4, [])
     if not isinstance(groups, list):
@@ -121,7 +121,11 @@ def count_limit(rows: int, ids_bytes: int, pack_size: int | None) -> int:
 
 
 def check_totals(row_groups: Sequence[RowGroup], num_bytes: int) -> None:
-    """Refuse a file that claims more values in all its row groups than one of its size can honestly hold."""
+    """Refuse a file that claims more values in all its row groups than one of its size can honestly hold.
+
+    Raises:
+        FormatError: it does: listing its lengths would take hours or fill the memory.
+    """
     most = max(_FREE_KNOWN_VALUES, _VALUES_PER_BYTE * num_bytes)
     totals: Counter[str] = Counter()
     for group in row_groups:
@@ -136,7 +140,11 @@ def check_totals(row_groups: Sequence[RowGroup], num_bytes: int) -> None:
 def fetch_columns(
     source: ByteSource, chunks: Sequence[Chunk], rows: int, ids_bytes: int, pack_size: int | None
 ) -> None:
-    """Fetch column chunks of a row group; `rows`, `ids_bytes` and `pack_size` as in `count_limit`."""
+    """Fetch column chunks of a row group; `rows`, `ids_bytes` and `pack_size` as in `count_limit`.
+
+    Raises:
+        FormatError: they would take more memory than the rows can honestly need, or as for `read_pages`.
+    """
     limit = count_limit(rows, ids_bytes, pack_size)
     most = byte_limit(limit)
     for chunk in chunks:

@@ -21,7 +21,7 @@ from harness.formats.layouts.jsonl import pack_of_line
 from harness.formats.reader import require_plain
 from harness.loader.live.producer import LiveProducer
 from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
-from harness.prep.chat import NUM_DETECTION_RECORDS, BadRecord, Conversation, RecordReader, record_of_row
+from harness.prep.chat import NUM_DETECTION_RECORDS, BadReason, BadRecord, Conversation, RecordReader, record_of_row
 from harness.prep.chat.turns import TEXT_ALONE
 from harness.prep.fitting import fit_conversation
 from harness.prep.sources.finding import list_files
@@ -201,7 +201,7 @@ class _Usable:
             if parsed.dropped_media is not None:
                 self.dropped.append(parsed.dropped_media)
             return True
-        if self.on_bad == "refuse":
+        if self.on_bad == "refuse" and parsed.reason != BadReason.OMITTED:
             what = f"the conversation is invalid ({parsed.reason}): {parsed.detail}"
             fix = "fix it, or skip such records with source.on_bad=skip"
             media = "; to train on media, omit tokenizer.name: the ranks then tokenize with their model's tokenizer"

@@ -44,11 +44,7 @@ print(tokenizer.decode(answer, skip_special_tokens=True))
 def model_card(
     checkpoint: Path, settings: Mapping[str, Any], data: TrainedData, tokens: SpecialTokens | None, *, is_adapter: bool
 ) -> str:
-    """Return the text of the card.
-
-    Args:
-        checkpoint: that was exported; the metrics of its run lie two folders above it.
-    """
+    """Return the text of the card of the exported `checkpoint`; the metrics of its run are two folders above it."""
     document = json.loads((checkpoint / RUN_FILE).read_text())
     run = checkpoint.resolve().parents[1]
     path, step = run / METRICS_FILE, int(document["step"])

@@ -100,6 +100,8 @@ def export_checkpoint(
             _write_json(writing / CONFIG_FILE, config)
         (writing / CARD_FILE).write_text(model_card(path, settings, data, tokens, is_adapter=adapters_only))
         files = sorted(str(file.relative_to(writing)) for file in writing.rglob("*") if file.is_file())
+        for file in files:  # safetensors writes files that others cannot read
+            shutil.copymode(writing / CARD_FILE, writing / file)
         write_checksums(writing, digest_files(writing, files))
     exported = Exported(progress.step, *size, has_tokenizer=tokens is not None, missing=tuple(data.missing))
     if tokens is None:

@@ -272,11 +272,7 @@ def weigh_tokens(chunks: Sequence[DistributedDataParallel], *, divisor: float, r
 
 
 def show_sources(chunk: torch.nn.Module, sources: torch.Tensor, number: int) -> None:
-    """Let the routers of a chunk count the tokens of its next row by their dataset.
-
-    Args:
-        sources: int64 [1, T / cp], the dataset of each token.
-    """
+    """Make the routers of a chunk count the tokens of its next row by dataset, given as int64 [1, T / cp]."""
     for router in routers([chunk]):
         config = router.config
         if config.sequence_parallel:

@@ -105,7 +105,7 @@ def report_resume(
         log(note)
     if done >= last:
         log(
-            f"nothing to train: the last step, {last:,}, is done; to train more, resume with "
+            f"nothing to train: step {last:,} of {last:,} is complete; to train more, resume with "
             f"a higher number, such as trainer.steps={2 * last}"
         )
     record_resume(folder, identity, done, newest, passed_over)

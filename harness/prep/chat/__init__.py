@@ -16,8 +16,8 @@ from harness.prep.chat.reader import (
 )
 from harness.prep.chat.records import ROLES, BadReason, BadRecord, Conversation, MediaPart, Message, ToolCall
 from harness.prep.chat.schemas import SCHEMAS
-from harness.prep.chat.turns import MEDIA_FIELDS, is_media_column
-from harness.prep.chat.values import BadRecordError
+from harness.prep.chat.turns import is_media_column
+from harness.prep.chat.values import MEDIA_FIELDS, BadRecordError
 
 __all__ = [
     "MEDIA_FIELDS",

@@ -41,7 +41,7 @@ class RecordFunction:
             detail = f"{self.name} raised {type(error).__name__}: {error}"
             raise BadRecordError(BadReason.FUNCTION_FAILED, detail) from error
         if made is None:
-            raise BadRecordError(BadReason.UNWANTED, f"{self.name} returned None")
+            raise BadRecordError(BadReason.OMITTED, f"{self.name} returned None")
         if not isinstance(made, Mapping):
             detail = f'{self.name} returned {show(made)}, expected {{"messages": [...]}}'
             raise BadRecordError(BadReason.FUNCTION_FAILED, detail)

@@ -11,8 +11,8 @@ from typing import Any
 from harness.errors import PrepError
 from harness.prep.chat.records import BadReason, MediaPart
 from harness.prep.chat.schemas.messages import LIST_FIELDS, list_field
-from harness.prep.chat.turns import LISTS_OF_TURNS, MEDIA_FIELDS, is_media_column, is_media_part, list_of_turns
-from harness.prep.chat.values import BadRecordError, is_empty
+from harness.prep.chat.turns import LISTS_OF_TURNS, is_media_column, is_media_part, list_of_turns
+from harness.prep.chat.values import MEDIA_FIELDS, SYSTEM_FIELDS, BadRecordError, is_empty
 from harness.prep.media import MediaLimits, check_medium, read_medium
 from harness.records import MEDIA_KINDS
 
@@ -42,6 +42,8 @@ def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
             removal.kinds |= _kinds_of(name)
         elif name in LISTS_OF_TURNS and isinstance(value, list):
             kept[name] = [removal.without_media(turn) for turn in value]
+        elif name in SYSTEM_FIELDS:
+            kept[name] = removal.without_media(value)
         else:
             kept[name] = value
     if not removal.kinds:

@@ -24,14 +24,13 @@ from harness.prep.chat.turns import (
     CHAT_FIELDS,
     LISTS_OF_ITEMS,
     LISTS_OF_TURNS,
-    MEDIA_FIELDS,
     TEXT_ALONE,
     TURN_FIELDS,
     as_list,
     is_media_column,
     is_media_part,
 )
-from harness.prep.chat.values import BadRecordError, decoded, is_empty, load_json
+from harness.prep.chat.values import MEDIA_FIELDS, SYSTEM_FIELDS, BadRecordError, decoded, is_empty, load_json
 from harness.prep.media import MediaLimits
 
 # Records that tell the schema of a source.
@@ -223,7 +222,11 @@ class RecordReader:
             return record
         names = [name for name in LISTS_OF_TURNS if not is_empty(record.get(name))]
         names = [name for name in names if name not in LISTS_OF_ITEMS or isinstance(record[name], list)]
-        return {**record, **{name: self._turns(record[name]) for name in names}}
+        made = {name: self._turns(record[name]) for name in names}
+        for name in SYSTEM_FIELDS.intersection(record):  # of Gemini a turn, of Anthropic parts
+            value = record[name]
+            made[name] = self._turn(value) if isinstance(value, Mapping) else self._parts(value)
+        return {**record, **made}
 
     def _renamed(self, item: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
         moved = {*columns.values(), *columns.keys(), *self.ignore_fields}
@@ -243,9 +246,17 @@ class RecordReader:
 
     def _ignores(self, part: object) -> bool:
         """Return whether a part or an item is of a type that is left out; media are only by `drop_media`."""
-        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        if not isinstance(part, Mapping):
             return False
-        return part["type"] in self.ignore_fields and not is_media_part(part)
+        kinds = (part.get("type"), *(("thought", "thinking") if part.get("thought") else ()))  # thoughts of Gemini
+        return any(kind in self.ignore_fields for kind in kinds) and not is_media_part(part)
+
+    def _parts(self, value: object) -> object:
+        """Return the parts of a content without those that are left out; a text as it is."""
+        if not isinstance(value, list):
+            return value
+        kept = (part for part in value if not self._ignores(part))
+        return [self._renamed(part, {}) if isinstance(part, Mapping) else part for part in kept]
 
     def _turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
         turn = self._renamed(turn, self._turn_columns)
@@ -255,9 +266,10 @@ class RecordReader:
             if is_call and isinstance(value, str):
                 with suppress(BadRecordError):  # refused when it is parsed
                     value = decoded(value, "", BadReason.BAD_TOOLS)
+            if name == "parts" and isinstance(value, Mapping):
+                value = [value]
             if isinstance(value, list):
-                kept = (part for part in value if not self._ignores(part))
-                turn = {**turn, name: [self._renamed(part, {}) if isinstance(part, Mapping) else part for part in kept]}
+                turn = {**turn, name: self._parts(value)}
             elif is_call and isinstance(value, Mapping):
                 turn = {**turn, name: self._renamed(value, {})}
         return turn

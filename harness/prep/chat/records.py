@@ -35,6 +35,7 @@ class BadReason(StrEnum):
     BAD_TEMPLATE_KWARGS = "bad_template_kwargs"
     BAD_WEIGHT = "bad_weight"
     UNWANTED = "unwanted"
+    OMITTED = "omitted"  # by a user's function: not bad, and never refused
     FUNCTION_FAILED = "function_failed"
     NO_ASSISTANT_TURN = "no_assistant_turn"
     CONTROL_TOKEN = "control_token"

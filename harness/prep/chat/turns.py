@@ -11,10 +11,12 @@ from typing import Any
 from harness.prep.chat.records import ROLES, BadReason, Conversation, MediaPart, Message, ToolCall
 from harness.prep.chat.tools import parse_tools
 from harness.prep.chat.values import (
+    MEDIA_FIELDS,
     BadRecordError,
     check_text,
     decoded,
     first_name,
+    ignoring,
     is_empty,
     parse_call,
     parse_calls,
@@ -40,7 +42,6 @@ LISTS_OF_TURNS = (
     *("messages", "conversations", "conversation", "prompt", "completion", "chosen", "contents"),
     *LISTS_OF_ITEMS,
 )
-MEDIA_FIELDS = frozenset(("audio", "audios", "image", "images", "video", "videos"))
 TEXT_ALONE = "only text can be trained on (source.drop_media=true)"
 
 # Columns beside the turns that hold or name media, such as `image_path`, `audioUrl` and `files`; no counts and flags.
@@ -214,8 +215,8 @@ def _refuse_unknown(held: Mapping[str, Any], what: str) -> None:
         raise BadRecordError(BadReason.MEDIA, f"{what} has `{media[0]}`; {TEXT_ALONE}")
     names = sorted(map(str, held.keys() - TURN_FIELDS))
     fields = ("the field " if len(names) == 1 else "the fields ") + ", ".join(map(show, names))
-    ignored = ",".join(name if name.isidentifier() else show(name) for name in names)
-    detail = f"{what} has {fields}, which no schema reads; to leave out: source.ignore_fields=[{ignored}]"
+    ignored = ignoring(*(name.partition(" beside ")[0] for name in names))  # as `sharegpt` calls a second content
+    detail = f"{what} has {fields}, which no schema reads; to leave out: {ignored}"
     raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
 
 
@@ -240,11 +241,11 @@ def _parse_part(part: object, what: str) -> str | MediaPart:
     if isinstance(kind, str) and _MEDIA_PART.search(kind):
         raise BadRecordError(BadReason.MEDIA, f"{what} is of type {show(kind)}; {TEXT_ALONE}")
     if kind not in _TEXT_PARTS:
-        fix = f"; to leave out: source.ignore_fields=[{kind}]" if isinstance(kind, str) and kind.isidentifier() else ""
+        fix = f"; to leave out: {ignoring(kind)}" if isinstance(kind, str) else ""
         raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {show(kind)}, expected 'text'{fix}")
     if others:
         media = any(_MEDIA_PART.search(str(key)) for key in others)
-        fix = "" if media else f"; to leave out: source.ignore_fields=[{min(map(str, others))}]"
+        fix = "" if media else f"; to leave out: {ignoring(min(map(str, others)))}"
         reason = BadReason.MEDIA if media else BadReason.UNKNOWN_FIELD
         raise BadRecordError(reason, f"{what} has the field {first_name(others)}{fix}")
     return check_text(part.get("text"), what)

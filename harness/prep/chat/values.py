@@ -6,11 +6,14 @@ import json
 import math
 import re
 import reprlib
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from harness.prep.chat.records import BadReason, ToolCall
 
+MEDIA_FIELDS = frozenset(("audio", "audios", "image", "images", "video", "videos"))
+SYSTEM_FIELDS = frozenset(("system", "system_prompt", "systemInstruction", "system_instruction"))
 # JSON can spell half a surrogate pair, which is not a character and cannot be encoded.
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MAX_DEPTH = 64
@@ -179,12 +182,20 @@ def _parse_arguments(value: object, what: str) -> str | Mapping[str, Any]:
     return value if isinstance(value, str) else arguments
 
 
+def ignoring(*names: str) -> str:
+    """Return the setting that leaves fields out, as a shell and Hydra take it."""
+    if all(re.fullmatch(r"[A-Za-z_][\w.-]*", name) for name in names):
+        return f"source.ignore_fields=[{','.join(names)}]"
+    return shlex.quote(f"source.ignore_fields=[{','.join(json.dumps(name, ensure_ascii=False) for name in names)}]")
+
+
 def refuse_others(item: Mapping[str, Any], known: frozenset[str], what: str, *, can_be_ignored: bool) -> None:
     if item.keys() <= known:
         return
     if unknown := [key for key, value in item.items() if key not in known and not is_empty(value)]:
-        fix = f"; to leave out: source.ignore_fields=[{min(map(str, unknown))}]" if can_be_ignored else ""
-        raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{what} has the field {first_name(unknown)}{fix}")
+        name = min(map(str, unknown))
+        fix = f"; to leave out: {ignoring(name)}" if can_be_ignored and name not in MEDIA_FIELDS else ""
+        raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{what} has the field {show(name)}{fix}")
 
 
 def parse_template_kwargs(value: object) -> Mapping[str, Any]:

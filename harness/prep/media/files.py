@@ -149,11 +149,7 @@ def kind_of(data: bytes) -> str | None:
 
 
 def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioSize | ImageSize:
-    """Return the size of a medium by its header alone.
-
-    Raises:
-        PrepError: it is of another kind, is damaged, or exceeds the limits.
-    """
+    """Return the size of a medium from its header; raise PrepError if it is of another kind, damaged or too large."""
     limits = limits or MediaLimits()
     if (found := kind_of(data)) != kind:
         raise _problem(

@@ -57,7 +57,7 @@ class PreparedSource:
 
 
 def find_sources(source: SourceConfig, show: Show) -> list[PreparedSource]:
-    """Find the files of every source, as `find_files` does."""
+    """Find the files of every source like `find_files`; raise PrepError if a file belongs to two sources."""
     sources = [PreparedSource(config, find_files(config, show=show)) for config in source.each()]
     for one, mixed in zip(sources, source.mix, strict=bool(source.mix)):
         one.epochs = mixed.epochs

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO, cast
 import pyarrow as pa
 
 from harness.errors import PrepError
+from harness.paths import text_to_records
 from harness.storage import Place
 from harness.storage.inputs import open_stream
 
@@ -74,8 +76,8 @@ def find_unit(place: Place, *, is_json: bool) -> str:
         while not head and (more := stream.read(_HEAD_BYTES)):
             head = more.lstrip()
         if PurePosixPath(str(place)).suffix.lower() == TEXT_SUFFIX and head[:1] not in (b"", b"{"):
-            fix = "each line as a text to train on: jq -cR '{text: .}' FILE.txt > FILE.jsonl; chats need one JSON "
-            raise PrepError("the file is plain text, expected records", where=str(place), fix=f"{fix}record per line")
+            fix = text_to_records(shlex.quote(str(place)))
+            raise PrepError("the file is plain text, expected records", where=str(place), fix=fix)
         line = head.partition(b"\n")
         if not is_json:
             if head.startswith(b"[") and line[1] and not _is_json(line[0]):

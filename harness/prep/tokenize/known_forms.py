@@ -165,9 +165,10 @@ def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
         missing: that part, in words.
         ignorable: fields of records that hold it, if the conversation is still one without.
     """
-    detail = f"the chat template does not write {missing}; set one that does with tokenizer.chat_template"
-    if ignorable:
-        detail += f", or ignore it with source.ignore_fields=[{','.join(ignorable)}]"
+    detail = f"the chat template does not write {missing}; set one that does"
+    if not ignorable:
+        return BadRecordError(BadReason.NOT_WRITTEN, f"{detail} with tokenizer.chat_template")
+    detail += f", such as tokenizer.chat_template=qwen3, or ignore it with source.ignore_fields=[{','.join(ignorable)}]"
     return BadRecordError(BadReason.NOT_WRITTEN, detail)
 
 

@@ -112,11 +112,7 @@ class Masker:
         return "served", f"the chat template has no marks and is not a known one: {why}"
 
     def sequences(self, conversation: Conversation) -> list[Rendered]:
-        """Return the sequences of a chat, in the order of their trained turns.
-
-        Raises:
-            BadRecordError: it cannot be trained on with this template.
-        """
+        """Return the sequences of a chat in the order of their trained turns; BadRecordError if it has none."""
         turns = enumerate(conversation.messages, start=1)
         weighted = (number for number, turn in turns if turn.part_weights or (turn.weight or 0) % HUNDREDTHS)
         if not self._has_weights and (number := next(weighted, None)) is not None:

@@ -196,7 +196,7 @@ def test_the_page_has_the_figures_and_the_notes_of_every_part():
     report.add(Figure("time in a|b", 0.25, "share"))
     report.add(Figure("ratio", 1.5, "x", at_most=1.02, samples=(1.4, 1.5, 1.6)))
     page = render_page(report)
-    assert "0 targets met, 1 missed." in page
+    assert "0 targets were met and 1 missed." in page
     assert "| time in a\\|b | 0.250 share |" in page
     assert "1.400 – 1.600" in page  # noqa: RUF001
     assert "- step-8b failed: out of memory" in page

@@ -126,7 +126,7 @@ def test_a_path_that_does_not_exist_is_one_clear_error_with_code_2(harness, argu
         (["plan", "sft_tiny", "trainer.step=2"], "did you mean trainer.steps?"),
         (["submit", "sft_tiny", "--dry-run", "--cluste=x"], "unknown flag --cluste"),
         (["train", "other"], "one of sft, pretrain"),
-        (["train", "sft", "modle.num_layers=1"], "did you mean model.num_layers?"),
+        (["train", "sft", "modle.num_layers=1"], "did you mean model.num_layers=1?"),
         (["parity", "check=nothing"], "check 'nothing' is unknown"),
         (["inspect"], "fix:   harness inspect PATH (PATH: dataset folder"),
         (["sft", "my/model"], "fix:   harness sft my/model CHATS (CHATS: "),

@@ -18,6 +18,7 @@ FILES = {
     **{"made/mine/run/config.yaml": "", "made/mine/data/train/manifest.json": ""},  # of `harness sft`
     **{"model/config.json": "{}", "adapter/adapter_config.json": "{}", "gguf/q4.gguf": "GGUF"},
     **{"chats.csv": "question,answer\n1,2\n", "chats.jsonl": '{"messages": []}\n'},
+    **{"notes.txt": "Hello.\n", "lines.txt": '{"text": "Hello."}\n'},
 }
 
 
@@ -38,6 +39,7 @@ NO_DATASET, NO_RUN = "a run's folder, not a dataset", "a folder of 2 runs, not a
 A_DATASET = "a folder of 1 dataset, not a dataset itself"
 EITHER, SFT = "specify one of them: runs/first, runs/second", "did you mean sft data.path=data/mine? "
 PACK = "`harness prepare source.path=chats.jsonl data.path=data/chats` packs"
+TO_LINES = "each line as a text to train on: jq -cR '{text: .}' notes.txt > notes.jsonl"
 PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs its conversations"
 
 
@@ -51,6 +53,9 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         ("status made/mine", "a folder of 1 run, not a run itself", "specify one of them: made/mine/run"),
         ("inspect model", "a model's folder, not a dataset", "model.init_from=model trains it"),
         ("inspect chats.csv", "a .csv file, not a dataset", PACK_TABLE),
+        ("inspect lines.txt", "a .txt file", "`harness prepare source.path=lines.txt data.path=data/lines` packs its"),
+        ("inspect notes.txt", "a .txt file, not a dataset", f"{TO_LINES}; chats need one JSON record per line"),
+        ("prepare source.path=notes.txt", "the file is plain text", f"{TO_LINES}; chats need one JSON record per line"),
         ("diff data/mine data/mine", A_DATASET, "specify one of them: data/mine/train"),
         ("diff data/mine/train runs/second", NO_DATASET, "`harness status runs/second` shows the run, `harness compar"),
         ("convert data/mine out", "FORMAT is missing", "harness convert data/mine out FORMAT (FORMAT: one of npy"),

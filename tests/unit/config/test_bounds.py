@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import importlib
 import random
+import re
+import shlex
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -26,6 +28,7 @@ from harness.cli.settings import SettingsCommand, parse_settings
 from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.launch.cluster import SubmitConfig
+from harness.mistakes import _VALUES, SYNONYMS, suggest_setting
 from harness.plan import PretrainConfig, RunConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import REQUIRED, Setting, explain_settings, list_rules
@@ -130,6 +133,46 @@ def test_a_command_refuses_by_name_or_holds_exactly(command, share):
     required = [f"{setting.key}=8" for setting in settings if setting.default == REQUIRED]
     parse = partial(parse_settings, schema, command=command)
     assert find_wrong(settings, lambda text: parse([*required, text]), share) == []
+
+
+TRAINED = ("prepare", "sft", "pretrain")
+# Accepted with another setting only: several pipeline stages, a packed dataset.
+DEPENDING = {"parallel.pipeline_layout=some/name", "trainer.epochs=8"}
+VALUES = {"int": ("8",), "float": ("0.5",), "bool": ("true",), "str": ("some/name",)}
+
+
+def suggested(recipe: str, asked: str) -> set[str]:
+    """Return the settings of a recipe that are suggested for the words of other tools where `asked` runs."""
+    known = {setting.key for setting in explain_settings(RECIPES[asked])}
+    kinds = {setting.key: kind_of(setting) for one in TRAINED for setting in explain_settings(RECIPES[one])}
+    found = set()
+    for word, meant in SYNONYMS.items():
+        name = next((name for name in meant.split("|") if name in known), meant.split("|")[-1])
+        theirs = re.findall(r"[^\s=,]+", _VALUES.get(name, ""))
+        for value in ("true", "false", "nonsense") if "=" in name else theirs or VALUES[kinds.get(name, "str")]:
+            hint = suggest_setting(word, value, known)
+            homes = {f"harness train {recipe}", f"harness {recipe}"}
+            if (here := re.fullmatch(r"did you mean (.*)\? ", hint)) and asked == recipe:
+                found |= set(shlex.split(here[1]))
+            elif (home := re.fullmatch(r"`(harness (?:train )?\w+) (.*)` sets it; ", hint)) and home[1] in homes:
+                found |= set(shlex.split(home[2]))
+    return found
+
+
+@pytest.mark.parametrize("recipe", TRAINED)
+def test_what_is_suggested_for_the_words_of_other_tools_is_accepted(recipe, compose_quickly):
+    texts = set().union(*(suggested(recipe, asked) for asked in TRAINED))
+    names = {setting.key for setting in explain_settings(RECIPES[recipe])}
+    assert {text for text in texts if text.partition("=")[0] not in names} == set()
+    settings_with = compose_quickly(recipe)
+    refused = {}
+    for text in sorted(text for text in texts if "=" in text):
+        try:
+            settings_with(text)
+        except ConfigError as error:
+            refused[text] = str(error)
+    assert refused.keys() <= DEPENDING, "\n".join(refused.values())
+    assert sum("=" in text for text in texts) > 8
 
 
 def find_wrong(settings: list[Setting], settings_with: Callable[[str], Any], share: int) -> list[str]:

@@ -142,7 +142,7 @@ def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_rec
     capsys.readouterr()
     run(tmp_path, made, resume="true")
     printed = capsys.readouterr().out
-    assert "nothing to train: the last step, 1, is done" in printed
+    assert "nothing to train: step 1 of 1 is complete" in printed
     assert "trainer.steps=2" in printed
     assert "warning: metrics.jsonl has no records of 1 of the trained steps 1 to 1: " in printed
     assert (folder / "config.before-1.yaml").read_bytes() == b"model: \xff"

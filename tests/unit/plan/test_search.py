@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +66,17 @@ def test_a_layout_of_the_search_is_planned_alike_by_its_settings(layers: int) ->
         config = compose_config("sft", SftConfig, [*base, *one.overrides])
         planned = plan_run(config, packs=AssumedPacks(1000, 8192, 1024))
         assert (planned.step_s, planned.memory) == (one.plan.step_s, one.plan.memory)
+
+
+def test_the_line_that_the_command_prints_is_the_layout_after_a_shell(harness, tmp_path) -> None:
+    base = ["model=tiny", "model.num_layers=3", "model.vocab_size=512", "parallel.ranks=2"]
+    (tmp_path / "model.recompute_modules=c").touch()  # which the brackets of [core_attn] would match
+    code, printed, error = harness("plan", "auto", *base, "packs=1000", "gpu_gib=null", "top=1")
+    assert code == 0, error
+    (line,) = re.findall(r"^the fastest: (.*)$", printed, re.MULTILINE)
+    words = subprocess.check_output(["bash", "-c", f"printf '%s\\n' {line}"], text=True, cwd=tmp_path).splitlines()
+    assert "model.recompute_modules=[core_attn]" in words
+    assert compose_config("sft", SftConfig, [*base, *words]).parallel.ranks == 2
 
 
 def test_rows_of_a_search_are_whole_blocks_in_8_bits_and_one_pack_where_packs_are_rows() -> None:

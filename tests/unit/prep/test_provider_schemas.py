@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.errors import PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, RecordReader, ToolCall, detect_schema
 from harness.prep.chat import parse_record as parse
+from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
 
 CALL = ToolCall("weather", {"city": "Oslo"}, "c1")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -290,7 +299,7 @@ def test_what_is_wrong_with_the_first_records_comes_with_its_own_fix():
         (
             *(
                 {"custom_id": "1", "response": {}},
-                "an answer of a batch without its request; fields: custom_id, response",
+                "a batch response without its request; fields: custom_id, response",
             ),
             "add the `body` of the request with the same custom_id",
         ),
@@ -310,3 +319,72 @@ def test_template_variables_that_are_null_are_none():
     for empty in (None, {}, "{}", "null", {"enable_thinking": None}):
         assert parse({"messages": chat, "chat_template_kwargs": empty}, "").template_kwargs == {}
     assert parse({"messages": chat, "chat_template_kwargs": {"a": 1}}, "").template_kwargs == {"a": 1}
+
+
+def objects_of(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from objects_of(inner)
+
+
+CALLING = {"from": "function_call", "value": {"name": "weather", "arguments": {"city": "Oslo"}}}
+# One record of each schema with turns, parts and calls.
+WHOLE = {
+    "anthropic": ANTHROPIC,
+    "responses": RESPONSES,
+    "gemini": GEMINI,
+    "one part": {"contents": [{"parts": {"text": "Hi"}}, {"role": "model", "parts": {"text": "Hello"}}]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Hi"}, CALLING, {"from": "gpt", "value": "Hello"}]},
+    "batch": {**BATCH, "response": {"body": {"choices": [CHOICE]}}},
+    "vertex": {"request": VERTEX, "response": {"candidates": [CANDIDATE]}},
+    "pairs": {"conversation": [{"input": "Hi", "output": "Hello", "thinking": "I greet."}]},
+    "pair": {"question": "Hi", "answer": "Hello"},
+    "prompt": {"prompt": [ASKED], "completion": [{"role": "assistant", "content": "Cold."}]},
+}
+ADDED = [("more", 1), ("a b", 1), ("x-y", 1), ("image", "x"), ("type", "other"), ("thought", True), ("content", "x")]
+ADDED += [("functions", [1]), ("context", "x"), ("reasoning", "why"), ("system_prompt", "Else.")]
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory) -> ChatTokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(["Oslo is cold."], folder, vocab_size=300, chat_template="chatml")
+    return ChatTokenizer(TokenizerConfig(kind="huggingface", name=str(folder)))
+
+
+def why_refused(record: object, settings: dict[str, Any], tokenizer: ChatTokenizer) -> str:
+    made = RecordReader(**settings).parse(record, "line 1")
+    if isinstance(made, Conversation):
+        (made,) = tokenizer.encode_each([made])
+    return made.detail if isinstance(made, BadRecord) else ""
+
+
+def with_advice(settings: dict[str, Any], detail: str) -> dict[str, Any]:
+    """Return the settings with the first one that a text advises, as the shell and Hydra read it."""
+    advised = re.search(r"'?source\.[\w.]+=(\[.*?\]|\w+)'?", detail)
+    if advised is None:
+        return settings
+    (override,) = OverridesParser.create().parse_overrides(shlex.split(advised[0]))
+    name, _, column = override.key_or_group.removeprefix("source.").partition(".")
+    value = {column: override.value()} if column else override.value()
+    return settings | {name: [*settings.get(name, ()), *value] if isinstance(value, list) else value}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_refusal_does_not_return_once_its_advice_is_followed(chatml, name):
+    num_followed = 0
+    for number in range(len(list(objects_of(WHOLE[name])))):
+        for field, value in ADDED:
+            record = copy.deepcopy(WHOLE[name])
+            list(objects_of(record))[number][field] = value
+            settings: dict[str, Any] = {}
+            refusals: list[str] = []
+            while detail := why_refused(record, settings, chatml):
+                assert detail not in refusals, (record, settings)
+                refusals.append(detail)
+                before, settings = settings, with_advice(settings, detail)
+                if settings == before:
+                    break
+                num_followed += 1
+    assert num_followed

@@ -23,7 +23,7 @@ def unwrapped(record: Mapping[str, Any]) -> Mapping[str, Any]:
     name = next((name for name in REQUESTS if name in record and _is_request(record, name)), "")
     if not name:
         if "custom_id" in record and ("response" in record or "result" in record):
-            what = "an answer of a batch without its request; add the `body` of the request with the same custom_id"
+            what = "a batch response without its request; add the `body` of the request with the same custom_id"
             raise BadRecordError(BadReason.UNKNOWN_SCHEMA, what.replace("body", "params", "result" in record))
         return record
     body, field = _object(record[name], f"`{name}`"), "result" if name == "params" else "response"

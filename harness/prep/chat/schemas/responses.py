@@ -11,7 +11,7 @@ from typing import Any
 from harness.prep.chat.records import BadReason, Conversation, Schema
 from harness.prep.chat.schemas.blocks import without_blocks
 from harness.prep.chat.turns import CHAT_FIELDS, chat, turns_or_text
-from harness.prep.chat.values import BadRecordError, check_text, is_empty, refuse_others, show
+from harness.prep.chat.values import BadRecordError, check_text, ignoring, is_empty, refuse_others, show
 
 # Fields that an item may have: those that are read, and those that the model neither sees nor writes.
 _READ = {
@@ -41,7 +41,7 @@ def _add(turns: list[dict[str, Any]], item: object, what: str) -> None:
     kind = item.get("type") or "message"
     if not isinstance(kind, str) or kind not in _READ:
         detail = f"{what} is of type {show(kind)}, expected one of {', '.join(_READ)}; "
-        raise BadRecordError(BadReason.NOT_TEXT, f"{detail}to leave out: source.ignore_fields=[{kind}]")
+        raise BadRecordError(BadReason.NOT_TEXT, f"{detail}to leave out: {ignoring(str(kind))}")
     what = f"{what} ({kind})"
     blocks = _blocks(item, kind, what)
     refuse_others(item, _KNOWN[kind], what, can_be_ignored=True)
