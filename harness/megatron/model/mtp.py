@@ -72,10 +72,7 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
         states, sums, config = hidden_states, [], self.config
         for layer, fields in zip(self.mtp.layers, ahead, strict=True):
             embedded = self.embedding(input_ids=fields.tokens, position_ids=position_ids)
-            padding = fields.padding_mask
-            if config.sequence_parallel:
-                rank = parallel_state.get_tensor_model_parallel_rank()
-                padding = padding.chunk(config.tensor_model_parallel_size, dim=1)[rank]
+            padding = own_tokens(fields.padding_mask, config)
 
             def run(
                 states: torch.Tensor, embedded: torch.Tensor, layer: Any = layer, padding: torch.Tensor = padding
@@ -103,6 +100,13 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
             sums.append(torch.stack((losses.detach().double().sum(), mask.sum(), torch.count_nonzero(mask))))
         self.predicted = self.predicted + torch.stack(sums)
         return hidden_states
+
+
+def own_tokens(values: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """Return this rank's part of values by token, [..., T / cp], which sequence parallelism divides."""
+    if not config.sequence_parallel:
+        return values
+    return values.chunk(config.tensor_model_parallel_size, dim=-1)[parallel_state.get_tensor_model_parallel_rank()]
 
 
 def predicting_layers(
