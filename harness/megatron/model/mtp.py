@@ -106,7 +106,8 @@ def own_tokens(values: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
     """Return this rank's part of values by token, [..., T / cp], which sequence parallelism divides."""
     if not config.sequence_parallel:
         return values
-    return values.chunk(config.tensor_model_parallel_size, dim=-1)[parallel_state.get_tensor_model_parallel_rank()]
+    rank: int = parallel_state.get_tensor_model_parallel_rank()
+    return values.chunk(config.tensor_model_parallel_size, dim=-1)[rank]
 
 
 def predicting_layers(
@@ -127,12 +128,6 @@ def decoder_layers(chunk: GPTModel) -> Iterator[tuple[int, Any]]:
     if getattr(chunk, "mtp_process", False):
         for place, layer in enumerate(chunk.mtp.layers):
             yield chunk.config.num_layers + place, compat.predicting_layer(layer)
-
-
-def reset_predictions(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Begin the sums of a step."""
-    for chunk in chunks:
-        chunk.module.predicted = 0
 
 
 def predicted_losses(

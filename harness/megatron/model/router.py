@@ -260,12 +260,6 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
         yield from (module for module in chunk.modules() if isinstance(module, Router))
 
 
-def weigh_tokens(chunks: Sequence[DistributedDataParallel], *, divisor: float, real: float) -> None:
-    """Let the routers' losses be means over the real tokens of the step, whatever divides the loss of the step."""
-    for router in routers(chunks):
-        router.token_weight = divisor / max(real, 1.0)
-
-
 def show_sources(chunk: torch.nn.Module, sources: torch.Tensor, number: int) -> None:
     """Let the routers of a chunk count the tokens of its next row by their dataset.
 
