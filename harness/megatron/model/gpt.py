@@ -322,8 +322,7 @@ def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine
     if model.layer_pattern is not None:
         from harness.megatron.model.scan import only
 
-        stage = {"vp_stage": vp_stage} if compat.accepts(get_transformer_layer_offset, "vp_stage") else {}
-        first = get_transformer_layer_offset(config, **stage)
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         is_whole = "-" in model.traits.pattern_letters
         letters = model.layer_pattern[first : first + len(layers)]
         layers = [only(*pair, is_whole=is_whole) for pair in zip(letters, layers, strict=True)]
