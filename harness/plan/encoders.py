@@ -132,12 +132,13 @@ def _read_patches(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `vision_config` of Qwen2.5-VL, whose layers have windows and gates, or of Qwen3-VL, with its defaults."""
     patch = 14 if values["model_type"] == "qwen2_5_vl" else 16
     vision = {"in_channels": 3, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    vision |= {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31), "num_position_embeddings": 2304}
-    return vision | values["vision_config"]
+    further = {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31), "num_position_embeddings": 2304}
+    return {**vision, **further, **values["vision_config"]}
 
 
 def _count_patches(values: Mapping[str, Any], hidden: int) -> int:
-    vision, deep, is_gated = _read_patches(values), deep_layers(values), values["model_type"] == "qwen2_5_vl"
+    vision, deep = _read_patches(values), deep_layers(values)
+    is_gated = bool(values["model_type"] == "qwen2_5_vl")
     size, inner, depth = (int(vision[name]) for name in ("hidden_size", "intermediate_size", "depth"))
     block = 4 * size * size + (2 + is_gated) * size * inner + (1 + is_gated) * inner + (7 if is_gated else 9) * size
     patches = int(vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2)

@@ -125,18 +125,18 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
         )
         query, key, value = torch.split(inputs, [keys // 2, keys // 2, sizes[1]], dim=-1)
         groups = keys // 2 // self.key_head_dim
-        by_group = (part.unflatten(-1, (groups, -1)) for part in (query, key))
+        by_group = (torch.unflatten(part, -1, (groups, -1)) for part in (query, key))
         query, key = (part.repeat_interleave(heads // groups, dim=2) for part in by_group)
         scanned, _ = self._scan(
             q=query,
             k=key,
-            v=value.unflatten(-1, (heads, -1)).contiguous(),
+            v=torch.unflatten(value, -1, (heads, -1)).contiguous(),
             g=-decay.float().exp() * functional.softplus(steps.float() + bias.float()),
             beta=rates.sigmoid(),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=bounds,
         )
-        scanned = delta_reference.gate(self.out_norm(scanned), gate.unflatten(-1, (heads, -1))).flatten(2)
+        scanned = delta_reference.gate(self.out_norm(scanned), torch.unflatten(gate, -1, (heads, -1))).flatten(2)
         scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), group, order)
         output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(scanned)
         return output
@@ -230,13 +230,13 @@ def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callabl
 def _copy_groups(piece: torch.Tensor, groups: int, cp_size: int, dim: int = -1) -> torch.Tensor:
     """Repeat each group whose heads are on several context-parallel ranks, which all get it."""
     dim %= piece.dim()
-    copies = piece.unflatten(dim, (groups, -1)).repeat_interleave(max(1, cp_size // groups), dim=dim)
+    copies = torch.unflatten(piece, dim, (groups, -1)).repeat_interleave(max(1, cp_size // groups), dim=dim)
     return copies.flatten(dim, dim + 1)
 
 
 def _gather_tokens(pieces: list[torch.Tensor], group: Any, order: torch.Tensor) -> torch.Tensor:
     """Exchange [T / cp, 1, F], this rank's tokens, for [T, 1, F / cp]: all tokens of this rank's heads, in order."""
-    of_ranks = [piece.unflatten(-1, (group.size(), -1)) for piece in pieces]
+    of_ranks = [torch.unflatten(piece, -1, (group.size(), -1)) for piece in pieces]
     return _exchange(torch.cat(of_ranks, dim=-1).movedim(-2, 0), group).flatten(0, 1)[order]
 
 
