@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from harness.megatron.compat import packed_seq_params
 from harness.megatron.model.media import MediaTensors
+from harness.megatron.model.mtp import own_tokens
 from harness.thd import RowMedia, ThdBatch, context_parallel_indices, loss_weights, tokens_ahead
 
 
@@ -283,7 +283,5 @@ def padding_argument(chunk: Any, padding_mask: torch.Tensor) -> dict[str, torch.
     config = get_model_config(chunk)
     if config.num_moe_experts is None:
         return {}
-    if config.sequence_parallel and not get_attr_wrapped_model(chunk, "pre_process"):
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        padding_mask = padding_mask.chunk(config.tensor_model_parallel_size, dim=1)[rank]
-    return {"padding_mask": padding_mask}
+    is_first = get_attr_wrapped_model(chunk, "pre_process")
+    return {"padding_mask": padding_mask if is_first else own_tokens(padding_mask, config)}

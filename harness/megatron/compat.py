@@ -1,4 +1,8 @@
-"""All differences between the supported versions of Megatron-Core (0.16 to 0.19)."""
+"""All differences between the supported versions of Megatron-Core (0.16 to 0.19), and of a CPU from a GPU.
+
+Megatron-Core has `device="cuda"` and `torch.cuda.current_device()` in many places. On a CPU the same code runs under a
+function mode that maps these to the CPU; no part of Megatron is replaced, so a CPU trains with the code of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -37,6 +41,7 @@ from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer_con
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
@@ -323,6 +328,7 @@ def without_kernels(*, on_cpu: bool) -> Iterator[None]:
         if on_cpu or not hasattr(moe_utils, "te_general_gemm"):
             stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         if on_cpu:
+            stack.enter_context(_cpu_as_cuda())
             for module, values in _OF_A_CPU.items():
                 there = {name: value for name, value in values.items() if hasattr(module, name)}
                 stack.enter_context(mock.patch.multiple(module, **there))
@@ -344,6 +350,79 @@ def require_moments() -> None:
     what += "support it: it requires Transformer Engine's Adam on a GPU"
     fix = "install the `gpu` extra or use a container with it, or set optimizer.moments_dtype=float32"
     raise ConfigError(what, where="optimizer.moments_dtype", fix=fix)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Map `device="cuda"` and `Tensor.cuda()` to the CPU; `Tensor.type()` returns what it would on a GPU.
+
+    Megatron's optimizers sort parameters by the string `torch.cuda.FloatTensor`.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and _names_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], torch.device("cpu"), *args[2:])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+class _Now:
+    """A stream and an event of a device whose work is never asynchronous."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def wait(self, *others: Any) -> None:
+        pass
+
+    wait_stream = wait_event = synchronize = wait
+
+    def record_event(self, event: Any = None) -> _Now:
+        return self
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    # A plain integer is the index of a GPU; a bool is an argument with another meaning.
+    return (isinstance(device, str) and device.startswith("cuda")) or type(device) is int
+
+
+@contextmanager
+def _cpu_as_cuda() -> Iterator[None]:
+    def set_rng_state(state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(state)
+
+    def get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    stream = _Now()
+    cuda = mock.patch.multiple(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        synchronize=lambda device=None: None,
+        current_stream=lambda device=None: stream,
+        default_stream=lambda device=None: stream,
+        stream=lambda stream: nullcontext(),
+        Stream=_Now,
+        get_rng_state=get_rng_state,
+        set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
+        empty_cache=lambda: None,
+    )
+    # Megatron's seed tracker uses the GPU's generator; a CPU has one generator for everything.
+    generator = mock.patch.multiple(
+        megatron_random, _set_cuda_rng_state=set_rng_state, _get_cuda_rng_state=get_rng_state
+    )
+    with cuda, generator, _CudaMeansCpu():
+        yield
 
 
 class _HostCopies(TorchFunctionMode):

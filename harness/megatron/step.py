@@ -26,8 +26,8 @@ from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss, to_
 from harness.megatron.compat import make_ring_stream
 from harness.megatron.drift import check_drift
 from harness.megatron.model.gpt import build_model
-from harness.megatron.model.mtp import predicted_losses, reset_predictions
-from harness.megatron.model.router import expert_metrics, routers, show_sources, source_loads, weigh_tokens
+from harness.megatron.model.mtp import predicted_losses
+from harness.megatron.model.router import expert_metrics, routers, show_sources, source_loads
 from harness.megatron.unproven.moments import moment_settings
 from harness.megatron.unproven.row_graph import RowGraph
 from harness.megatron.unproven.user_buffers import open_user_buffers
@@ -174,12 +174,12 @@ class MegatronStep:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
+            chunk.module.predicted = 0  # by MTP layers
         for router in routers(self.chunks):
             router.reset()
-        reset_predictions(self.chunks)
         self.optimizer.zero_grad()
         if self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff:
-            weigh_tokens(self.chunks, **self._count_tokens(rows))
+            self._weigh_tokens(rows)
         if self._graph is not None:
             sums = self._graph.run_rows(rows)
         else:
@@ -237,18 +237,19 @@ class MegatronStep:
         self.gather_weights()
         check_drift(self.chunks, number, self.device)
 
-    def _count_tokens(self, rows: Sequence[ThdBatch]) -> dict[str, float]:
-        """Return the loss's divisor and the real tokens of the global batch; middle stages know only the latter."""
+    def _weigh_tokens(self, rows: Sequence[ThdBatch]) -> None:
+        """Let the routers' losses be means over the real tokens of the global batch, whatever divides its loss."""
         # Ranks that share a row count it once.
         own = [row for row in rows if self.layout.dp_rank % row.shared_by == 0]
         divisor = sum(loss_weights(row, self.loss_average)[1] for row in own)
         real = sum(int(np.count_nonzero(~row.padding_mask)) for row in own)
         counts = torch.tensor([divisor, real], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # middle stages know no divisor
             stages = parallel_state.get_pipeline_model_parallel_group()
             torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=stages)
-        return {"divisor": float(counts[0]), "real": float(counts[1])}
+        for router in routers(self.chunks):
+            router.token_weight = float(counts[0]) / max(float(counts[1]), 1.0)
 
     def evaluate(self, batches: Iterable[RankBatch]) -> Evaluation:
         """Return the mean loss over `batches`, computed without gradients."""

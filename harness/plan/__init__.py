@@ -10,8 +10,9 @@ from harness.plan.families import FAMILIES
 from harness.plan.hf_config import read_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import plan_memory
-from harness.plan.model import ModelConfig, sequence_cost
+from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig, PretrainConfig, RunConfig, SftConfig, TrainerConfig
+from harness.plan.work import sequence_cost
 
 __all__ = [
     "FAMILIES",

@@ -128,31 +128,32 @@ def _count_llava(values: Mapping[str, Any], hidden: int) -> int:
     return layers + projector + 4 * size
 
 
-def _count_qwen2_5_vl(values: Mapping[str, Any], hidden: int) -> int:
-    vision = {"in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    vision |= values["vision_config"]
-    size, inner = int(vision["hidden_size"]), int(vision["intermediate_size"])
-    block = 4 * size * size + 4 * size + 3 * size * inner + 2 * inner + 3 * size
-    patches = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2 * size
-    merged = size * vision["spatial_merge_size"] ** 2
-    return int(vision["depth"]) * block + int(patches) + size + (merged + 1) * (merged + hidden)
+def _read_patches(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `vision_config` of Qwen2.5-VL, whose layers have windows and gates, or of Qwen3-VL, with its defaults."""
+    patch = 14 if values["model_type"] == "qwen2_5_vl" else 16
+    vision = {"in_channels": 3, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    further = {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31), "num_position_embeddings": 2304}
+    return {**vision, **further, **values["vision_config"]}
+
+
+def _count_patches(values: Mapping[str, Any], hidden: int) -> int:
+    vision, deep = _read_patches(values), deep_layers(values)
+    is_gated = bool(values["model_type"] == "qwen2_5_vl")
+    size, inner, depth = (int(vision[name]) for name in ("hidden_size", "intermediate_size", "depth"))
+    block = 4 * size * size + (2 + is_gated) * size * inner + (1 + is_gated) * inner + (7 if is_gated else 9) * size
+    patches = int(vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
+    merged = int(size * vision["spatial_merge_size"] ** 2)
+    mergers = (1 + deep) * (merged + 1) * (merged + hidden)
+    if is_gated:
+        return depth * block + patches * size + size + mergers
+    places = int(vision["num_position_embeddings"])
+    return depth * block + (patches + 1 + places) * size + mergers + 2 * size + 2 * deep * merged
 
 
 def deep_layers(values: Mapping[str, Any]) -> int:
     """Return the number of first layers after which the encoder of `model.encoder` adds features of images."""
     named = values["model_type"] == "qwen3_vl"
     return len(values["vision_config"].get("deepstack_visual_indexes", range(3))) if named else 0
-
-
-def _count_qwen3_vl(values: Mapping[str, Any], hidden: int) -> int:
-    vision = {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    vision |= {"num_position_embeddings": 2304, **values["vision_config"]}
-    size, inner, deep = int(vision["hidden_size"]), int(vision["intermediate_size"]), deep_layers(values)
-    block = 4 * size * size + 2 * size * inner + inner + 9 * size
-    patches = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    merged = size * vision["spatial_merge_size"] ** 2
-    mergers = (1 + deep) * (merged + 1) * (merged + hidden) + 2 * size + 2 * deep * merged
-    return int(vision["depth"]) * block + int(patches + 1 + vision["num_position_embeddings"]) * size + int(mergers)
 
 
 def _product(places: Float64Array, inputs: float, outputs: float, kernel: int = 1) -> EncoderWork:
@@ -216,9 +217,7 @@ def _work_of_llava(values: Mapping[str, Any], hidden: int, tokens: Float64Array)
 
 def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
     """Return the work of images of any size; of those with windows, as if none were at an edge, where it is smaller."""
-    has_windows = values["model_type"] == "qwen2_5_vl"
-    vision: dict[str, Any] = {"patch_size": 14 if has_windows else 16, "spatial_merge_size": 2, "window_size": 112}
-    vision |= {"temporal_patch_size": 2, "fullatt_block_indexes": (7, 15, 23, 31), **values["vision_config"]}
+    vision, has_windows = _read_patches(values), values["model_type"] == "qwen2_5_vl"
     names = ("spatial_merge_size", "hidden_size", "intermediate_size", "patch_size")
     merge, size, inner, patch = (int(vision[name]) for name in names)
     patches, merged, depth = tokens * merge**2, size * merge**2, int(vision["depth"])
@@ -283,30 +282,24 @@ MEDIA_MODELS = {
             _work_of_llava,
             prefix="language_model.",
         ),
-        MediaModel(
-            "qwen2_5_vl",
-            "Qwen2_5_VLForConditionalGeneration",
-            "qwen2_5_vl",
-            "image",
-            "image_token_id",
-            _VISION,
-            ("visual",),
-            {"qwen2_5_vl_text": "qwen2"},
-            _count_qwen2_5_vl,
-            _work_of_patches,
-        ),
-        MediaModel(
-            "qwen3_vl",
-            "Qwen3VLForConditionalGeneration",
-            "qwen3_vl",
-            "image",
-            "image_token_id",
-            _VISION,
-            ("visual",),
-            {"qwen3_vl_text": "qwen3"},
-            _count_qwen3_vl,
-            _work_of_patches,
-            is_nested=True,
+        *(
+            MediaModel(
+                name,
+                architecture,
+                name,
+                "image",
+                "image_token_id",
+                _VISION,
+                ("visual",),
+                {f"{name}_text": family},
+                _count_patches,
+                _work_of_patches,
+                is_nested=name == "qwen3_vl",
+            )
+            for name, architecture, family in (
+                ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2"),
+                ("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3"),
+            )
         ),
     )
 }

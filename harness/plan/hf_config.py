@@ -104,7 +104,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
     for odd in list_odd_features(values, family):
         raise refuse(odd)
     rope = _read_rope(values)
-    kind = _kind_of(rope)
+    kind = rope["rope_type"]
     heads = int(values["num_attention_heads"])
     head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
     return HfModel(
@@ -159,7 +159,7 @@ def list_odd_features(values: Mapping[str, Any], family: Family) -> Iterator[str
     if is_windowed and window is not None and window < int(values["max_position_embeddings"]):
         yield f"attention with a window of {window:,} tokens is not supported"
     rope = _read_rope(values)
-    kind = _kind_of(rope)
+    kind = rope["rope_type"]
     if kind == "llama3":
         for name, known in _LLAMA3.items():
             if (value := rope.get(name)) != known:
@@ -170,12 +170,10 @@ def list_odd_features(values: Mapping[str, Any], family: Family) -> Iterator[str
 
 def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
     scaling = {"rope_theta": values.get("rope_theta", 10000.0), **(values.get("rope_scaling") or {})}
-    return values.get("rope_parameters") or scaling
-
-
-def _kind_of(rope: Mapping[str, Any]) -> str:
+    rope = values.get("rope_parameters") or scaling
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    return "default" if kind == "mrope" else kind  # of older files; `model.encoder` has the sections of a head
+    # `mrope` is of older files; `model.encoder` has the sections of a head.
+    return {**rope, "rope_type": "default" if kind == "mrope" else kind}
 
 
 def _read_yarn(rope: dict[str, Any], family: Family, refuse: Refuse) -> dict[str, Any]:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from harness.checks import CheckedSettings, bounded, one_of
-from harness.plan.encoders import MediaModel, deep_layers, encoder_work, read_encoder, rope_axes
+from harness.plan.encoders import MediaModel, deep_layers, read_encoder, rope_axes
 from harness.plan.families import FAMILIES
-from harness.plan.families.base import SCANS, Family, has_scan
+from harness.plan.families.base import SCANS, Family
 from harness.plan.layout import DTYPE_BYTES, FP8_BLOCKS, LORA_TARGETS, ParallelConfig
 from harness.plan.model_checks import LAYOUT_RULES, RULES, check_division, check_fields
-from harness.records import Float64Array
-from harness.schedule import SequenceCost
 
 _SWITCH = ("auto", "on", "off")
-# Of an H100 that reaches 60% of its 989 TFLOP/s, while its network port sends a byte at 40 GB/s.
-_FLOPS_PER_BYTE = 15_000
-# The same for 340 GB/s within a node: few ranks can divide the heads of a scan.
-_FLOPS_PER_BYTE_OF_NODE = 1_800
 
 
 @dataclass
@@ -398,80 +391,3 @@ class ModelConfig(CheckedSettings, section="model"):
             + self.hidden_size * (self.num_experts + 2 * self.expert_latent_size),
         }
         return sum(weights[part] for part in self.parts(layer))
-
-
-def sequence_cost(model: ModelConfig, parallel: ParallelConfig | None = None, *, on_gpu: bool = False) -> SequenceCost:
-    """Return the forward FLOPs of one sequence, by tokens and by tokens squared, and those of an H100 that exchanges.
-
-    A token costs 2 FLOPs a weight of the output matrix and of the layers, where it meets only the experts that it is
-    sent to; attention adds, per layer, scores and
-    weighted values of half the L x L square (it is causal): L^2 * heads * (head_dim of keys + that of values). A layer
-    with a window adds them for as many keys a token, shorter sequences included. The exchange of a token's keys and
-    values over the network, or of its features in a layer with a scan within a node, is as many FLOPs as large matrix
-    products do meanwhile. Each of the ranks that hold a copy of the model waits for the encoder, which is not divided
-    over them; a frozen one has no backward pass, which costs two forward passes. By default, one rank holds a copy.
-
-    Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
-    without recomputation.
-    """
-    # Each layer that predicts a further token has a matrix before it, and the output matrix after it.
-    numbers, further = range(model.num_layers + model.mtp_layers), model.mtp_layers
-    layers = sum(map(model.active_weights, numbers)) + further * 2 * model.hidden_size**2
-    output = (1 + further) * model.hidden_size * (model.vocab_size or 0)
-    attending = [layer for layer in numbers if "*" in model.parts(layer)]
-    windows = [window for layer in attending if (window := model.window(layer)) is not None]
-    sizes = model.query_size + model.value_size
-    quadratic = 1.0 * (len(attending) - len(windows)) * sizes
-    values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
-    sent = len(attending) * DTYPE_BYTES["bfloat16"] * (1 + values) * model.key_size
-    scans = sum(has_scan(model.parts(layer)) for layer in numbers)
-    linear = 2.0 * (layers + output + scans * scan_products(model) + sum(windows) * sizes)
-    swapped = scans * DTYPE_BYTES["bfloat16"] * (sum(model.scan_pieces) + model.scan_num_heads * model.scan_head_dim)
-    parallel, encode = parallel or ParallelConfig(), None
-    if model.encoder is not None:
-        scale = parallel.model_ranks * (1.0 if model.train_encoder else 1 / 3)
-        encode = partial(_encoder_flops, model.encoder, model.hidden_size, scale)
-    return SequenceCost(
-        linear=linear,
-        quadratic=quadratic,
-        exchange=_FLOPS_PER_BYTE * sent,
-        swap=_FLOPS_PER_BYTE_OF_NODE * swapped,
-        most_ranks=scan_ranks(model, parallel.tensor_parallel_size, on_gpu=on_gpu) if scans else None,
-        encode=encode,
-    )
-
-
-def scan_ranks(model: ModelConfig, tp_size: int, *, on_gpu: bool) -> int:
-    """Return the most ranks, a power of two, that can share the heads and groups of a tensor-parallel rank's scans.
-
-    On a GPU, Mamba-2's convolution requires a multiple of 8 numbers per token (causal-conv1d).
-    """
-    heads, groups, ranks = model.scan_num_heads // tp_size, model.scan_num_groups // tp_size, 1
-    while heads % (2 * ranks) == 0 and (groups % (2 * ranks) == 0 or 2 * ranks % groups == 0):
-        held = heads // (2 * ranks)
-        numbers = 2 * held * model.scan_head_dim + 2 * max(1, groups // (2 * ranks)) * model.scan_state_dim + held
-        if on_gpu and not model.has_delta_rule and numbers % 8:
-            break
-        ranks *= 2
-    return ranks
-
-
-def _encoder_flops(encoder: str, hidden_size: int, scale: float, tokens: Float64Array) -> Float64Array:
-    return scale * encoder_work(encoder, hidden_size, tokens).flops
-
-
-def scan_products(model: ModelConfig) -> float:
-    """Return the products per token of a scan, in chunks of 128 tokens (Mamba-2) or 64 (gated delta rule).
-
-    Inside a chunk each token meets half of the others, once a group by state and once a head by value; between chunks
-    it is added to the state and read from it. With the delta rule keys also meet keys, values and keys are corrected by
-    those before, and the state is read once more.
-
-    Source: Dao and Gu, "Transformers are SSMs", 2024, section 6; Yang et al., "Gated Delta Networks", 2024, section
-    3.3.
-    """
-    inner, states = model.scan_num_heads * model.scan_head_dim, model.scan_num_groups * model.scan_state_dim
-    if model.has_delta_rule:
-        keys = model.scan_num_heads * model.scan_state_dim
-        return 32.0 * (states + 2 * keys + 2 * inner) + 3 * inner * model.scan_state_dim
-    return 64.0 * (states + inner) + 2 * inner * model.scan_state_dim

@@ -90,55 +90,34 @@ RULES = (
     ),
     Rule({**_HYBRID, "model.dense_layers": SET}, "it is not supported with hybrid models", "model.dense_layers=0"),
 )
-_GRAPHS, _OVERLAP = {"parallel.cuda_graphs": True}, {"parallel.overlap_tensor_parallel": True}
-_BETWEEN = {"parallel.overlap_shared_experts": True}
 # Of a model and its layout.
-LAYOUT_RULES = (
-    Rule(
-        {**_GRAPHS, "model.num_experts": SET},
-        "CUDA graphs do not support experts, whose token counts are read on the host",
-        "parallel.cuda_graphs=false",
-    ),
-    Rule({**_GRAPHS, "model.fp8": other_than("off")}, "CUDA graphs do not support FP8", "parallel.cuda_graphs=false"),
-    Rule(
-        {**_GRAPHS, "model.recompute_modules": other_than(["core_attn"])},
-        "CUDA graphs do not support it",
-        "parallel.cuda_graphs=false",
-    ),
-    Rule(
-        {**_BETWEEN, "model.recompute_modules": includes("moe", "shared_experts")},
-        "shared experts are computed part by part",
-        "parallel.overlap_shared_experts=false",
-    ),
-    Rule(
-        {**_BETWEEN, "model.shared_ffn_hidden_size": 0},
-        "the model has no shared experts",
-        "parallel.overlap_shared_experts=false",
-    ),
-    Rule(
-        {**_BETWEEN, "model.lora_rank": SET},
-        "adapters of shared experts exchange tokens themselves",
-        "parallel.overlap_shared_experts=false",
-    ),
-    Rule(
-        {**_BETWEEN, "model.expert_latent_size": SET},
-        "Megatron-Core does not support it with experts of another size",
-        "parallel.overlap_shared_experts=false",
-    ),
-    Rule({**_GRAPHS, **_MEDIA}, "CUDA graphs do not support an encoder", "parallel.cuda_graphs=false"),
-    Rule({**_OVERLAP, **_MEDIA}, "it is not supported with an encoder", "parallel.overlap_tensor_parallel=false"),
-    Rule({**_GRAPHS, **_HYBRID}, "CUDA graphs do not support hybrid models", "parallel.cuda_graphs=false"),
-    *(
-        Rule({**_OVERLAP, f"model.{name}": refused}, why, "parallel.overlap_tensor_parallel=false")
-        for name, refused, why in (
+LAYOUT_RULES = tuple(
+    Rule({f"parallel.{choice}": True, f"model.{name}": refused}, why, f"parallel.{choice}=false")
+    for choice, others in {
+        "cuda_graphs": (
+            ("num_experts", SET, "CUDA graphs do not support experts, whose token counts are read on the host"),
+            ("fp8", other_than("off"), "CUDA graphs do not support FP8"),
+            ("recompute_modules", other_than(["core_attn"]), "CUDA graphs do not support it"),
+            ("encoder", SET, "CUDA graphs do not support an encoder"),
+            ("layer_pattern", SET, "CUDA graphs do not support hybrid models"),
+        ),
+        "overlap_shared_experts": (
+            ("recompute_modules", includes("moe", "shared_experts"), "shared experts are computed part by part"),
+            ("shared_ffn_hidden_size", 0, "the model has no shared experts"),
+            ("lora_rank", SET, "adapters of shared experts exchange tokens themselves"),
+            ("expert_latent_size", SET, "Megatron-Core does not support it with experts of another size"),
+        ),
+        "overlap_tensor_parallel": (
+            ("encoder", SET, "it is not supported with an encoder"),
             ("lora_rank", SET, "LoRA adapters would read communication buffers that are reused"),
             ("kv_lora_rank", SET, "Transformer Engine does not support it with latent attention"),
             ("num_experts", SET, "Transformer Engine does not support it for experts"),
             ("fp8", other_than("off", "tensorwise"), "only bfloat16 and tensorwise FP8 are supported"),
             ("layer_pattern", SET, "it is not supported with hybrid models"),
             ("attention", "torch", "it requires Transformer Engine's layers"),
-        )
-    ),
+        ),
+    }.items()
+    for name, refused, why in others
 )
 
 

@@ -29,9 +29,8 @@ from harness.plan.memory import (
     plan_checkpoint,
     plan_memory,
 )
-from harness.plan.model import sequence_cost
 from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
-from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work
+from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work, sequence_cost
 from harness.printing import count_of
 from harness.records import Int64Array
 from harness.schedule import DYNAMIC, SequenceCost, measure_imbalance, schedule
@@ -177,6 +176,13 @@ class Inputs:
     media: EncoderWork | None = None
 
     @property
+    def work(self) -> Work:
+        """Work of an epoch in steps of one microbatch, of data that is here."""
+        assert self.lengths is not None
+        sizes = {"num_packs": self.num_packs, "global_batch_size": self.config.loader.global_batch_size}
+        return plan_work(self.config.model, self.lengths, media=self.media, **sizes)
+
+    @property
     def media_numbers(self) -> float:
         """Numbers that the encoder has of a row that is filled with the sequences that have most for their length."""
         if self.media is None or self.lengths is None:
@@ -258,10 +264,7 @@ def plan_run(
     inputs = open_inputs(config, packs)
     work = None
     if inputs.lengths is not None:
-        batch = config.loader.global_batch_size
-        sizes = {"num_packs": inputs.num_packs, "global_batch_size": batch}
-        work = plan_work(inputs.config.model, inputs.lengths, media=inputs.media, **sizes)
-        work = plan_rows(work, inputs, ranks)
+        work = plan_rows(inputs.work, inputs, ranks)
         _check_longest(inputs.config, inputs.lengths, ranks)
     planned = plan_layout(inputs, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
     return replace(planned, context=_context_sizes(inputs, ranks))

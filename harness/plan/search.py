@@ -26,7 +26,7 @@ from harness.plan.model import ModelConfig
 from harness.plan.model_checks import balanced_layout
 from harness.plan.run_plan import AssumedPacks, RunPlan, memory_without_data, open_inputs, plan_layout, plan_rows
 from harness.plan.settings import RunConfig, SftConfig
-from harness.plan.work import Machine, plan_work
+from harness.plan.work import Machine
 from harness.printing import count_of
 from harness.tables import Table
 
@@ -154,19 +154,11 @@ def search_layouts(
         fix = "assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024"
         raise ConfigError(what, where="data.path", fix=fix)
     base, model = replace(inputs.config, parallel=config.parallel), inputs.config.model
-    batch = base.loader.global_batch_size
-    sizes = {"num_packs": inputs.num_packs, "global_batch_size": batch}
-    whole = plan_work(model, inputs.lengths, media=inputs.media, **sizes)
-    found, refused = [], []
+    found, refused, whole = [], [], inputs.work
     for parallel, recompute, tokens in _choices(base, ranks, inputs.pack_size):
         try:
             schedule = replace(base.schedule, max_tokens_per_rank=tokens)
-            run = replace(
-                base,
-                model=model.with_recompute(recompute),
-                parallel=parallel,
-                schedule=schedule,
-            )
+            run = replace(base, model=model.with_recompute(recompute), parallel=parallel, schedule=schedule)
             (run := run.planned()).check(ranks)
         except ConfigError as error:
             refused.append(error)

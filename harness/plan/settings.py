@@ -387,18 +387,6 @@ class RunConfig(CheckedSettings, ABC):
         self.check_dtypes()
 
 
-def check_fp8_rows(fp8: str, parallel: ParallelConfig, max_tokens_per_rank: int) -> None:
-    """Raise ConfigError if the largest row is no whole number of blocks of products in 8 bits."""
-    multiple = fp8_rank_multiple(fp8, parallel)
-    if max_tokens_per_rank % multiple:
-        raise ConfigError(
-            f"model.fp8={fp8} pads rows to a multiple of {fp8_row_multiple(fp8, parallel)} tokens, but the largest row "
-            f"has {parallel.max_tokens_per_row(max_tokens_per_rank):,}",
-            where="schedule.max_tokens_per_rank, model.fp8",
-            fix=f"a multiple of {multiple}",
-        )
-
-
 _BALANCED = tuple(
     Rule(
         {f"data.live.{name}": SET, "schedule.name": "as_packed"},
@@ -511,7 +499,11 @@ class SftConfig(RunConfig):
             what = "parallel.cuda_graphs requires the maximum number of sequences in a row, unknown for live data"
             raise ConfigError(what, where="parallel.cuda_graphs, data.live", fix="parallel.cuda_graphs=false")
         super().check_layout(world_size)
-        check_fp8_rows(self.model.fp8, self.parallel, self.max_tokens_per_rank)
+        fp8, multiple = self.model.fp8, fp8_rank_multiple(self.model.fp8, self.parallel)
+        if self.max_tokens_per_rank % multiple:
+            what = f"model.fp8={fp8} pads rows to a multiple of {fp8_row_multiple(fp8, self.parallel)} tokens, but the "
+            what += f"largest row has {self.max_tokens_per_row:,}"
+            raise ConfigError(what, where="schedule.max_tokens_per_rank, model.fp8", fix=f"a multiple of {multiple}")
         chunks = shared_multiple(self.parallel.pad_to_multiple, 2) // 2
         if self.shares_rows and self.max_tokens_per_rank % chunks:
             raise ConfigError(

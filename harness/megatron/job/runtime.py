@@ -1,8 +1,4 @@
-"""The process in its job: its device, its rank, its parallel groups, and Megatron-Core on a CPU.
-
-Megatron-Core has `device="cuda"` and `torch.cuda.current_device()` in many places. On a CPU the same code runs under a
-function mode that maps these to the CPU; no part of Megatron is replaced, so a CPU trains with the code of a GPU.
-"""
+"""The process in its job: its device, its rank and its parallel groups."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -23,7 +19,6 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
-from torch.overrides import TorchFunctionMode
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, HarnessError, LostRankError
@@ -112,8 +107,10 @@ def start(
         # Newer versions of PyTorch read the first of these names.
         if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
             os.environ.update(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_TRACE_BUFFER_SIZE="2000")
-    shim = _cpu_as_cuda() if chosen.type == "cpu" else nullcontext()
-    with shim, _without_kernels(chosen), _same_bits() if deterministic else nullcontext():
+    from harness.megatron import compat  # Megatron-Core is imported when a job starts
+
+    same_bits = _same_bits() if deterministic else nullcontext()
+    with compat.without_kernels(on_cpu=chosen.type == "cpu"), same_bits:
         timeout = timedelta(seconds=timeout_s)
         backend = "gloo" if chosen.type == "cpu" else "nccl"
         store = _meet(rank, world_size, meet_timeout_s or timeout_s) if world_size > 1 else HashStore()
@@ -143,6 +140,8 @@ def alone(rank: int, world_size: int) -> Iterator[Runtime]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
+    from harness.megatron import compat
+
     make_group = torch.distributed.new_group
 
     def receive_nothing(output: torch.Tensor, *arguments: Any, **options: Any) -> None:
@@ -153,7 +152,7 @@ def alone(rank: int, world_size: int) -> Iterator[Runtime]:
         options.pop("pg_options", None)
         return make_group(*arguments, **{**options, "backend": "fake"})
 
-    with _cpu_as_cuda(), _without_kernels(torch.device("cpu")):
+    with compat.without_kernels(on_cpu=True):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         faked = mock.patch.multiple(torch.distributed, new_group=make_fake, all_to_all_single=receive_nothing)
         with _left_at_the_end(), faked:
@@ -345,55 +344,6 @@ def gather(value: T) -> list[T]:
     return gathered
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Map `device="cuda"` and `Tensor.cuda()` to the CPU; `Tensor.type()` returns what it would on a GPU.
-
-    Megatron's optimizers sort parameters by the string `torch.cuda.FloatTensor`.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if "device" in kwargs and _names_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
-            args = (args[0], torch.device("cpu"), *args[2:])
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
-        return func(*args, **kwargs)
-
-
-class _Now:
-    """A stream and an event of a device whose work is never asynchronous."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        pass
-
-    def wait(self, *others: Any) -> None:
-        pass
-
-    wait_stream = wait_event = synchronize = wait
-
-    def record_event(self, event: Any = None) -> _Now:
-        return self
-
-
-def _names_cuda(device: Any) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    # A plain integer is the index of a GPU; a bool is an argument with another meaning.
-    return (isinstance(device, str) and device.startswith("cuda")) or type(device) is int
-
-
-def _without_kernels(device: torch.device) -> AbstractContextManager[None]:
-    from harness.megatron import compat  # Megatron-Core is imported when a job starts
-
-    return compat.without_kernels(on_cpu=device.type == "cpu")
-
-
 # What makes kernels deterministic, and the other values that do.
 _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
@@ -416,35 +366,3 @@ def _same_bits() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(was)
-
-
-@contextmanager
-def _cpu_as_cuda() -> Iterator[None]:
-    from megatron.core.tensor_parallel import random as megatron_random
-
-    def set_rng_state(state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
-        torch.set_rng_state(state)
-
-    def get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    stream = _Now()
-    cuda = mock.patch.multiple(
-        torch.cuda,
-        current_device=lambda: torch.device("cpu"),
-        synchronize=lambda device=None: None,
-        current_stream=lambda device=None: stream,
-        default_stream=lambda device=None: stream,
-        stream=lambda stream: nullcontext(),
-        Stream=_Now,
-        get_rng_state=get_rng_state,
-        set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
-        manual_seed=torch.manual_seed,
-        empty_cache=lambda: None,
-    )
-    # Megatron's seed tracker uses the GPU's generator; a CPU has one generator for everything.
-    generator = mock.patch.multiple(
-        megatron_random, _set_cuda_rng_state=set_rng_state, _get_cuda_rng_state=get_rng_state
-    )
-    with cuda, generator, _CudaMeansCpu():
-        yield

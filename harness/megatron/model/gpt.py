@@ -15,15 +15,9 @@ from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional
@@ -321,40 +315,18 @@ def _groups_experts(model: ModelConfig, parallel: ParallelConfig, device: torch.
 
 
 def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:
-    if config.num_moe_experts is not None or model.layer_pattern is not None:
-        block = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
-        )
-        layers = _with_own_parts(block.layer_specs, model, transformer_engine=transformer_engine)
-        if model.layer_pattern is not None:
-            from harness.megatron.model.scan import only
-
-            stage = {"vp_stage": vp_stage} if compat.accepts(get_transformer_layer_offset, "vp_stage") else {}
-            first = get_transformer_layer_offset(config, **stage)
-            is_whole = "-" in model.traits.pattern_letters
-            letters = model.layer_pattern[first : first + len(layers)]
-            layers = [only(*pair, is_whole=is_whole) for pair in zip(letters, layers, strict=True)]
-        if transformer_engine:
-            return replace(block, layer_specs=layers)
-        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-    if transformer_engine:
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
-        )
-        return _with_attention(layer, model, transformer_engine=True)
-    layer = get_gpt_layer_local_spec(
-        normalization="RMSNorm", qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
-    layer = _with_attention(layer, model, transformer_engine=False)
-    stage = {"vp_stage": vp_stage} if compat.accepts(get_num_layers_to_build, "vp_stage") else {}
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, **stage), layer_norm=RMSNorm
-    )
+    layers = [_with_own_parts(layer, model, transformer_engine=transformer_engine) for layer in block.layer_specs]
+    if model.layer_pattern is not None:
+        from harness.megatron.model.scan import only
 
-
-def _with_own_parts(layers: list[ModuleSpec], model: ModelConfig, *, transformer_engine: bool) -> list[ModuleSpec]:
-    layers = [compat.with_router(layer, Router) for layer in layers]
-    return [_with_attention(layer, model, transformer_engine=transformer_engine) for layer in layers]
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        is_whole = "-" in model.traits.pattern_letters
+        letters = model.layer_pattern[first : first + len(layers)]
+        layers = [only(*pair, is_whole=is_whole) for pair in zip(letters, layers, strict=True)]
+    return replace(block, layer_specs=layers, layer_norm=block.layer_norm if transformer_engine else RMSNorm)
 
 
 # By whether attention is latent, whose layers Megatron names in another way.
@@ -367,8 +339,9 @@ _NORM_NAMES = {
 }
 
 
-def _with_attention(layer: ModuleSpec, model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
-    """Return a layer with this project's rotary embedding; without Transformer Engine, also its kernel and norms."""
+def _with_own_parts(layer: ModuleSpec, model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
+    """Return a layer with own rotary embedding and router; without Transformer Engine, own kernel and norms too."""
+    layer = compat.with_router(layer, Router)
     # Few versions of Transformer Engine have sinks in packed rows, and none with a ring of context-parallel ranks.
     with_kernel = transformer_engine and not model.traits.has_sinks
     parts: dict[str, Any] = {} if with_kernel else {"core_attention": VarlenAttention}
@@ -448,7 +421,8 @@ def _build_chunk(
         block = layers
         if not block.layer_specs:  # MTP layers are like the last layer, which is in another chunk
             last = get_gpt_decoder_layer_specs(config, with_engine, normalization="RMSNorm")[-1:]
-            block = replace(block, layer_specs=_with_own_parts(last, model, transformer_engine=with_engine))
+            own = [_with_own_parts(layer, model, transformer_engine=with_engine) for layer in last]
+            block = replace(block, layer_specs=own)
         further = predicting_layers(config, block, transformer_engine=with_engine, vp_stage=vp_stage)
     return (PredictingModel if model.mtp_layers else GPTModel)(
         config=config,

@@ -72,10 +72,7 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
         states, sums, config = hidden_states, [], self.config
         for layer, fields in zip(self.mtp.layers, ahead, strict=True):
             embedded = self.embedding(input_ids=fields.tokens, position_ids=position_ids)
-            padding = fields.padding_mask
-            if config.sequence_parallel:
-                rank = parallel_state.get_tensor_model_parallel_rank()
-                padding = padding.chunk(config.tensor_model_parallel_size, dim=1)[rank]
+            padding = own_tokens(fields.padding_mask, config)
 
             def run(
                 states: torch.Tensor, embedded: torch.Tensor, layer: Any = layer, padding: torch.Tensor = padding
@@ -105,6 +102,14 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
         return hidden_states
 
 
+def own_tokens(values: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """Return this rank's part of values by token, [..., T / cp], which sequence parallelism divides."""
+    if not config.sequence_parallel:
+        return values
+    rank: int = parallel_state.get_tensor_model_parallel_rank()
+    return values.chunk(config.tensor_model_parallel_size, dim=-1)[rank]
+
+
 def predicting_layers(
     config: TransformerConfig, block: Any, *, transformer_engine: bool, vp_stage: int | None
 ) -> Any | None:
@@ -123,12 +128,6 @@ def decoder_layers(chunk: GPTModel) -> Iterator[tuple[int, Any]]:
     if getattr(chunk, "mtp_process", False):
         for place, layer in enumerate(chunk.mtp.layers):
             yield chunk.config.num_layers + place, compat.predicting_layer(layer)
-
-
-def reset_predictions(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Begin the sums of a step."""
-    for chunk in chunks:
-        chunk.module.predicted = 0
 
 
 def predicted_losses(

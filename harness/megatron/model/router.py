@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_r
 from megatron.core.transformer.moe.router import TopKRouter
 
 from harness.megatron import compat
-from harness.megatron.model.mtp import decoder_layers
+from harness.megatron.model.mtp import decoder_layers, own_tokens
 from harness.plan import ModelConfig
 
 # Sums of one layer and step beside the tokens of each expert.
@@ -73,10 +73,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         logits = logits.view(-1, config.num_moe_experts)
         if padding_mask is None and (whole := getattr(self.row, "padding_mask", None)) is not None:
             # Where only the first layers are computed again, Megatron gives the mask to these alone.
-            parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-            padding_mask = whole.chunk(parts, dim=1)[
-                parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0
-            ]
+            padding_mask = own_tokens(whole, config)
         padding = None if padding_mask is None else padding_mask.reshape(-1)
         counted = self.training and torch.is_grad_enabled()  # once, also where activations are computed again
         if counted and config.moe_z_loss_coeff:
@@ -143,14 +140,12 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         """Return the number of the sequence of each of this rank's tokens, int64 [tokens], and how many there are."""
         row, config = self.row, self.config
         bounds = row.cu_seqlens_q if row.cu_seqlens_q_padded is None else row.cu_seqlens_q_padded
-        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         number = bounds.shape[0] - 1
         # A context-parallel rank has the same share of every sequence.
         sizes = bounds.diff() // (row.local_cp_size or config.context_parallel_size)
         places = torch.arange(number, device=bounds.device)
-        owners = torch.repeat_interleave(places, sizes, output_size=tokens * parts)
-        rank = parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0
-        return owners.chunk(parts)[rank], number
+        tokens *= config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return own_tokens(torch.repeat_interleave(places, sizes, output_size=tokens), config), number
 
     @torch.no_grad()
     def _count(self, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor | None) -> None:
@@ -265,23 +260,12 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
         yield from (module for module in chunk.modules() if isinstance(module, Router))
 
 
-def weigh_tokens(chunks: Sequence[DistributedDataParallel], *, divisor: float, real: float) -> None:
-    """Let the routers' losses be means over the real tokens of the step, whatever divides the loss of the step."""
-    for router in routers(chunks):
-        router.token_weight = divisor / max(real, 1.0)
-
-
 def show_sources(chunk: torch.nn.Module, sources: torch.Tensor, number: int) -> None:
     """Make the routers of a chunk count the tokens of its next row by dataset, given as int64 [1, T / cp]."""
     for router in routers([chunk]):
-        config = router.config
-        if config.sequence_parallel:
-            rank = parallel_state.get_tensor_model_parallel_rank()
-            router.row_sources = sources.chunk(config.tensor_model_parallel_size, dim=1)[rank].reshape(-1)
-        else:
-            router.row_sources = sources.reshape(-1)
+        router.row_sources = own_tokens(sources, router.config).reshape(-1)
         if isinstance(router.source_counts, int):
-            shape = number, config.num_moe_experts
+            shape = number, router.config.num_moe_experts
             router.source_counts = torch.zeros(shape, dtype=torch.float64, device=sources.device)
 
 

@@ -125,17 +125,18 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
         )
         query, key, value = torch.split(inputs, [keys // 2, keys // 2, sizes[1]], dim=-1)
         groups = keys // 2 // self.key_head_dim
-        query, key = (_apart(part, groups).repeat_interleave(heads // groups, dim=2) for part in (query, key))
+        by_group = (torch.unflatten(part, -1, (groups, -1)) for part in (query, key))
+        query, key = (part.repeat_interleave(heads // groups, dim=2) for part in by_group)
         scanned, _ = self._scan(
             q=query,
             k=key,
-            v=_apart(value, heads).contiguous(),
+            v=torch.unflatten(value, -1, (heads, -1)).contiguous(),
             g=-decay.float().exp() * functional.softplus(steps.float() + bias.float()),
             beta=rates.sigmoid(),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=bounds,
         )
-        scanned = delta_reference.gate(self.out_norm(scanned), _apart(gate, heads)).flatten(2)
+        scanned = delta_reference.gate(self.out_norm(scanned), torch.unflatten(gate, -1, (heads, -1))).flatten(2)
         scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), group, order)
         output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(scanned)
         return output
@@ -226,21 +227,16 @@ def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callabl
     return chunk_gated_delta_rule, causal_conv1d
 
 
-def _apart(whole: torch.Tensor, count: int, dim: int = -1) -> torch.Tensor:
-    """Return `whole` with a dimension as two: that of `count` parts, and of the numbers of each."""
-    dim %= whole.dim()
-    return whole.reshape(*whole.shape[:dim], count, -1, *whole.shape[dim + 1 :])
-
-
 def _copy_groups(piece: torch.Tensor, groups: int, cp_size: int, dim: int = -1) -> torch.Tensor:
     """Repeat each group whose heads are on several context-parallel ranks, which all get it."""
     dim %= piece.dim()
-    return _apart(piece, groups, dim).repeat_interleave(max(1, cp_size // groups), dim=dim).flatten(dim, dim + 1)
+    copies = torch.unflatten(piece, dim, (groups, -1)).repeat_interleave(max(1, cp_size // groups), dim=dim)
+    return copies.flatten(dim, dim + 1)
 
 
 def _gather_tokens(pieces: list[torch.Tensor], group: Any, order: torch.Tensor) -> torch.Tensor:
     """Exchange [T / cp, 1, F], this rank's tokens, for [T, 1, F / cp]: all tokens of this rank's heads, in order."""
-    of_ranks = [_apart(piece, group.size()) for piece in pieces]
+    of_ranks = [torch.unflatten(piece, -1, (group.size(), -1)) for piece in pieces]
     return _exchange(torch.cat(of_ranks, dim=-1).movedim(-2, 0), group).flatten(0, 1)[order]
 
 

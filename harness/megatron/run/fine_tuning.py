@@ -6,22 +6,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from harness.errors import ConfigError
-from harness.formats import PackReader
-from harness.loader import JoinedReader, Loader, LoaderConfig, RankLayout, RunData, open_datasets
-from harness.loader.datasets import LiveData, media_rules, open_live
+from harness.loader import Loader, LoaderConfig, RankLayout, RunData, open_datasets
+from harness.loader.datasets import LiveData, open_live
 from harness.loader.live.rank import BatchPlan
 from harness.loader.order import epochs_after, steps_until
 from harness.loader.plan import PackSource
 from harness.megatron.data.feed import Feed, readable
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job import runtime
-from harness.megatron.pretrained import Pretrained, find_pretrained
+from harness.megatron.pretrained import find_pretrained
+from harness.megatron.run.checks import check, check_media, check_weights, list_warnings, rules_of
 from harness.megatron.run.sampling import find_tokenizer
 from harness.megatron.run.training import Task
 from harness.plan import SftConfig, sequence_cost
-from harness.plan.encoders import read_encoder
-from harness.prep.media import MediaRules
 from harness.printing import count_of
 from harness.schedule import most_sequences
 from harness.thd import padded_lengths
@@ -34,9 +31,9 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
     data = open_live(config.data) if config.data.live.folders else open_datasets(config.data)
     pretrained = find_pretrained(config.model)
     config.model.vocab_size = check(config, data, pretrained)
-    _check_media(config, data)
+    check_media(config, data)
     if isinstance(data, RunData):
-        _check_weights(config, data.train)
+        check_weights(config, data.train)
     return Task(
         feeds=partial(make_feeds, config, data),
         vocab_size=config.model.vocab_size,
@@ -50,36 +47,9 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
         },
         answering=find_tokenizer(config, data) if config.trainer.sample_prompts else None,
         sources=data.named_sources if isinstance(data, RunData) else None,
-        warnings=_warnings(config, data),
+        warnings=list_warnings(config, data),
         length=settle_length(config, data, progress) if isinstance(data, RunData) else "",
     )
-
-
-def _rules_of(data: RunData | LiveData) -> MediaRules | None:
-    if isinstance(data, LiveData):
-        return None if data.tokenizer is None else data.tokenizer.media_rules
-    return media_rules(data.train)
-
-
-def _check_media(config: SftConfig, data: RunData | LiveData) -> None:
-    """Refuse data whose media were prepared for another model."""
-    rules = _rules_of(data)
-    if rules is None or config.model.encoder is None:
-        return
-    media, values = read_encoder(config.model.encoder)
-    if (rules.family, rules.tokens) != (media.rules, {media.kind: int(values[media.token])}):
-        what = f"the media of the data were prepared for {rules.family}, with placeholder tokens {dict(rules.tokens)}, "
-        what += f"and the model is {media.name}, with {media.kind} {values[media.token]}"
-        raise ConfigError(what, where="data and model", fix="prepare the data with tokenizer.name set to the model")
-
-
-def _check_weights(config: SftConfig, data: PackReader | JoinedReader) -> None:
-    """Refuse a global batch whose weights may not fit the int32 number by which Megatron divides the gradients."""
-    most = (2**31 - 1) // (data.max_weight * data.pack_size)
-    if data.max_weight > 1 and config.loader.global_batch_size > most:
-        what = f"a global batch of {config.loader.global_batch_size:,} packs of {data.pack_size:,} tokens with weights"
-        fix = f"set it to at most {most:,}, or prepare the data without tokenizer.train_on=weighted"
-        raise ConfigError(f"{what} is too large", where="loader.global_batch_size", fix=fix)
 
 
 def settle_length(config: SftConfig, data: RunData, progress: Progress | None) -> str:
@@ -117,70 +87,12 @@ def _max_sequences(config: SftConfig, data: RunData | LiveData) -> int:
     )
 
 
-def _warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
-    size, batches, warnings = config.loader.global_batch_size, config.trainer.eval_batches, []
-    if isinstance(data, LiveData):
-        return []
-    if data.blend is None and size > len(data.train):
-        warnings.append(
-            f"loader.global_batch_size is {size:,}, but the dataset has {count_of(len(data.train), 'pack')}: every "
-            "step trains the whole dataset, one epoch"
-        )
-    longest = int(data.train.sequence_lengths.max()) - 1
-    if config.shares_rows and longest <= config.schedule.max_tokens_per_rank:
-        warnings.append(
-            f"schedule.name is {config.schedule.name}, and the longest sequence has {longest:,} tokens, which fit on "
-            "one rank: schedule=cost_balanced trains at about the same speed"
-        )
-    if batches is not None and data.validation is not None and (batches - 1) * size >= len(data.validation):
-        warnings.append(
-            f"trainer.eval_batches is {batches:,}, but the validation set has "
-            f"{count_of(len(data.validation), 'pack')}: every validation reads the whole set"
-        )
-    return warnings
-
-
-def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | None = None) -> int:
-    """Return the vocabulary size; refuse what cannot train, before any rank waits for another.
-
-    Raises:
-        ConfigError: pack sizes, vocabulary or tokenizer do not fit.
-    """
-    if isinstance(data, RunData) and data.blend is not None and (steps := config.with_steps().trainer.steps):
-        data.blend.check_lasts(steps * config.loader.global_batch_size)
-    for reader in (data.train, data.validation, *data.evaluation.values()):
-        if reader is not None and reader.pack_size > config.model.max_sequence_length:
-            what = f"the dataset's pack_size {reader.pack_size:,} exceeds the model's max_sequence_length "
-            what += f"{config.model.max_sequence_length:,}"
-            fix = "increase model.max_sequence_length, or prepare the data with a smaller data.pack_size"
-            raise ConfigError(what, where=str(reader.path), fix=fix)
-    where = ", ".join(data.train.folders) if isinstance(data, LiveData) else data.train.path
-    wanted, stored = config.model.vocab_size, data.vocab_size
-    if pretrained is not None:
-        hash = data.tokenizer_hash if isinstance(data, RunData) else data.tokenizer and data.tokenizer.tokenizer_hash
-        pretrained.check_data(vocab_size=stored, dataset_tokenizer=hash or "", where=where)
-        return pretrained.vocab_size
-    if wanted is None and isinstance(data, LiveData) and data.tokenizer is None:
-        what = "no tokenizer is set, so conversations cannot be read and the vocabulary size is unknown"
-        fix = "set it to the tokenizer of the data: a folder, such as DIR/tokenizer of a prepared dataset, or a hub "
-        fix += "id. For chunks of packs, set model.vocab_size to their tokenizer's vocabulary size instead"
-        raise ConfigError(what, where="data.live.tokenizer.name", fix=fix)
-    if wanted is None and stored is None:
-        what = "the vocabulary size is unknown: the dataset does not specify it"
-        fix = "set it to the vocabulary size of the dataset's tokenizer"
-        raise ConfigError(what, where="model.vocab_size", fix=fix)
-    if wanted is not None and stored is not None and wanted < stored:
-        what = f"model.vocab_size is {wanted:,}, but the dataset's tokenizer has {stored:,} tokens"
-        raise ConfigError(what, where=where, fix=f"set model.vocab_size to {stored} or more, or omit it")
-    return wanted or stored or 0
-
-
 def make_feeds(
     config: SftConfig, data: RunData | LiveData, layout: RankLayout, progress: Progress | None, ranks: runtime.Runtime
 ) -> tuple[Feed, dict[str, Feed]]:
     """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
     state = progress.loader if progress is not None else None
-    rules = None if config.model.encoder is None else _rules_of(data)
+    rules = None if config.model.encoder is None else rules_of(data)
     features = None if rules is None else rules.features
     cost = sequence_cost(config.model, config.parallel, on_gpu=ranks.device.type == "cuda")
     hash = data.tokenizer_hash if isinstance(data, RunData) else ""

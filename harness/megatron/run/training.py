@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
-from harness.checks import memory_bytes
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError
 from harness.loader import LoaderState, RankBatch, RankLayout
 from harness.loader.datasets import Sources
 from harness.megatron.data.feed import Feed, together
@@ -30,22 +27,21 @@ from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import engine_layers, use_transformer_engine
 from harness.megatron.pretrained import Pretrained
 from harness.megatron.run import resuming
+from harness.megatron.run.checks import check_memory, check_validations, explained, slurm_folder
 from harness.megatron.run.records import RunRecords
 from harness.megatron.run.sampling import Answering, Sampler
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
 from harness.megatron.step import MegatronStep
-from harness.plan import RunConfig, plan_memory
+from harness.plan import RunConfig
 from harness.printing import redact_all
 from harness.settings import to_plain, to_yaml
 from harness.train import Progress, StepRecord, is_due
 from harness.train.attempts import EXIT_STOPPED, Stop, write_stop
 from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
-from harness.train.folder import leave_early_stop, leave_refusal, open_run_folder
-from harness.train.loop import OWN_VALIDATION, Hooks, train
+from harness.train.folder import leave_early_stop, open_run_folder
+from harness.train.loop import Hooks, train
 from harness.train.trackers import check_trackers
 
-# PyTorch's words on a CPU.
-_NO_MEMORY = "can't allocate memory"
 C = TypeVar("C", bound=RunConfig)
 
 
@@ -89,14 +85,14 @@ def run_training(config: C, open_task: OpenTask[C]) -> int:
     """
     config = runtime.settle(config.with_steps())
     trainer = config.trainer
-    with _explained(config), ExitStack() as stack:
+    with explained(config), ExitStack() as stack:
         if config.parallel.cuda_graphs:
             # With expandable segments, registered memory would move.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         limits = {"timeout_s": trainer.patience_s, "meet_timeout_s": trainer.startup_timeout_s}
         ranks = stack.enter_context(runtime.start(trainer.device, deterministic=trainer.deterministic, **limits))
         signals = stack.enter_context(StopSignals())
-        folder = _slurm_folder(config)
+        folder = slurm_folder(config)
         leave = partial(leave_early_stop, folder) if folder is not None else lambda stop: True
         with Watchdog(limit_s=trainer.startup_timeout_s, requested=signals.noticed, leave=leave) as watchdog:
             run = _Run(config, ranks, signals, watchdog, stack)
@@ -114,56 +110,6 @@ def run_training(config: C, open_task: OpenTask[C]) -> int:
                 )
                 run.finish(reason)
         return run.close(reason)
-
-
-@contextmanager
-def _explained(config: RunConfig) -> Iterator[None]:
-    """Leave the reason of a refusal where Slurm's script reads it, and raise ConfigError where memory ran out."""
-    try:
-        yield
-    except HarnessError as error:
-        if (folder := _slurm_folder(config)) is not None:
-            leave_refusal(folder, error)
-        raise
-    except Exception as error:
-        if (found := _memory_error(error)) is None:
-            raise
-        what = str(found).partition("\n")[0]
-        raise ConfigError(
-            f"out of memory: {what[what.find(_NO_MEMORY) :] if _NO_MEMORY in what else what or 'this process'}",
-            where="model, or the size of a row",
-            fix="a smaller model or rows, model.recompute=full, or more ranks; see `harness plan`",
-        ) from error
-
-
-def _memory_error(error: BaseException | None) -> BaseException | None:
-    """Return the error among this one and those it was raised for that says that memory ran out; None without one."""
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _check_memory(config: RunConfig, task: Task, layout: RankLayout, ranks: runtime.Runtime) -> None:
-    """Raise ConfigError if weights, gradients and optimizer alone are more than a CPU machine has."""
-    if ranks.device.type != "cpu":
-        return
-    planned = plan_memory(
-        config.model,
-        config.parallel,
-        vocab_size=task.vocab_size,
-        dp_size=layout.dp_size,
-        max_tokens_per_rank=1,
-        optimizer=config.optimizer,
-    )
-    needed = (planned.total + planned.host) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    there = memory_bytes()
-    if needed > there:
-        what = f"weights, gradients and optimizer need {needed / 1e9:,.1f} GB of memory, but this machine has "
-        what += f"{there / 1e9:,.1f} GB"
-        fix = "use a smaller model or more machines; `harness plan` estimates the memory per rank"
-        raise ConfigError(what, where="model, model.vocab_size", fix=fix)
 
 
 class _Run(Hooks):
@@ -208,9 +154,10 @@ class _Run(Hooks):
         training, self.validation = task.feeds(layout, self._progress, ranks)
         self.training = training
         self._stack.enter_context(training)
-        runtime.on_rank_0(lambda: _check_validations(config, self.validation))
+        runtime.on_rank_0(lambda: check_validations(config, self.validation))
         at(first_step, "building the model")
-        together(lambda: _check_memory(config, task, layout, ranks), device=ranks.device)
+        sizes = {"vocab_size": task.vocab_size, "dp_size": layout.dp_size}
+        together(lambda: check_memory(config, ranks.device, **sizes), device=ranks.device)
         # A checkpoint has the weights that the pretrained ones became.
         fill = task.pretrained.filler(layout) if task.pretrained is not None and self.newest is None else None
         self.step = MegatronStep(
@@ -337,14 +284,3 @@ class _Run(Hooks):
         again = "true" if done else "auto"  # before the first step there is nothing to resume from
         self.log(f"{message}: stopped after step {done}; continue with run_dir={self.folder} resume={again}")
         return EXIT_STOPPED
-
-
-def _slurm_folder(config: RunConfig) -> Path | None:
-    """Return the run's folder if Slurm's script made it; the script reads there why an attempt ended early."""
-    return Path(config.run_dir) if config.run_dir is not None and "SLURM_JOB_ID" in os.environ else None
-
-
-def _check_validations(config: RunConfig, validation: Mapping[str, Feed]) -> None:
-    if config.trainer.early_stop and not (config.trainer.eval_interval and OWN_VALIDATION in validation):
-        fix = "set trainer.eval_interval, and a validation set: data.validation_path, or a share in data.split"
-        raise ConfigError("early_stop requires validations before the last step", where="trainer.early_stop", fix=fix)

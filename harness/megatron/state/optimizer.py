@@ -50,7 +50,8 @@ def sharded_tensors(
     if isinstance(part, DistributedOptimizer):
         tensors = list(_shards_of(part, weights, is_float32=is_float32))
     else:
-        tensors = list(_sharded_in(part.sharded_state_dict(weights, is_loading=is_loading)))
+        own = nested_values(part.sharded_state_dict(weights, is_loading=is_loading))
+        tensors = [one for one in own if isinstance(one, ShardedBase)]
     return {str(number): tensor for number, tensor in enumerate(tensors)}, [tensor.data for tensor in tensors]
 
 
@@ -193,13 +194,3 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
             for offset, size in boxes(shape[1:], skipped, end - index * row):
                 yield (index, *offset), (1, *size)
             start = end
-
-
-def _sharded_in(state: Any) -> Iterator[ShardedBase]:
-    """Yield every sharded tensor of a plain optimizer's state, in its order."""
-    if isinstance(state, ShardedBase):
-        if hasattr(state, "replica_id"):
-            yield state
-    elif isinstance(state, (dict, list, tuple)):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from _sharded_in(value)

@@ -17,12 +17,13 @@ from small_packs import write_packs
 
 from harness.errors import ConfigError, HarnessError, LoaderError
 from harness.formats import Provenance
-from harness.loader import DataConfig, LiveConfig, LoaderConfig, RankLayout, open_datasets
+from harness.loader import DataConfig, LiveConfig, LoaderConfig, open_datasets
 from harness.loader.datasets import BlendSource, LiveSource
 from harness.loader.live.folder import LiveFolder
 from harness.megatron.job import runtime
 from harness.megatron.run import training
-from harness.megatron.run.fine_tuning import check, open_fine_tuning
+from harness.megatron.run.checks import check, check_memory
+from harness.megatron.run.fine_tuning import open_fine_tuning
 from harness.plan.settings import SftConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
@@ -337,11 +338,11 @@ def test_windows_of_two_folders_are_full_and_train_every_sequence_once(tmp_path)
 
 def test_a_model_that_no_memory_of_the_machine_holds_is_refused_by_name():
     made = config(hidden_size=1_000_000)
-    task, ranks = SimpleNamespace(vocab_size=300), SimpleNamespace(device=torch.device("cpu"))
+    sizes = {"vocab_size": 300, "dp_size": 1}
     with pytest.raises(ConfigError, match="weights, gradients and optimizer need") as error:
-        training._check_memory(made, task, RankLayout(), ranks)
+        check_memory(made, torch.device("cpu"), **sizes)
     assert error.value.where == "model, model.vocab_size"
-    training._check_memory(config(), task, RankLayout(), ranks)
+    check_memory(config(), torch.device("cpu"), **sizes)
 
 
 def test_memory_that_runs_out_is_one_clear_error(monkeypatch):

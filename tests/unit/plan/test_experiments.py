@@ -11,7 +11,7 @@ from small_packs import write_packs
 from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.loader import DataConfig, RunData, open_datasets
-from harness.megatron.run.fine_tuning import check
+from harness.megatron.run.checks import check
 from harness.plan.run_plan import AssumedPacks, plan_run
 from harness.plan.settings import SftConfig
 from harness.records import Pack

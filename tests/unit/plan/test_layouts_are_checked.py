@@ -7,8 +7,9 @@ import pytest
 from harness.errors import ConfigError
 from harness.loader import CorpusConfig
 from harness.plan.layout import ParallelConfig, padded_vocab_size
-from harness.plan.model import ModelConfig, sequence_cost
+from harness.plan.model import ModelConfig
 from harness.plan.settings import PretrainConfig, SftConfig, TrainerConfig
+from harness.plan.work import sequence_cost
 
 OVERLAPS = {
     "tensor_parallel_size": 2,
