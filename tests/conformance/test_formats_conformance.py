@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -264,14 +262,3 @@ def test_an_extra_shard_is_an_error_on_open(dataset: Path, format_name: str) -> 
             shutil.copy(path, target)
     with pytest.raises(FormatError, match=r"not in the manifest: \d, such as .*7"):
         open_dataset(dataset)
-
-
-def test_no_format_imports_torch() -> None:
-    code = (
-        "import sys\n"
-        "from harness.formats import FORMATS, load_format\n"
-        "for name in FORMATS: load_format(name)\n"
-        "found = {'torch', 'megatron', 'transformer_engine', 'hydra', 'omegaconf'} & set(sys.modules)\n"
-        "assert not found, found\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -185,22 +185,6 @@ def test_a_fault_ends_all_ranks_together_with_its_name(stream: Stream, fault: st
     assert "Traceback" not in output
 
 
-def test_another_run_on_the_same_chunks_is_refused(stream: Stream, tmp_path: Path) -> None:
-    write_stream(stream.folder, some_packs(8), [4, 4], end=False)
-    first = stream.ranks(1)
-    (tmp_path / "second").mkdir()
-    second = Stream(stream.folder, tmp_path / "second").ranks(2)
-    try:
-        first.start()
-        until(lambda: len(stream.trained()) > 0, first)
-        second.start()
-        assert second.wait() == [2, 2]
-        assert "another run trains on these chunks" in second.output()
-    finally:
-        first.kill()
-        second.kill()
-
-
 class Sft:
     """Runs of `recipes.sft` on a stream of conversations."""
 

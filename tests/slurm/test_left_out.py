@@ -25,22 +25,6 @@ def slurm() -> Iterator[Cluster]:
     yield from started(Cluster(3, credential_s=20))
 
 
-@pytest.mark.nightly
-def test_a_node_that_cannot_run_the_interpreter_is_left_out_and_the_job_runs_on_the_others(submit, slurm, tmp_path):
-    python, closed = tmp_path / "python", tmp_path / "closed"
-    for path in (python, closed):
-        path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    closed.chmod(0o644)
-    with mounted(slurm, "node2", closed, python):
-        job = submit("trainer.steps=2", ONE_RANK, f"cluster.python={python}")
-        assert job.wait() == "COMPLETED", job.log
-    assert f"preflight: node2: launch: {python}: Permission denied" in job.log
-    assert "preflight: node1" not in job.log
-    assert (job.facts["Restarts"], job.facts["NodeList"]) == ("1", "node[1,3]"), job.log
-    assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 launch: ")
-
-
 def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_copy_the_data(
     submit, slurm, data, tmp_path
 ):
