@@ -25,14 +25,8 @@ from harness.parity.running import free_ports
 from harness.train.metrics import whole_lines
 
 SMALL = (
-    "model.num_layers=4",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "loader.global_batch_size=6",
-    "loader.block_packs=4",
-    "schedule.max_tokens_per_rank=256",
-    "optimizer.decay_steps=10",
-    "loader.num_workers=1",
+    *("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=64", "loader.global_batch_size=6"),
+    *("loader.block_packs=4", "schedule.max_tokens_per_rank=256", "optimizer.decay_steps=10", "loader.num_workers=1"),
     "trainer.device=cpu",
 )
 

@@ -25,10 +25,7 @@ from .test_weights import LATENT, MODELS, SIZES, settings_of, tensors
 
 RANK = 4
 LORA = (
-    f"model.lora_rank={RANK}",
-    "model.lora_alpha=16",
-    "optimizer.lr=0.05",
-    "optimizer.warmup_steps=0",
+    *(f"model.lora_rank={RANK}", "model.lora_alpha=16", "optimizer.lr=0.05", "optimizer.warmup_steps=0"),
     "optimizer.weight_decay=0",
 )
 STEPS = ("trainer.steps=6", "trainer.checkpoint_interval=3", "trainer.eval_interval=0")

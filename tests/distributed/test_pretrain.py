@@ -125,9 +125,7 @@ def test_a_run_resumes_after_its_consumed_samples_with_another_batch_size(pretra
         (("data.sequence_length=5000",), "longer than the model's max_sequence_length"),
         (
             (
-                "model.vocab_size=null",
-                "data.eod=null",
-                "data.reset_attention_mask=false",
+                *("model.vocab_size=null", "data.eod=null", "data.reset_attention_mask=false"),
                 "data.reset_position_ids=false",
             ),
             "a corpus does not store it",
@@ -150,10 +148,8 @@ def test_settings_that_cannot_train_are_refused_by_name(pretrain, tmp_path, sett
 @pytest.mark.nightly
 def test_a_corpus_and_sft_data_train_in_one_run(pretrain, corpus, dataset, tmp_path) -> None:
     blend = [
-        f"data.blend=[{{path:{corpus},weight:0.5}},{{path:{dataset},weight:0.5}}]",
-        "data.sequence_length=256",
-        "data.micro_batch_size=3",
-        "trainer.steps=4",
+        *(f"data.blend=[{{path:{corpus},weight:0.5}},{{path:{dataset},weight:0.5}}]", "data.sequence_length=256"),
+        *("data.micro_batch_size=3", "trainer.steps=4"),
     ]
     first = pretrain(tmp_path / "one", *blend)
     assert first.code == 0, first.output

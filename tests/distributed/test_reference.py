@@ -25,10 +25,7 @@ from harness.recipes import sft
 from .conftest import overrides_of, read_metrics, run_command, run_here
 
 STEPS = (
-    "trainer.steps=4",
-    "optimizer.lr=2e-3",
-    "optimizer.decay_steps=4",
-    "optimizer.warmup_steps=1",
+    *("trainer.steps=4", "optimizer.lr=2e-3", "optimizer.decay_steps=4", "optimizer.warmup_steps=1"),
     "optimizer.weight_decay=0.1",
 )
 # The others in the nightly tests.

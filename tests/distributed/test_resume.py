@@ -23,14 +23,7 @@ pytestmark = pytest.mark.nightly
 
 SETTINGS = ("trainer.steps=9", "trainer.eval_interval=4", "trainer.checkpoint_interval=3")
 SAME = (
-    "step",
-    "epoch",
-    "loss",
-    "validation_loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens",
-    "trained_tokens",
+    *("step", "epoch", "loss", "validation_loss", "learning_rate", "grad_norm", "tokens", "trained_tokens"),
     "packs_consumed",
 )
 

@@ -25,11 +25,8 @@ from .test_weights import settings_of
 PROMPTS = ["fox", "Pack my box with five dozen", "the lazy dog jumps over the quick brown fox"]
 TOKENS = 10
 SAMPLES = (
-    f"trainer.sample_prompts={json.dumps(PROMPTS)}",
-    f"trainer.sample_tokens={TOKENS}",
-    "trainer.steps=3",
-    "trainer.eval_interval=2",
-    "optimizer.lr=0.01",
+    *(f"trainer.sample_prompts={json.dumps(PROMPTS)}", f"trainer.sample_tokens={TOKENS}", "trainer.steps=3"),
+    *("trainer.eval_interval=2", "optimizer.lr=0.01"),
 )
 
 

@@ -136,16 +136,14 @@ def test_the_card_has_the_facts_of_data_and_run(folder: Path, run: Path, data: P
     assert manifest is not None
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     for row in (
-        f"| dataset | {data} |",
-        f"| fingerprint | {manifest.fingerprint} |",
+        *(f"| dataset | {data} |", f"| fingerprint | {manifest.fingerprint} |"),
         f"| tokens | {manifest.num_tokens:,}, of which {manifest.num_trained_tokens:,} trained |",
         f"| schema | {manifest.provenance.mask['schema']} |",
         f"| mask | assistant_turns ({manifest.provenance.mask['why']}), history as_served, train_on all_assistant |",
         r"| end of an answer | \<\|endoftext\|\> (0), \<\|im_end\|\> (2); recorded by the data |",
         f"| tokenizer hash | {manifest.provenance.tokenizer_hash} |",
         f"| chat template hash | {manifest.provenance.chat_template_hash} |",
-        "| base model | none: trained from random weights |",
-        "| steps | 40, of 4 packs each |",
+        *("| base model | none: trained from random weights |", "| steps | 40, of 4 packs each |"),
         f"| training loss | {last['loss']:.4f} at step 40 |",
         "| layout | ranks 1, tensor 1, pipeline 1, context 1 |",
     ):

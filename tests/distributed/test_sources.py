@@ -17,10 +17,7 @@ from .conftest import forked, overrides_of, run_command, run_here
 
 # Rates that change nothing: every step has the losses of the weights that are drawn.
 STILL = (
-    "optimizer.lr=1e-30",
-    "optimizer.weight_decay=0",
-    "trainer.steps=2",
-    "trainer.record_digests=true",
+    *("optimizer.lr=1e-30", "optimizer.weight_decay=0", "trainer.steps=2", "trainer.record_digests=true"),
     "trainer.checkpoint_interval=1",
 )
 

@@ -40,9 +40,7 @@ def run(folder: Path, data: Path, *overrides: str, ranks: int = 1) -> list[dict[
     code, output = run_command(
         [
             *launcher(ranks),
-            "harness.recipes.sft",
-            f"data.path={data}",
-            f"run_dir={folder}",
+            *("harness.recipes.sft", f"data.path={data}", f"run_dir={folder}"),
             *settings,
             "trainer.device=cuda",
             *overrides,

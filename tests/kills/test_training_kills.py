@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from counted_calls import KILLED, Commands, environments_of, points_of
 from live_streams import some_chats, write_stream
+from small_packs import TINY
 
 from harness.formats import Provenance, open_writer
 from harness.prep.tokenize.bpe import train_bpe
@@ -21,20 +22,10 @@ from harness.train.verify import find_run_check
 
 from .cases import contents
 
-TINY = (
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "model.num_attention_heads=4",
-    "model.num_query_groups=2",
-    "loader.global_batch_size=4",
-    "loader.num_workers=0",
-    "schedule=as_packed",
-    "schedule.max_tokens_per_rank=256",
-    "optimizer.decay_steps=100",
-    "trainer.device=cpu",
-    "trainer.trackers=[]",
-    "trainer.checkpoint_interval=2",
+SETTINGS = (
+    *TINY,
+    *("loader.global_batch_size=4", "loader.num_workers=0", "schedule=as_packed", "schedule.max_tokens_per_rank=256"),
+    *("optimizer.decay_steps=100", "trainer.device=cpu", "trainer.trackers=[]", "trainer.checkpoint_interval=2"),
 )
 # Of each command, and the tests that they are spread over: two minutes each.
 KILLS, PARTS = 50, 5
@@ -78,14 +69,11 @@ def test_a_killed_run_on_live_chunks_trains_each_row_once(
     run, live = out / "run", out / "live"
     command = [
         *(
-            "harness.recipes.sft",
-            "data=live",
-            f"data.live.path={live}",
-            "data.live.pack_size=128",
+            *("harness.recipes.sft", "data=live", f"data.live.path={live}", "data.live.pack_size=128"),
             "data.live.timeout_s=60",
         ),
         *(f"data.live.tokenizer.name={data / 'tokenizer'}", "data.live.open_packs=3"),
-        *(f"run_dir={run}", "resume=auto", *TINY),
+        *(f"run_dir={run}", "resume=auto", *SETTINGS),
     ]
 
     def begin() -> None:
@@ -121,7 +109,7 @@ def test_a_run_killed_while_it_loads_a_checkpoint_resumes_with_the_same_losses(
     commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
 ) -> None:
     out = tmp_path / "run"
-    command = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}", *TINY]
+    command = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}", *SETTINGS]
     assert commands.run([*command, "trainer.steps=2"], root=out).code == 0
     shutil.copytree(out, tmp_path / "kept")
 
@@ -155,12 +143,9 @@ def test_a_run_killed_at_any_write_resumes_with_the_same_losses(
 ) -> None:
     out = tmp_path / "run"
     command = [
-        "harness.recipes.sft",
-        f"data.path={data / 'train'}",
-        f"run_dir={out}",
-        *TINY,
-        "trainer.steps=6",
-        "resume=auto",
+        *("harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}"),
+        *SETTINGS,
+        *("trainer.steps=6", "resume=auto"),
     ]
     whole = commands.run(command, root=out)
     assert whole.code == 0, whole.output
@@ -182,7 +167,7 @@ def test_a_killed_export_is_written_again(
     commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    trains = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={run}", *TINY, "trainer.steps=2"]
+    trains = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={run}", *SETTINGS, "trainer.steps=2"]
     assert commands.run(trains, root=run).code == 0
     export = ["harness", "export", run, out / "model"]
     out.mkdir()
@@ -209,7 +194,7 @@ def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(
     run, live, out = tmp_path / "run", tmp_path / "live", tmp_path / "out"
     # Without checkpoints before the last step it is the run itself that stops, and not one of their writers.
     late = ("trainer.steps=4", "trainer.checkpoint_interval=0")
-    stored = ["harness.recipes.sft", f"data.path={data / 'train'}", *TINY, *late]
+    stored = ["harness.recipes.sft", f"data.path={data / 'train'}", *SETTINGS, *late]
     assert commands.run([*stored, f"run_dir={tmp_path / 'alone'}"], root=run).code == 0
     train = [*stored, f"run_dir={run}", "resume=auto"]
     both = commands.run(train, train, root=run, at=8, stops=True)
@@ -227,7 +212,7 @@ def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(
     assert check(str(out / "model")) == []
 
     shutil.copytree(data / "live", live)
-    settings = ("data=live", f"data.live.path={live}", "data.live.pack_size=128", *TINY, *late)
+    settings = ("data=live", f"data.live.path={live}", "data.live.pack_size=128", *SETTINGS, *late)
     runs = [
         [
             "harness.recipes.sft",

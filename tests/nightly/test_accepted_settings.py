@@ -18,13 +18,13 @@ import pytest
 import yaml
 from corpora import VOCAB, write_corpus
 from harness.recipes.parity import make_dataset
+from small_packs import TINY
 
 from harness.plan import PretrainConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import Setting, explain_settings
 
 from ..distributed.conftest import ROOT, environment, read_metrics
-from .conftest import TINY
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
 PROGRAM = Path(__file__).with_name("settings_runs.py")
@@ -32,22 +32,13 @@ SCHEMAS: dict[str, type[Any]] = {"prepare": PrepareConfig, "sft": SftConfig, "pr
 BASE: dict[str, tuple[str, ...]] = {
     "sft": (
         *TINY,
-        "loader.global_batch_size=4",
-        "loader.num_workers=0",
-        "schedule.max_tokens_per_rank=512",
-        "trainer.steps=2",
+        *("loader.global_batch_size=4", "loader.num_workers=0", "schedule.max_tokens_per_rank=512", "trainer.steps=2"),
         "trainer.device=cpu",
     ),
     "pretrain": (
         *TINY,
-        f"model.vocab_size={VOCAB}",
-        "loader.global_batch_size=4",
-        "loader.num_workers=0",
-        "data.sequence_length=32",
-        "data.split='90,10,0'",
-        "trainer.steps=2",
-        "trainer.eval_batches=1",
-        "trainer.device=cpu",
+        *(f"model.vocab_size={VOCAB}", "loader.global_batch_size=4", "loader.num_workers=0", "data.sequence_length=32"),
+        *("data.split='90,10,0'", "trainer.steps=2", "trainer.eval_batches=1", "trainer.device=cpu"),
     ),
     "prepare": ("tokenizer.vocab_size=300", "data.num_workers=0", "data.pack_size=256", "data.packed_storage=parquet"),
 }

@@ -26,16 +26,9 @@ from ..integration.test_live_processes import Side, Stream, until, write_chats
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 KILLS, ROWS_PER_CHUNK = 50, 9
 MODEL = (
-    "model.num_layers=4",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "loader.global_batch_size=4",
-    "schedule=as_packed",
-    "schedule.max_tokens_per_rank=256",
-    "trainer.device=cpu",
-    "trainer.record_digests=true",
-    "trainer.checkpoint_interval=4",
-    "optimizer.decay_steps=100",
+    *("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=64", "loader.global_batch_size=4"),
+    *("schedule=as_packed", "schedule.max_tokens_per_rank=256", "trainer.device=cpu", "trainer.record_digests=true"),
+    *("trainer.checkpoint_interval=4", "optimizer.decay_steps=100"),
 )
 
 
@@ -195,13 +188,8 @@ class Sft:
     def command(self, ranks: int, *overrides: str) -> list[str]:
         return [
             *launcher(ranks),
-            "harness.recipes.sft",
-            "data=live",
-            f"data.live.path={self._stream.folder}",
-            "data.live.pack_size=128",
-            "data.live.timeout_s=600",
-            "data.live.open_packs=3",
-            f"data.live.tokenizer.name={self._tokenizer}",
+            *("harness.recipes.sft", "data=live", f"data.live.path={self._stream.folder}", "data.live.pack_size=128"),
+            *("data.live.timeout_s=600", "data.live.open_packs=3", f"data.live.tokenizer.name={self._tokenizer}"),
             f"run_dir={self.folder}",
             *MODEL,
             *overrides,

@@ -63,12 +63,8 @@ def test_one_checkpoint_goes_on_in_every_layout_with_the_losses_of_stored_batche
     )
     expected = [line["loss"] for line in stored]
     live = (
-        "data=live",
-        f"data.live.path={tmp_path / 'live'}",
-        "data.live.pack_size=64",
-        f"data.live.window_sequences={WINDOW}",
-        "data.live.timeout_s=60",
-        f"trainer.loss_average={average}",
+        *("data=live", f"data.live.path={tmp_path / 'live'}", "data.live.pack_size=64"),
+        *(f"data.live.window_sequences={WINDOW}", "data.live.timeout_s=60", f"trainer.loss_average={average}"),
     )
 
     def losses(folder: Path, steps: int, *overrides: str, ranks: int = 1) -> list[float]:

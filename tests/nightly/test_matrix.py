@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.recipes.parity import make_dataset
+from small_packs import TINY
 
 from harness.formats import FORMATS, Provenance, open_dataset, open_writer
 from harness.parity.result import REPORT_FILE
 from harness.records import Pack
 
 from ..distributed.conftest import ROOT, environment
-from .conftest import TINY, Matrix
+from .conftest import Matrix
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 Parity = Callable[..., Matrix]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness.recipes.parity import make_dataset
+from small_packs import TINY
 
 from harness.formats import FORMATS, convert_dataset
 from harness.parity.baselines import against
@@ -15,7 +16,6 @@ from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, to_json
 
 from ..distributed.conftest import ROOT, kill_after, launcher, run_command
-from .conftest import TINY
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 SETTINGS = (

@@ -80,12 +80,8 @@ def error_of(work: Callable[[], Any]) -> FormatError:
 def test_a_written_dataset_is_read_back_and_verifies(proxy: Any, bucket: Any, place: str) -> None:
     write(place)
     assert list(stored(bucket, place)) == [
-        "index/pack_checksums.npy",
-        "index/pack_offsets.npy",
-        "index/sequence_lengths.npy",
-        "manifest.json",
-        "shard_000000.parquet",
-        "shard_000001.parquet",
+        *("index/pack_checksums.npy", "index/pack_offsets.npy", "index/sequence_lengths.npy", "manifest.json"),
+        *("shard_000000.parquet", "shard_000001.parquet"),
     ]
     assert puts(proxy)[-1].endswith("/manifest.json"), "the manifest comes last"
     reader = open_dataset(place)

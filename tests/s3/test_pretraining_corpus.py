@@ -31,16 +31,9 @@ from ..distributed.conftest import run_here
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    "model.num_layers=1",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "model.vocab_size=300",
-    "loader.global_batch_size=4",
-    "data.sequence_length=64",
-    "trainer.device=cpu",
-    "trainer.record_digests=true",
-    "trainer.steps=4",
-    "trainer.eval_batches=1",
+    *("model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=300"),
+    *("loader.global_batch_size=4", "data.sequence_length=64", "trainer.device=cpu", "trainer.record_digests=true"),
+    *("trainer.steps=4", "trainer.eval_batches=1"),
 )
 
 

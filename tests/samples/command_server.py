@@ -24,18 +24,12 @@ from typing import Any, NoReturn
 
 # What commands import late, and training runs too: it takes longer than they.
 LATE = (
-    "harness.prep.preview",
-    "harness.recipes.prepare",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.tokenization_python",
-    "transformers.tokenization_utils_tokenizers",
+    *("harness.prep.preview", "harness.recipes.prepare", "transformers.models.auto.tokenization_auto"),
+    *("transformers.tokenization_python", "transformers.tokenization_utils_tokenizers"),
 )
 LATE_IN_TRAINING = (
-    "matplotlib.axes",
-    "matplotlib.backends.backend_agg",
-    "tensorboard.compat.proto.event_pb2",
-    "tensorboard.summary.writer.record_writer",
-    "torch._dynamo",
+    *("matplotlib.axes", "matplotlib.backends.backend_agg", "tensorboard.compat.proto.event_pb2"),
+    *("tensorboard.summary.writer.record_writer", "torch._dynamo"),
 )
 
 

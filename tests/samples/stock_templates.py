@@ -19,10 +19,8 @@ from harness.prep.tokenize import train_bpe
 
 TWIN = "_training"
 TEXTS = [
-    "The quick brown fox jumps over the lazy dog.\n",
-    "def f(x):\n    return x + 1\n",
-    '{"name": "get_weather", "arguments": {"city": "Paris"}}',
-    "Grüße, 世界! \U0001f600",
+    *("The quick brown fox jumps over the lazy dog.\n", "def f(x):\n    return x + 1\n"),
+    *('{"name": "get_weather", "arguments": {"city": "Paris"}}', "Grüße, 世界! \U0001f600"),
 ] * 20
 # Families add these to the vocabulary without making them special: users may write them.
 _WORDS = re.compile(r"</?(?:think|tool_call|tool_response|tools|arg_key|arg_value|atem:[a-z_]+)>")

@@ -52,9 +52,7 @@ def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_c
     folder = tmp_path / "undisturbed"
     program = [
         *launcher(2),
-        "harness.recipes.sft",
-        f"data.path={data}",
-        f"run_dir={folder}",
+        *("harness.recipes.sft", f"data.path={data}", f"run_dir={folder}"),
         *SETTINGS,
         "trainer.steps=3",
     ]
