@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from counted_calls import Commands
 
-from .cases import CASES, Case, Whole, contents
+from .cases import CASES, NOBODY, Case, Whole, contents
 
-NOBODY = 65534
 # Those that need no other command before them.
 ALONE = [
     pytest.param(case, id=case.name, marks=[] if case.kills > 1 else pytest.mark.nightly)
@@ -69,7 +68,7 @@ def test_with_a_umask_that_hides_files_everything_is_written_as_usual(
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.kills], ids=lambda case: case.name)
 def test_what_is_written_can_be_read_by_those_whom_the_umask_admits(
-    commands: Commands, whole_of: Callable[[Case], Whole], case: Case
+    whole_of: Callable[[Case], Whole], case: Case
 ) -> None:
     whole = whole_of(case)
     assert set(whole.modes.values()) == {"0o100644"}, whole.modes

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from harness.prep.tokenize.bpe import train_bpe
 from harness.records import Pack
 from harness.train.verify import find_run_check
 
-from .cases import contents
+from .cases import HELD, contents
 
 SETTINGS = (
     *TINY,
@@ -30,7 +28,6 @@ SETTINGS = (
 # Of each command, and the tests that they are spread over: two minutes each.
 KILLS, PARTS = 50, 5
 RESUMED = "finished by the same command after each kill, with the same losses or bytes"
-HELD = re.compile(rf"process \d+ on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
 in_parts = pytest.mark.parametrize("part", range(PARTS))
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 

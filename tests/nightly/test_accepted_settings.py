@@ -18,6 +18,7 @@ import pytest
 import yaml
 from corpora import VOCAB, write_corpus
 from harness.recipes.parity import make_dataset
+from live_streams import write_chats
 from small_packs import TINY
 
 from harness.plan import PretrainConfig, SftConfig
@@ -82,13 +83,7 @@ def cases_of(recipe: str, folder: Path) -> list[dict[str, Any]]:
         prefix = write_corpus(folder / "corpus", 400, seed=0)
         base += [f"data.path={prefix}", f"data.path_to_cache={folder / 'cache'}"]
     else:
-        chats = folder / "chats.jsonl"
-        turns = [
-            [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": f"it is {n}." * 4}]
-            for n in range(60)
-        ]
-        chats.write_text("".join(json.dumps({"messages": some}) + "\n" for some in turns))
-        base.append(f"source.path={chats}")
+        base.append(f"source.path={write_chats(folder / 'chats.jsonl', 60)}")
     cases = []
     for setting in explain_settings(SCHEMAS[recipe]):
         above, is_record, name = setting.key.partition("[].")

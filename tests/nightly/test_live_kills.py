@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from live_streams import some_chats, some_packs, train, write_stream
+from live_streams import some_chats, some_packs, train, write_chats, write_stream
 
 from harness.errors import HarnessError
 from harness.formats import open_writer
@@ -21,7 +21,7 @@ from harness.train.metrics import read_metrics
 
 from ..distributed.conftest import launcher, run_command
 from ..integration.live_rank import SIZE
-from ..integration.test_live_processes import Side, Stream, until, write_chats
+from ..integration.test_live_processes import Side, Stream, until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 KILLS, ROWS_PER_CHUNK = 50, 9
@@ -87,15 +87,10 @@ def test_fifty_kills_change_nothing(stream: Stream, tokenizer: Path, tmp_path: P
     producer = stream.producer(source, *options, kind=kind)
     name = str(tokenizer) if kind == "chat" else ""
     training = stream.ranks(ranks, interval=7, step_s=0.25 if kind == "packs" else 0.5, tokenizer=name)
-    try:
-        producer.start()
-        training.start()
+    with producer, training:
         kills = kill_at_random([producer, training], stream, random.Random(ranks))
         assert training.wait() == [0] * ranks, training.output()[-3000:]
         assert producer.wait() == [0], producer.output()[-3000:]
-    finally:
-        producer.kill()
-        training.kill()
     assert kills == KILLS
     assert "Traceback" not in producer.output()
     assert [line["digests"] for line in stream.trained()] == expected.digests
@@ -121,15 +116,10 @@ def test_kills_with_another_number_of_ranks_after_each_repeat_and_lose_nothing(
     source = write_chats(tmp_path / "source.jsonl", 1500)
     producer = stream.producer(source, f"chunks.rows={ROWS_PER_CHUNK}", "chunks.max_waiting=4", "chunks.keep=0")
     training = AnyRanks([], stream.out / "ranks.log")
-    try:
-        producer.start()
-        training.start()
+    with producer, training:
         assert kill_at_random([producer, training], stream, draw, kills=20) == 20
         assert set(training.wait()) == {0}, training.output()[-3000:]
         assert producer.wait() == [0], producer.output()[-3000:]
-    finally:
-        producer.kill()
-        training.kill()
     ids = [id for line in stream.trained() for id in line["ids"]]
     assert len(ids) == len(set(ids)) == 1500
 
@@ -141,14 +131,11 @@ def test_a_slow_producer_keeps_every_rank_waiting_together(stream: Stream, tmp_p
     expected = train(tmp_path / "reference", dp_size=4, size=SIZE)
     # The collectives' time has to suffice for a busy machine to start all ranks.
     training = stream.ranks(4, collective_s=90)
-    try:
-        training.start()
+    with training:
         for part in range(12):
             time.sleep(100 if part == 5 else 1)
             write_stream(stream.folder, rows[4 * part : 4 * part + 4], [4], end=part == 11)
         assert training.wait() == [0] * 4, training.output()
-    finally:
-        training.kill()
     assert [line["digests"] for line in stream.trained()] == expected.digests
     assert "has waited" in training.output()
 
@@ -163,11 +150,8 @@ def test_a_fault_ends_all_ranks_together_with_its_name(stream: Stream, fault: st
         for left in stream.folder.glob("chunk_00005*"):
             left.unlink()
     training = stream.ranks(4, timeout_s=3)
-    try:
-        training.start()
+    with training:
         assert training.wait() == [2] * 4
-    finally:
-        training.kill()
     output = training.output()
     expected = {
         "corrupted": "rank 1: the chunk is damaged",
@@ -246,13 +230,10 @@ def test_a_killed_run_resumes_on_other_ranks_and_trains_each_conversation_once(s
 def test_a_signal_ends_a_run_that_waits_for_data_with_a_checkpoint(sft: Sft, stream: Stream) -> None:
     write_stream(stream.folder, some_chats(100), [50] * 2, end=False)
     first = Side([(sft.command(1), {})], stream.out / "first.log")
-    first.start()
-    try:
+    with first:
         until(lambda: "has waited" in first.output(), first)
         first.running[0].terminate()
         assert first.wait() == [75], first.output()
-    finally:
-        first.kill()
     steps = _steps(sft.folder)
     write_stream(stream.folder, some_chats(150)[100:], [50])
     code, output = run_command(sft.command(1, "resume=true"))

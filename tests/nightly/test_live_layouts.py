@@ -11,7 +11,7 @@ from live_streams import some_packs, write_stream
 from harness.formats import open_writer
 from harness.records import Pack
 
-from ..distributed.conftest import SMALL, launcher, read_metrics, run_command
+from ..distributed.conftest import SMALL, train
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -25,19 +25,7 @@ LAYOUTS = {
 
 
 def sft(folder: Path, steps: int, *overrides: str, ranks: int = 1) -> list[dict[str, float]]:
-    code, output = run_command(
-        [
-            *launcher(ranks),
-            "harness.recipes.sft",
-            f"run_dir={folder}",
-            *SMALL,
-            *SETTINGS,
-            f"trainer.steps={steps}",
-            *overrides,
-        ]
-    )
-    assert code == 0, output
-    return read_metrics(folder)
+    return train(folder, [f"run_dir={folder}", *SMALL, *SETTINGS, f"trainer.steps={steps}", *overrides], ranks=ranks)
 
 
 @pytest.mark.parametrize("average", ["token", "conversation"])

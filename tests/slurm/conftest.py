@@ -15,7 +15,7 @@ import pytest
 from harness.recipes.parity import make_dataset
 from small_packs import TINY
 
-from ..distributed.conftest import ROOT, read_metrics
+from ..distributed.conftest import ROOT, read_metrics, train
 from .cluster import Cluster, missing
 
 HARNESS = (sys.executable, "-m", "harness")
@@ -52,6 +52,12 @@ def started(cluster: Cluster) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("slurm") / "data")
+
+
+def losses_here(data: Path, folder: Path, ranks: int, *settings: str) -> list[float]:
+    """Return the losses of ranks on this machine, without Slurm."""
+    steps = train(folder, [f"data.path={data}", f"run_dir={folder}", *SETTINGS, *settings], ranks=ranks)
+    return [line["loss"] for line in steps]
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ..distributed.conftest import launcher, read_metrics, run_command
 from .cluster import Cluster
-from .conftest import SETTINGS, started
+from .conftest import losses_here, started
 from .test_preflight import mounted
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
@@ -49,16 +48,7 @@ def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_c
     assert copies == {"node1": f"{local}{data}.copied", "node2": "", "node3": f"{local}{data}.copied"}
     assert f"preflight: 2 nodes, copy of {data}: " in job.log
     assert f"{local}{data}/train" in (job.run_dir / "report.md").read_text()
-    folder = tmp_path / "undisturbed"
-    program = [
-        *launcher(2),
-        *("harness.recipes.sft", f"data.path={data}", f"run_dir={folder}"),
-        *SETTINGS,
-        "trainer.steps=3",
-    ]
-    code, output = run_command(program)
-    assert code == 0, output
-    assert job.losses == [line["loss"] for line in read_metrics(folder)]
+    assert job.losses == losses_here(data, tmp_path / "undisturbed", 2, "trainer.steps=3")
 
 
 @pytest.mark.parametrize("spares", [0, pytest.param(1, marks=pytest.mark.nightly)])
