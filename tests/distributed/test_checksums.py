@@ -51,7 +51,6 @@ def files_of(checkpoint: Path) -> list[Path]:
 def test_every_file_of_a_checkpoint_has_the_hash_of_its_bytes(run: Path) -> None:
     newest = run / CHECKPOINTS / "step-00000004"
     files = read_checksums(newest)
-    assert files is not None
     assert {file.path: file.xxh3 for file in files} == {
         path.name: file_digest(path) for path in newest.iterdir() if path.name != CHECKSUMS_FILE
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +33,7 @@ STEPS = (
 FAMILIES_HERE = ("qwen2", "deepseek_v3", "gpt_oss", "nemotron_h", "qwen3_next")
 BY_CONVERSATION = "trainer.loss_average=conversation"
 ALIKE = Tolerances()
+REFERENCES = ("by_conversation", "by_weight")
 
 
 def mean_of_each_row(
@@ -96,8 +98,14 @@ def test_a_family_trains_as_plain_transformers_do_on_unpacked_conversations(plai
     assert found["grad_norm"] <= ALIKE.grad_norm
 
 
-@pytest.mark.parametrize("reference", ["by_conversation", "by_weight"])
-@pytest.mark.parametrize("schedule", ["as_packed", "dp_balanced", "cost_balanced"])
+# Of each reference and schedule one; all pairs at night.
+@pytest.mark.parametrize(
+    ("schedule", "reference"),
+    [
+        pytest.param(*pair, marks=() if number in (0, 3, 4) else pytest.mark.nightly)
+        for number, pair in enumerate(product(("as_packed", "dp_balanced", "cost_balanced"), REFERENCES))
+    ],
+)
 def test_conversations_and_weights_count_as_in_plain_pytorch_under_every_schedule(
     plain, schedule, reference, dataset, tmp_path
 ) -> None:

@@ -133,7 +133,6 @@ def test_the_card_has_the_facts_of_data_and_run(folder: Path, run: Path, data: P
     head = yaml.safe_load(card.split("---\n")[1])
     assert head == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["megatron-core"]}
     manifest = load_manifest(data / "train")
-    assert manifest is not None
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     for row in (
         *(f"| dataset | {data} |", f"| fingerprint | {manifest.fingerprint} |"),
@@ -266,9 +265,7 @@ def test_a_corpus_ends_answers_at_the_end_of_a_document(run: Path, data: Path, t
     assert (done.has_tokenizer, len(done.end_tokens)) == (True, 3)
 
 
-def test_adapters_serve_through_peft_merged_or_not(
-    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_serve_through_peft_merged_or_not(folder: Path, data: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM, GenerationConfig
 
