@@ -25,7 +25,7 @@ pytestmark = pytest.mark.s3
 
 
 @pytest.fixture
-def profile(proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def profile(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A profile whose root is a place of this test."""
     options = {
         "base_path": place.removeprefix("s3://"),

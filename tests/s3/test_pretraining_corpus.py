@@ -162,7 +162,7 @@ def test_indices_are_built_once_and_shared_through_a_bucket(
 
 
 def test_a_builder_waits_for_another_and_names_it(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: Any
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: Any
 ) -> None:
     corpus = write_corpus(tmp_path / "one", 80, seed=1)
     shared = settings(corpus, path_to_cache=place)
