@@ -156,10 +156,7 @@ def test_any_large_allocation_that_is_refused_is_named_and_the_same_command_fini
 
 def try_rooms(folder: Path, command: Command, rooms: int, *imports: str, megabytes: int = 16) -> None:
     """Run a command on a real disk with that many different amounts of room, from none to nearly enough."""
-    with (
-        small_disk(folder / "disk", megabytes) as place,
-        Commands(folder / "scratch", *imports) as forks,
-    ):
+    with small_disk(folder / "disk", megabytes) as place, Commands(folder / "scratch", *imports) as forks:
         disk = Disk(forks, place)
         expected, _ = prepare(disk, command, folder / "template")
         began = sum(file.stat().st_size for file in (folder / "template").rglob("*") if file.is_file())

@@ -169,8 +169,7 @@ def test_padding_does_not_change_how_megatron_balances_experts(bridge: Trainer, 
 
 def read_with_bridge(bridge: Trainer, settings: str, out: Path) -> list[dict[str, Any]]:
     bridge.run("bridge_reader.py", {"settings": settings, "out": str(out)})
-    samples: list[dict[str, Any]] = json.loads(out.read_text())
-    return samples
+    return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("file_format", ["parquet", "npy"])

@@ -43,10 +43,7 @@ def test_one_checkpoint_goes_on_in_every_layout_with_the_losses_of_stored_batche
             writer.append(one)
     stored = sft(
         tmp_path / "reference",
-        STEPS,
-        f"data.path={tmp_path / 'stored'}",
-        f"loader.global_batch_size={WINDOW}",
-        "loader.shuffle=false",
+        *(STEPS, f"data.path={tmp_path / 'stored'}", f"loader.global_batch_size={WINDOW}", "loader.shuffle=false"),
         f"trainer.loss_average={average}",
     )
     expected = [line["loss"] for line in stored]

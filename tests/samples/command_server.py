@@ -46,14 +46,14 @@ def run(arguments: list[str]) -> object:
     except SystemExit as ended:
         return ended.code
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return 1
     return 0
 
 
 def end(code: object) -> NoReturn:
     """End as the interpreter does, but without taking all modules apart, which costs more than a command."""
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     code = code if isinstance(code, int) else int(code is not None)
     try:

@@ -31,7 +31,6 @@ def _folder() -> Path:
     spec = importlib.util.find_spec("trl")
     if spec is None:  # the image has the nightly tests' packages only
         pytest.skip("needs trl", allow_module_level=True)
-    assert spec.origin is not None
     return Path(spec.origin).parent / "chat_templates"
 
 
@@ -137,10 +136,7 @@ SHAPES: dict[str, tuple[list[Turn], list[dict[str, Any]]]] = {
     "tools_unused": (_ONE, TOOLS),
     "tool_call": ([_ASK, _CALL], TOOLS),
     "tool_call_of_null_content": ([_ASK, _with(_CALL, content=None)], TOOLS),
-    "tool_call_of_text_arguments": (
-        [_ASK, _with(_CALL, tool_calls=[call("get_weather", json.dumps(PARIS))])],
-        TOOLS,
-    ),
+    "tool_call_of_text_arguments": ([_ASK, _with(_CALL, tool_calls=[call("get_weather", json.dumps(PARIS))])], TOOLS),
     "tool_call_with_content": ([_ASK, _with(_CALL, content="Let me see.")], TOOLS),
     "tool_result": ([_ASK, _CALL, result("21 C"), turn("assistant", "It has 21 degrees.")], TOOLS),
     "system_tool_result": ([_SYSTEM, _ASK, _CALL, result("21 C"), turn("assistant", "It has 21 degrees.")], TOOLS),

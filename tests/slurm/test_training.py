@@ -36,11 +36,7 @@ def test_a_job_that_sbatch_refuses_is_reported_and_leaves_no_folder(slurm, data,
     printed = slurm.on(
         "login",
         *HARNESS,
-        "submit",
-        "sft",
-        "cluster.partition=nowhere",
-        f"data.path={data}",
-        f"runs={tmp_path}/runs",
+        *("submit", "sft", "cluster.partition=nowhere", f"data.path={data}", f"runs={tmp_path}/runs"),
         cwd=ROOT,
     )
     assert "sbatch rejected the job: sbatch: error:" in printed
