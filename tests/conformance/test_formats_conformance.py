@@ -97,9 +97,7 @@ def test_a_pack_can_be_changed_without_changing_the_next_read(reader: PackReader
     assert reader.read([0, 0]) == [packs[0], packs[0]]
 
 
-def test_the_fingerprint_is_the_same_in_every_format_and_depends_on_the_order(
-    tmp_path: Path, packs: list[Pack]
-) -> None:
+def test_the_fingerprint_is_the_same_in_every_format_and_depends_on_the_order(tmp_path, packs) -> None:
     fingerprints = set()
     for name in FORMATS:
         for shards in (2, 100):
@@ -157,9 +155,7 @@ def test_few_files_stay_open_however_many_shards_are_read(write: Callable[..., P
     reader.close()
 
 
-def test_a_pack_that_breaks_an_invariant_is_refused_with_its_number_and_nothing_is_left(
-    tmp_path: Path, format_name: str
-) -> None:
+def test_a_pack_that_breaks_an_invariant_is_refused_with_its_number_and_nothing_is_left(tmp_path, format_name) -> None:
     good = Pack([1, 2, 3], [0, 1, 0], [0])
     bad = {
         "pack 1 has 17 tokens, more than pack_size 16": Pack(range(17), [0] * 17, [0]),
@@ -177,9 +173,7 @@ def test_a_pack_that_breaks_an_invariant_is_refused_with_its_number_and_nothing_
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_resumed_write_continues_after_the_last_whole_shard(
-    tmp_path: Path, format_name: str, packs: list[Pack]
-) -> None:
+def test_a_resumed_write_continues_after_the_last_whole_shard(tmp_path, format_name, packs) -> None:
     path = tmp_path / "data"
 
     def start() -> object:

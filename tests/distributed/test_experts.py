@@ -262,9 +262,7 @@ def train_from(folder: Path, dataset: Path, run: Path, *more: str) -> tuple[list
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_further_tokens_have_the_losses_of_plain_training_too_and_come_back_bit_by_bit(
-    family, dataset, tmp_path
-) -> None:
+def test_further_tokens_have_the_losses_of_plain_training_too_and_come_back_bit_by_bit(family, dataset, tmp_path):
     torch.manual_seed(8)
     model = Predicting(family)
     draw_biases(model)

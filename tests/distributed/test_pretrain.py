@@ -76,9 +76,7 @@ def stopped_after(whole: Path, folder: Path, step: int) -> Path:
 
 
 @pytest.mark.parametrize("parallel", ["tp2_sp", *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)])
-def test_a_stopped_run_resumes_with_other_ranks_and_trains_the_same_samples(
-    pretrain, whole, tmp_path, parallel
-) -> None:
+def test_a_stopped_run_resumes_with_other_ranks_and_trains_the_same_samples(pretrain, whole, tmp_path, parallel):
     expected = Run(0, "", read_metrics(whole))
     assert expected.column("packs_consumed") == [6, 12, 18, 24, 30, 36]
     assert expected.column("tokens") == [6 * 64] * 6

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -125,9 +124,7 @@ def test_conversations_and_weights_count_as_in_plain_pytorch_under_every_schedul
     ],
     ids=["normalized by row", "weight decay", "clipping"],
 )
-def test_a_fault_that_every_layout_shares_is_a_difference(
-    plain, dataset, tmp_path, fault: AbstractContextManager[Any], more: tuple[str, ...]
-) -> None:
+def test_a_fault_that_every_layout_shares_is_a_difference(plain, dataset, tmp_path, fault, more) -> None:
     with fault:
         found = differences(plain, "qwen2", dataset, tmp_path / "run", *more)
     assert found["loss"] > ALIKE.loss

@@ -108,9 +108,7 @@ def test_generation_stops_at_the_end_of_the_turn(folder: Path) -> None:
     }
 
 
-def test_the_folder_has_every_end_token_another_padding_and_the_template_that_was_trained(
-    folder: Path, data: Path
-) -> None:
+def test_the_folder_has_every_end_token_another_padding_and_the_template_that_was_trained(folder, data) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -219,9 +217,7 @@ def test_data_that_was_prepared_again_is_not_taken_for_what_was_trained(run: Pat
     assert f"has the fingerprint {'0' * 32}, but the run was trained on {manifest['fingerprint']}" in done.missing[0]
 
 
-def test_a_tokenizer_that_was_changed_is_not_taken_and_the_same_one_elsewhere_is(
-    run: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_was_changed_is_not_taken_and_the_same_one_elsewhere_is(run, data, tmp_path) -> None:
     shutil.copytree(data, tmp_path / "data")
     changed = tmp_path / "data" / "tokenizer" / "chat_template.jinja"
     assert changed.exists()
@@ -237,9 +233,7 @@ def test_a_tokenizer_that_was_changed_is_not_taken_and_the_same_one_elsewhere_is
     assert json.loads((tmp_path / "again" / "out" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_a_run_on_live_chunks_has_the_tokenizer_of_its_settings_and_the_mask_of_that_dataset(
-    run: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_run_on_live_chunks_has_the_tokenizer_of_its_settings_and_the_mask_of_that_dataset(run, data, tmp_path):
     live = {"path": str(tmp_path / "live"), "tokenizer": {"name": str(data / "tokenizer")}}
     done, card = export_of(run, tmp_path, live=live)
     assert (done.end_tokens, done.missing) == (("<|endoftext|>", "<|im_end|>"), ())

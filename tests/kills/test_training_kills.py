@@ -59,9 +59,7 @@ def trained(run: Path) -> list[tuple[Any, ...]]:
 
 @in_parts
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_run_on_live_chunks_trains_each_row_once(
-    commands: Commands, data: Path, tmp_path: Path, ranks: int, part: int, report_points: Callable[..., None]
-) -> None:
+def test_a_killed_run_on_live_chunks_trains_each_row_once(commands, data, tmp_path, ranks, part, report_points) -> None:
     out = tmp_path / "out"
     run, live = out / "run", out / "live"
     command = [
@@ -135,9 +133,7 @@ def test_a_run_killed_while_it_loads_a_checkpoint_resumes_with_the_same_losses(
 
 
 @in_parts
-def test_a_run_killed_at_any_write_resumes_with_the_same_losses(
-    commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
-) -> None:
+def test_a_run_killed_at_any_write_resumes_with_the_same_losses(commands, data, tmp_path, part, report_points) -> None:
     out = tmp_path / "run"
     command = [
         *("harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}"),
@@ -160,9 +156,7 @@ def test_a_run_killed_at_any_write_resumes_with_the_same_losses(
 
 
 @in_parts
-def test_a_killed_export_is_written_again(
-    commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
-) -> None:
+def test_a_killed_export_is_written_again(commands, data, tmp_path, part, report_points) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     trains = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={run}", *SETTINGS, "trainer.steps=2"]
     assert commands.run(trains, root=run).code == 0
@@ -185,9 +179,7 @@ def test_a_killed_export_is_written_again(
     report_points("kills", f"export, part {part + 1}", len(points), of=f"of {whole.count} calls", outcome=RESUMED)
 
 
-def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(
-    commands: Commands, data: Path, tmp_path: Path
-) -> None:
+def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(commands, data, tmp_path) -> None:
     run, live, out = tmp_path / "run", tmp_path / "live", tmp_path / "out"
     # Without checkpoints before the last step it is the run itself that stops, and not one of their writers.
     late = ("trainer.steps=4", "trainer.checkpoint_interval=0")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from counted_calls import Commands
 
-from .cases import CASES, HELD, NOBODY, Case, Whole, contents
+from .cases import CASES, HELD, NOBODY, Whole, contents
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=[] if case.kills > 1 else pytest.mark.nightly) for case in CASES]
 )
-def test_the_second_of_two_is_refused_and_the_first_finishes(
-    commands: Commands, whole_of: Callable[[Case], Whole], case: Case
-) -> None:
+def test_the_second_of_two_is_refused_and_the_first_finishes(commands, whole_of, case) -> None:
     whole = whole_of(case)
     whole.begin()
     both = commands.run(whole.command, whole.command, root=whole.out, at=whole.count // 2, stops=True)
@@ -29,9 +26,7 @@ def test_the_second_of_two_is_refused_and_the_first_finishes(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_at_any_point_of_the_first_the_second_is_refused_or_finds_it_finished(
-    commands: Commands, whole_of: Callable[[Case], Whole], case: Case
-) -> None:
+def test_at_any_point_of_the_first_the_second_is_refused_or_finds_it_finished(commands, whole_of, case) -> None:
     whole = whole_of(case)
     for point in range(0, whole.count, max(1, whole.count // 40)):
         whole.begin()

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +110,7 @@ def parts_of(recipe: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("recipe", "part", "parts"), [one for recipe in BASE for one in parts_of(recipe)])
-def test_an_accepted_value_is_carried_out_or_refused_by_name(
-    recipe: str, part: int, parts: int, tmp_path: Path, report_points: Callable[..., None]
-) -> None:
+def test_an_accepted_value_is_carried_out_or_refused_by_name(recipe, part, parts, tmp_path, report_points) -> None:
     # Every so many, so that the long ones of a section are spread over all parts.
     cases = cases_of(recipe, tmp_path)[part::parts]
     (tmp_path / "cases.json").write_text(json.dumps(cases))

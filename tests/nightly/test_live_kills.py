@@ -99,9 +99,7 @@ def test_fifty_kills_change_nothing(stream: Stream, tokenizer: Path, tmp_path: P
     assert (ends[0].rows, ends[0].chain) == (ends[1].rows, ends[1].chain)
 
 
-def test_kills_with_another_number_of_ranks_after_each_repeat_and_lose_nothing(
-    stream: Stream, tokenizer: Path, tmp_path: Path
-) -> None:
+def test_kills_with_another_number_of_ranks_after_each_repeat_and_lose_nothing(stream, tokenizer, tmp_path) -> None:
     draw = random.Random(0)
 
     class AnyRanks(Side):

@@ -134,9 +134,7 @@ def prepared(path: Path, source: str, **data: Any) -> Any:
     return prepare(config, console=Console(quiet=True))
 
 
-def test_a_preparation_from_a_bucket_equals_one_from_a_disk(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path
-) -> None:
+def test_a_preparation_from_a_bucket_equals_one_from_a_disk(proxy, bucket, place, tmp_path) -> None:
     data = contents(0, 400)["a.jsonl"]
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "a.jsonl").write_bytes(data)
@@ -149,9 +147,7 @@ def test_a_preparation_from_a_bucket_equals_one_from_a_disk(
     assert all(one.method != "GET" or "a.jsonl" not in one.path for one in proxy.requests[before:]), "already prepared"
 
 
-def test_an_object_that_changes_while_it_is_read_is_refused(
-    bucket: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_changes_while_it_is_read_is_refused(bucket, place, tmp_path, monkeypatch) -> None:
     put(bucket, place, {"a.jsonl": contents(0, 400)["a.jsonl"]})
     reading = shards.read_shard
 

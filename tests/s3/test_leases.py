@@ -60,9 +60,7 @@ def test_a_second_writer_of_a_prefix_is_refused_until_the_first_has_finished(sto
     assert "_lease" not in open_folder(place).names()
 
 
-def test_a_writer_that_lost_its_lease_leaves_the_files_and_the_lease_of_the_next_one(
-    store: ClaimStore, place: str
-) -> None:
+def test_a_writer_that_lost_its_lease_leaves_the_files_and_the_lease_of_the_next_one(store, place) -> None:
     # As a process that is paused for longer than a lease, in the middle of its second shard.
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(FormatError, match="another process is writing here: process 7 on"))
@@ -82,9 +80,7 @@ def test_a_writer_that_lost_its_lease_leaves_the_files_and_the_lease_of_the_next
 
 
 @pytest.mark.usefixtures("shorter_lease")
-def test_an_owner_without_its_store_stops_before_it_writes_more_and_goes_on_if_nobody_took_the_lease(
-    proxy: Any, store: ClaimStore
-) -> None:
+def test_an_owner_without_its_store_stops_before_it_writes_more_and_goes_on_if_nobody_took_the_lease(proxy, store):
     lease = Lease(store, "lease")
     lease.acquire()
     lease.check()
@@ -104,9 +100,7 @@ def test_an_owner_without_its_store_stops_before_it_writes_more_and_goes_on_if_n
     assert content(store, "lease") == OTHER
 
 
-def test_a_host_of_the_same_name_and_the_same_process_ids_is_another_one(
-    store: ClaimStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_of_the_same_name_and_the_same_process_ids_is_another_one(store, monkeypatch) -> None:
     # A process id that no process of this machine has, on another boot: that of another machine, say.
     owner = {"token": "t", "pid": 1 << 30, "since": "then", "renewed": 0.0}
     name, boot, space = claims._host().split(" ")

@@ -37,9 +37,7 @@ def names(place: str) -> set[str]:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_stream_in_a_bucket_trains_as_the_one_in_a_folder_and_resumes(
-    place: str, tmp_path: Path, suffix: str
-) -> None:
+def test_a_stream_in_a_bucket_trains_as_the_one_in_a_folder_and_resumes(place, tmp_path, suffix) -> None:
     rows = some_packs(ROWS)
     write_stream(tmp_path / "live", rows, SIZES, suffix=suffix)
     write_stream(place, rows, SIZES, suffix=suffix)
@@ -146,9 +144,7 @@ def test_a_lease_goes_to_one(store: ClaimStore) -> None:
     leases[won[0]].release(remove=False)
 
 
-def test_a_lease_of_a_dead_process_whose_number_another_one_has_is_watched_and_taken(
-    store: ClaimStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_of_a_dead_process_whose_number_another_one_has_is_watched_and_taken(store, monkeypatch) -> None:
     lease = Lease(store, "lease")
     lease.acquire()
     owner = json.loads(content(store, "lease").partition(b"\n")[0])

@@ -216,9 +216,7 @@ def test_503_while_writing_is_survived(proxy: Any, place: str) -> None:
     assert planted.times == 0
 
 
-def test_a_store_that_stalls_or_breaks_for_good_is_an_error(
-    proxy: Any, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_stalls_or_breaks_for_good_is_an_error(proxy, place, monkeypatch) -> None:
     reader = open_dataset(write(place))
     reader[40]
     monkeypatch.setenv("HARNESS_STORAGE_TIMEOUT_S", "1.5")
@@ -236,9 +234,7 @@ def test_a_store_that_stalls_or_breaks_for_good_is_an_error(
     assert reader[0] == PACKS[0], "the reader is as good as before"
 
 
-def test_a_server_that_dies_in_the_middle_of_a_read_and_comes_back_is_waited_for(
-    proxy: Any, gateway: Any, place: str
-) -> None:
+def test_a_server_that_dies_in_the_middle_of_a_read_and_comes_back_is_waited_for(proxy, gateway, place) -> None:
     reader = open_dataset(write(place))
     reader[40]
     restart = threading.Timer(0.5, gateway.start_gateway)
@@ -271,9 +267,7 @@ def test_a_write_that_fails_leaves_no_dataset(bucket: Any, place: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["memmap", "binidx", "jsonl", "npy", "virtual"])
-def test_every_format_is_written_shard_by_shard_and_read_from_one_local_copy(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path, format: str
-) -> None:
+def test_every_format_is_written_shard_by_shard_and_read_from_one_local_copy(proxy, bucket, place, tmp_path, format):
     write(place, format=format)
     local = open_dataset(write(tmp_path / "local", format=format))
     remote = open_dataset(place)
@@ -292,9 +286,7 @@ def test_every_format_is_written_shard_by_shard_and_read_from_one_local_copy(
 
 
 @pytest.mark.parametrize("format", ["memmap", "parquet"])
-def test_a_killed_write_continues_after_its_last_whole_shard_from_another_machine(
-    proxy: Any, bucket: Any, place: str, format: str
-) -> None:
+def test_a_killed_write_continues_after_its_last_whole_shard_from_another_machine(proxy, bucket, place, format) -> None:
     code = textwrap.dedent("""
         import os, sys
         from harness.formats import open_writer
@@ -331,9 +323,7 @@ def test_a_killed_write_continues_after_its_last_whole_shard_from_another_machin
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_media_are_read_by_ranges_or_from_the_local_copies_of_their_shards(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path, format: str
-) -> None:
+def test_media_are_read_by_ranges_or_from_the_local_copies_of_their_shards(proxy, bucket, place, tmp_path, format):
     rng = np.random.default_rng(0)
     media = [Medium("image", 0, 2, rng.bytes(300_000)), Medium("audio", 4, 1, rng.bytes(5))]
     packs = [
@@ -396,9 +386,7 @@ def test_missing_objects_and_buckets_are_errors_with_their_names(place: str) -> 
         assert error_of(lambda path=path: write(path)).what == "no such bucket: no-such-bucket"
 
 
-def test_wrong_credentials_are_named_and_not_shown(
-    place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_credentials_are_named_and_not_shown(place, monkeypatch, capfd) -> None:
     write(place)
     reader = open_dataset(place)
     secret, key = os.environ["AWS_SECRET_ACCESS_KEY"], os.environ["AWS_ACCESS_KEY_ID"]

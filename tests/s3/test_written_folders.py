@@ -42,9 +42,7 @@ def puts(proxy: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("packed_storage", ["parquet", "virtual"])
-def test_a_preparation_in_a_bucket_equals_one_on_a_disk(
-    proxy: Any, place: str, chats: Path, tmp_path: Path, packed_storage: str
-) -> None:
+def test_a_preparation_in_a_bucket_equals_one_on_a_disk(proxy, place, chats, tmp_path, packed_storage) -> None:
     local = prepare_chats(chats, tmp_path / "local", packed_storage=packed_storage)
     report = prepare_chats(chats, place, packed_storage=packed_storage)
 
@@ -108,9 +106,7 @@ def test_a_killed_upload_continues_and_sends_nothing_twice(proxy: Any, place: st
     assert open_dataset(f"{place}/train").fingerprint == report.splits["train"].fingerprint
 
 
-def test_sequences_in_a_bucket_are_packed_again_there_and_from_a_disk(
-    proxy: Any, bucket: Any, place: str, chats: Path, tmp_path: Path
-) -> None:
+def test_sequences_in_a_bucket_are_packed_again_there_and_from_a_disk(proxy, bucket, place, chats, tmp_path) -> None:
     prepare_chats(chats, tmp_path / "local", packed_storage="virtual")
     store = f"{place}/store"
     convert_dataset(tmp_path / "local" / "sequences" / "train", store, format="virtual")
@@ -143,9 +139,7 @@ def test_sequences_in_a_bucket_are_packed_again_there_and_from_a_disk(
         open_dataset(f"{place}-2/plan")[0]
 
 
-def test_an_upload_is_compared_with_what_the_store_has(
-    proxy: Any, bucket: Any, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_is_compared_with_what_the_store_has(proxy, bucket, place, monkeypatch) -> None:
     folder, data = open_folder(place), os.urandom(11 << 20)
     folder.write("whole", [data])
     assert not any(one.method == "GET" and one.path.endswith("/whole") for one in proxy.requests), "its ETag is enough"
