@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +36,6 @@ def valid_packs(draw: st.DrawFn) -> Pack:
 def stored_files(dataset: Path) -> list[Path]:
     """The files that hold packs."""
     reader = open_dataset(dataset)
-    assert reader.manifest is not None
     return [dataset / stored.path for shard in reader.manifest.shards for stored in shard.files]
 
 
@@ -100,9 +97,7 @@ def test_a_pack_can_be_changed_without_changing_the_next_read(reader: PackReader
     assert reader.read([0, 0]) == [packs[0], packs[0]]
 
 
-def test_the_fingerprint_is_the_same_in_every_format_and_depends_on_the_order(
-    tmp_path: Path, packs: list[Pack]
-) -> None:
+def test_the_fingerprint_is_the_same_in_every_format_and_depends_on_the_order(tmp_path, packs) -> None:
     fingerprints = set()
     for name in FORMATS:
         for shards in (2, 100):
@@ -160,7 +155,7 @@ def test_few_files_stay_open_however_many_shards_are_read(write: Callable[..., P
     reader.close()
 
 
-def test_a_pack_that_breaks_an_invariant_is_refused_with_its_number(tmp_path: Path, format_name: str) -> None:
+def test_a_pack_that_breaks_an_invariant_is_refused_with_its_number_and_nothing_is_left(tmp_path, format_name) -> None:
     good = Pack([1, 2, 3], [0, 1, 0], [0])
     bad = {
         "pack 1 has 17 tokens, more than pack_size 16": Pack(range(17), [0] * 17, [0]),
@@ -171,27 +166,14 @@ def test_a_pack_that_breaks_an_invariant_is_refused_with_its_number(tmp_path: Pa
     for problem, pack in bad.items():
         with (  # noqa: PT012
             pytest.raises(FormatError, match=problem),
-            open_writer(tmp_path / "data", format=format_name, pack_size=PACK_SIZE) as writer,
+            open_writer(tmp_path / "data", format=format_name, pack_size=PACK_SIZE, packs_per_shard=1) as writer,
         ):
             writer.append(good)
             writer.append(pack)
-        assert not (tmp_path / "data").exists()
+        assert list(tmp_path.iterdir()) == []
 
 
-def test_leaving_with_an_exception_leaves_nothing(tmp_path: Path, format_name: str, packs: list[Pack]) -> None:
-    with (  # noqa: PT012
-        pytest.raises(ZeroDivisionError),
-        open_writer(tmp_path / "data", format=format_name, pack_size=PACK_SIZE, packs_per_shard=2) as writer,
-    ):
-        for pack in packs:
-            writer.append(pack)
-        raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_resumed_write_continues_after_the_last_whole_shard(
-    tmp_path: Path, format_name: str, packs: list[Pack]
-) -> None:
+def test_a_resumed_write_continues_after_the_last_whole_shard(tmp_path, format_name, packs) -> None:
     path = tmp_path / "data"
 
     def start() -> object:
@@ -264,14 +246,3 @@ def test_an_extra_shard_is_an_error_on_open(dataset: Path, format_name: str) -> 
             shutil.copy(path, target)
     with pytest.raises(FormatError, match=r"not in the manifest: \d, such as .*7"):
         open_dataset(dataset)
-
-
-def test_no_format_imports_torch() -> None:
-    code = (
-        "import sys\n"
-        "from harness.formats import FORMATS, load_format\n"
-        "for name in FORMATS: load_format(name)\n"
-        "found = {'torch', 'megatron', 'transformer_engine', 'hydra', 'omegaconf'} & set(sys.modules)\n"
-        "assert not found, found\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

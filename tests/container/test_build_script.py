@@ -79,9 +79,7 @@ def test_a_base_of_a_digest_is_built_on_by_its_digest(tools: Path, tmp_path: Pat
         ([], "kaniko", "expected docker, podman or buildah"),
     ],
 )
-def test_arguments_that_would_fail_later_are_refused_before_the_build(
-    tools: Path, tmp_path: Path, arguments: list[str], engine: str, message: str
-) -> None:
+def test_arguments_that_would_fail_later_are_refused_before_the_build(tools, tmp_path, arguments, engine, message):
     (tmp_path / "there.sqsh").write_text("")
     code, output = build(tools, *arguments, engine=engine)
     assert (code, message in output) == (2, True), output

@@ -224,7 +224,6 @@ def test_the_pinned_base_fits_the_project() -> None:
 
 def test_the_scripts_report_wrong_arguments() -> None:
     for script, arguments, message in (
-        ("build.sh", ["--tag"], "--tag needs a value"),
         ("build.sh", ["--nonsense"], "unknown argument --nonsense"),
         ("run.sh", [], "no command"),
         ("run.sh", ["-v"], "-v needs HOST:CONTAINER"),
@@ -232,8 +231,3 @@ def test_the_scripts_report_wrong_arguments() -> None:
         done = subprocess.run([DOCKER / script, *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert message in done.stderr
-    done = subprocess.run(
-        [DOCKER / "build.sh"], capture_output=True, text=True, check=False, env={**os.environ, "ENGINE": "rkt"}
-    )
-    assert done.returncode == 2
-    assert "ENGINE is rkt, expected docker, podman or buildah" in done.stderr

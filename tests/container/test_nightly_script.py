@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from ..distributed.conftest import ROOT, environment
+from ..distributed.conftest import run_command
 
 TEST = "tests/unit/schedule/test_as_packed.py"
 
@@ -33,10 +32,9 @@ def test_every_python_of_a_night_runs_in_the_image_with_nothing_to_read(tmp_path
         "SLURM_ARRAY_TASK_ID": "0",
     }
     variables |= {"PATH": f"{tools}:/usr/bin:/bin", "PYTHON": "none", "SLURM_CPUS_PER_TASK": "2"}
-    done = subprocess.run(
-        ["bash", "slurm/nightly.sbatch"], cwd=ROOT, env={**environment(), **variables}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", "slurm/nightly.sbatch"]
+    code, output = run_command(words)
+    assert code == 0, output
     (call,) = (tmp_path / "calls").read_text().splitlines()
     shown = f"{tmp_path}/nights/" if role == "start" else f"{night}:{night},/a:/b python3"
     assert "--cpus-per-task=2 --input=none --container-image=/i.sqsh --container-workdir=/opt/harness" in call

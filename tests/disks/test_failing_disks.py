@@ -123,9 +123,7 @@ def try_memory(disk: Disk, command: Command, folder: Path, points: int | None, s
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_a_power_failure_leaves_a_whole_dataset_or_none_and_the_same_command_finishes(
-    disk: Disk, tmp_path: Path, name: str
-) -> None:
+def test_a_power_failure_leaves_a_whole_dataset_or_none_and_the_same_command_finishes(disk, tmp_path, name) -> None:
     assert try_power(disk, COMMANDS[name], tmp_path, 1, name) == 4
 
 
@@ -156,10 +154,7 @@ def test_any_large_allocation_that_is_refused_is_named_and_the_same_command_fini
 
 def try_rooms(folder: Path, command: Command, rooms: int, *imports: str, megabytes: int = 16) -> None:
     """Run a command on a real disk with that many different amounts of room, from none to nearly enough."""
-    with (
-        small_disk(folder / "disk", megabytes) as place,
-        Commands(folder / "scratch", *imports) as forks,
-    ):
+    with small_disk(folder / "disk", megabytes) as place, Commands(folder / "scratch", *imports) as forks:
         disk = Disk(forks, place)
         expected, _ = prepare(disk, command, folder / "template")
         began = sum(file.stat().st_size for file in (folder / "template").rglob("*") if file.is_file())
@@ -185,9 +180,7 @@ def test_a_real_disk_with_any_room_is_named_and_the_same_command_finishes(tmp_pa
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_on_a_full_disk_ends_the_job_by_name_and_it_resumes(
-    training_disk: Disk, tmp_path: Path, rank: int
-) -> None:
+def test_one_rank_on_a_full_disk_ends_the_job_by_name_and_it_resumes(training_disk, tmp_path, rank) -> None:
     # With tensor parallelism both ranks write their part of a checkpoint.
     layout = " parallel.tensor_parallel_size=2"
     command, template = TRAINING["train"], tmp_path / "template"
@@ -201,9 +194,7 @@ def test_one_rank_on_a_full_disk_ends_the_job_by_name_and_it_resumes(
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["train", "train-resumed", "convert-parquet", "prepare-parquet"])
-def test_a_file_that_cannot_be_read_is_named_and_the_same_command_finishes(
-    training_disk: Disk, tmp_path: Path, name: str
-) -> None:
+def test_a_file_that_cannot_be_read_is_named_and_the_same_command_finishes(training_disk, tmp_path, name) -> None:
     command, template = {**COMMANDS, **TRAINING}[name], tmp_path / "template"
     expected, calls = prepare(training_disk, command, template, fault=Fault(reads=True))
     for at in distinct(calls):
@@ -216,9 +207,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_same_command_finishes(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_fault_at_any_operation_is_named_and_the_same_command_finishes(
-    disk: Disk, tmp_path: Path, name: str, kind: str, report_points: Callable[..., None]
-) -> None:
+def test_a_fault_at_any_operation_is_named_and_the_same_command_finishes(disk, tmp_path, name, kind, report_points):
     points = try_points(disk, COMMANDS[name], tmp_path, kind, None, name)
     report_points("disks", f"{name} on a {kind} disk", points, of="faults", outcome=FINISHED)
 

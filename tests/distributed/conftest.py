@@ -25,14 +25,8 @@ from harness.parity.running import free_ports
 from harness.train.metrics import whole_lines
 
 SMALL = (
-    "model.num_layers=4",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "loader.global_batch_size=6",
-    "loader.block_packs=4",
-    "schedule.max_tokens_per_rank=256",
-    "optimizer.decay_steps=10",
-    "loader.num_workers=1",
+    *("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=64", "loader.global_batch_size=6"),
+    *("loader.block_packs=4", "schedule.max_tokens_per_rank=256", "optimizer.decay_steps=10", "loader.num_workers=1"),
     "trainer.device=cpu",
 )
 
@@ -98,8 +92,6 @@ def server_of(variables: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
 
 def run_forked(ranks: int, arguments: list[str], timeout_s: float) -> tuple[int, str]:
     server = server_of(tuple(sorted(environment().items())))
-    assert server.stdin is not None
-    assert server.stdout is not None
     with tempfile.NamedTemporaryFile() as output:
         request = {"ranks": ranks, "arguments": arguments, "output": output.name, "timeout_s": round(timeout_s)}
         try:
@@ -120,6 +112,15 @@ def run_command(arguments: list[str], *, timeout_s: float = 850) -> tuple[int, s
         arguments, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def train(
+    folder: Path, settings: Sequence[str], *, ranks: int = 1, recipe: str = "sft", start: Callable[..., Any] = launcher
+) -> list[dict[str, Any]]:
+    """Run a recipe to its end on ranks that `start` begins; return the metrics in the folder of the run."""
+    code, output = run_command([*start(ranks), f"harness.recipes.{recipe}", *settings])
+    assert code == 0, output
+    return read_metrics(folder)
 
 
 def run_ranks(ranks: int, module: str, *arguments: object, timeout_s: float = 850) -> str:
@@ -175,11 +176,7 @@ def kill_after(step: int, arguments: list[str], folder: Path) -> None:
 def kill_when(condition: Callable[[], object], arguments: list[str]) -> None:
     """Start a run, and SIGKILL every process of it once the condition holds."""
     process = subprocess.Popen(
-        arguments,
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        arguments, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 600
     try:

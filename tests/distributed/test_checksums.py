@@ -51,7 +51,6 @@ def files_of(checkpoint: Path) -> list[Path]:
 def test_every_file_of_a_checkpoint_has_the_hash_of_its_bytes(run: Path) -> None:
     newest = run / CHECKPOINTS / "step-00000004"
     files = read_checksums(newest)
-    assert files is not None
     assert {file.path: file.xxh3 for file in files} == {
         path.name: file_digest(path) for path in newest.iterdir() if path.name != CHECKSUMS_FILE
     }
@@ -70,9 +69,7 @@ def test_weights_are_hashed_while_they_are_written_and_only_small_files_after(ru
 
 
 @pytest.mark.parametrize("position", [0, 77, -1])
-def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_taken(
-    checkpoints: Path, position: int
-) -> None:
+def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_taken(checkpoints, position) -> None:
     damaged = checkpoints / "step-00000004"
     for path in files_of(damaged):
         flip_a_bit(path, position)
@@ -100,9 +97,7 @@ def test_two_ranks_agree_on_the_checkpoint_before_and_record_why(dataset: Path, 
     assert find_damage(folder / CHECKPOINTS / "step-00000004") is None
 
 
-def test_a_damaged_newer_checkpoint_does_not_replace_the_one_just_written(
-    dataset: Path, run: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_newer_checkpoint_does_not_replace_the_one_just_written(dataset, run, tmp_path) -> None:
     folder = shutil.copytree(run, tmp_path / "run")
     flip_a_bit(folder / CHECKPOINTS / "step-00000004" / "__0_0.distcp", 1000)
     resume = ["trainer.steps=3", "trainer.keep_checkpoints=1", "trainer.eval_interval=0", "resume=true"]

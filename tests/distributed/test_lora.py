@@ -20,15 +20,13 @@ from harness.plan.model import ModelConfig
 from harness.plan.settings import SftConfig
 from harness.recipes import sft
 
-from .conftest import forked, overrides_of, read_metrics, run_command, run_here
+from . import conftest
+from .conftest import forked, overrides_of, read_metrics, run_here
 from .test_weights import LATENT, MODELS, SIZES, settings_of, tensors
 
 RANK = 4
 LORA = (
-    f"model.lora_rank={RANK}",
-    "model.lora_alpha=16",
-    "optimizer.lr=0.05",
-    "optimizer.warmup_steps=0",
+    *(f"model.lora_rank={RANK}", "model.lora_alpha=16", "optimizer.lr=0.05", "optimizer.warmup_steps=0"),
     "optimizer.weight_decay=0",
 )
 STEPS = ("trainer.steps=6", "trainer.checkpoint_interval=3", "trainer.eval_interval=0")
@@ -37,14 +35,14 @@ EXPERTS = ("qwen3_moe_unnormalized", LORA_TARGETS)
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
-def save_model(folder: Path, name: str, **settings: object) -> Path:
-    """Save a tiny random model of `test_weights.MODELS`."""
+def save_model(folder: Path, name: str, *, has_weights: bool = True, **settings: object) -> Path:
+    """Save a tiny random model of `test_weights.MODELS`, or its config alone."""
     import transformers
 
     torch.manual_seed(5)
     family, own = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **own, **settings})
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    (transformers.AutoModelForCausalLM.from_config(config) if has_weights else config).save_pretrained(folder)
     return folder
 
 
@@ -60,11 +58,9 @@ def targets_of(names: Iterable[str]) -> str:
 def train(base: Path, dataset: Path, folder: Path, *overrides: str, ranks: int = 1) -> list[dict[str, float]]:
     settings = [*STEPS, *LORA, *overrides]
     own = [*overrides_of(dataset, folder, *settings), *settings_of(base)]
-    if ranks == 1:
-        run_here(sft, SftConfig, own)
-    else:
-        code, output = run_command([*forked(ranks), "harness.recipes.sft", *own])
-        assert code == 0, output
+    if ranks > 1:
+        return conftest.train(folder, own, ranks=ranks, start=forked)
+    run_here(sft, SftConfig, own)
     return read_metrics(folder)
 
 
@@ -136,7 +132,7 @@ def test_peft_loads_the_adapters_and_merges_to_the_same_weights(dataset, tmp_pat
 
 @pytest.mark.parametrize("name", MODELS)
 def test_missing_adapters_and_those_of_experts_that_peft_would_skip_are_not_written_alone(tmp_path, name) -> None:
-    folder = save_model(tmp_path, name)
+    folder = save_model(tmp_path, name, has_weights=False)
     stored = read_hf_config(folder)
     model = ModelConfig(
         **stored.settings,

@@ -99,7 +99,6 @@ def row_of(sequences: list[SequenceView], features: Callable[..., Any]) -> ThdBa
 def chunk_of(model: ModelConfig) -> Any:
     """Return the model of a job of one rank, with its stored weights."""
     layout, pretrained = join(ParallelConfig(), 1), find_pretrained(model)
-    assert pretrained is not None
     options = {"vocab_size": pretrained.vocab_size, "device": torch.device("cpu")}
     (chunk,) = build_model(model, ParallelConfig(), fill=pretrained.filler(layout), **options)
     return chunk
@@ -109,8 +108,6 @@ def transformers_logits(model: ModelConfig, sequences: list[SequenceView]) -> np
     """Return the logits of unpacked sequences, float32 [model tokens, vocabulary]."""
     import transformers
 
-    assert model.media is not None
-    assert model.encoder is not None
     rules = _rules_of(model.encoder)
     plain = getattr(transformers, model.media.architecture).from_pretrained(model.init_from).eval()
     found = []

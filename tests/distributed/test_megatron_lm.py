@@ -125,9 +125,7 @@ def assert_same(got: dict[int, dict[str, Any]], recipe: dict[int, dict[str, Any]
         assert got[step]["loss"] == pytest.approx(recipe[step]["loss"], rel=1e-5), step
 
 
-def test_pretrain_trains_the_data_of_the_recipe_and_resumes_on_more_and_on_fewer_ranks(
-    pretrain: Callable[..., dict[int, dict[str, Any]]], recipe: dict[int, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_pretrain_trains_the_data_of_the_recipe_and_resumes_on_more_and_on_fewer_ranks(pretrain, recipe, tmp_path):
     """Seven steps of six packs are an epoch of forty: the last is ragged, and the second part begins before it."""
     kept, checkpoints = {}, tmp_path / "checkpoints"
     for ranks, first, last in ((1, 1, 3), (2, 4, 7), (1, 8, 9)):
@@ -156,13 +154,7 @@ EXPERTS = {"num_experts": 4, "expert_ffn_hidden_size": 48, "aux_loss": 50.0}
     ],
     ids=["tensor", "context", "pipeline", "virtual pipeline", "context, experts", "pipeline, experts"],
 )
-def test_a_model_on_two_ranks_trains_as_on_one(
-    pretrain: Callable[..., dict[int, dict[str, Any]]],
-    parallel: dict[str, Any],
-    flags: list[str],
-    experts: dict[str, Any],
-    tmp_path: Path,
-) -> None:
+def test_a_model_on_two_ranks_trains_as_on_one(pretrain, parallel, flags, experts, tmp_path) -> None:
     # From one checkpoint: layouts draw other random weights from one seed.
     model = {"num_layers": 4, "experts": experts}
     pretrain("first", **model, save=tmp_path / "saved", save_interval=3, exit_interval=3)

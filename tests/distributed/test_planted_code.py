@@ -152,10 +152,7 @@ def test_planted_code_runs_where_nothing_refuses_it(tmp_path: Path) -> None:
 def a_model(folder: Path, marker: Path) -> Path:
     """Write a folder of a model whose code and weights have planted code."""
     folder.mkdir()
-    config = {
-        "architectures": ["Llama"],
-        "auto_map": dict.fromkeys(("AutoConfig", "AutoTokenizer"), "planted.Llama"),
-    }
+    config = {"architectures": ["Llama"], "auto_map": dict.fromkeys(("AutoConfig", "AutoTokenizer"), "planted.Llama")}
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "planted"}))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "planted.py").write_text(f"open({str(marker)!r}, 'w')\n")

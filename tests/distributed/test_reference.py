@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -25,16 +25,14 @@ from harness.recipes import sft
 from .conftest import overrides_of, read_metrics, run_command, run_here
 
 STEPS = (
-    "trainer.steps=4",
-    "optimizer.lr=2e-3",
-    "optimizer.decay_steps=4",
-    "optimizer.warmup_steps=1",
+    *("trainer.steps=4", "optimizer.lr=2e-3", "optimizer.decay_steps=4", "optimizer.warmup_steps=1"),
     "optimizer.weight_decay=0.1",
 )
 # The others in the nightly tests.
 FAMILIES_HERE = ("qwen2", "deepseek_v3", "gpt_oss", "nemotron_h", "qwen3_next")
 BY_CONVERSATION = "trainer.loss_average=conversation"
 ALIKE = Tolerances()
+REFERENCES = ("by_conversation", "by_weight")
 
 
 def mean_of_each_row(
@@ -99,8 +97,14 @@ def test_a_family_trains_as_plain_transformers_do_on_unpacked_conversations(plai
     assert found["grad_norm"] <= ALIKE.grad_norm
 
 
-@pytest.mark.parametrize("reference", ["by_conversation", "by_weight"])
-@pytest.mark.parametrize("schedule", ["as_packed", "dp_balanced", "cost_balanced"])
+# Of each reference and schedule one; all pairs at night.
+@pytest.mark.parametrize(
+    ("schedule", "reference"),
+    [
+        pytest.param(*pair, marks=() if number in (0, 3, 4) else pytest.mark.nightly)
+        for number, pair in enumerate(product(("as_packed", "dp_balanced", "cost_balanced"), REFERENCES))
+    ],
+)
 def test_conversations_and_weights_count_as_in_plain_pytorch_under_every_schedule(
     plain, schedule, reference, dataset, tmp_path
 ) -> None:
@@ -120,9 +124,7 @@ def test_conversations_and_weights_count_as_in_plain_pytorch_under_every_schedul
     ],
     ids=["normalized by row", "weight decay", "clipping"],
 )
-def test_a_fault_that_every_layout_shares_is_a_difference(
-    plain, dataset, tmp_path, fault: AbstractContextManager[Any], more: tuple[str, ...]
-) -> None:
+def test_a_fault_that_every_layout_shares_is_a_difference(plain, dataset, tmp_path, fault, more) -> None:
     with fault:
         found = differences(plain, "qwen2", dataset, tmp_path / "run", *more)
     assert found["loss"] > ALIKE.loss

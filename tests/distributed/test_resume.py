@@ -23,14 +23,7 @@ pytestmark = pytest.mark.nightly
 
 SETTINGS = ("trainer.steps=9", "trainer.eval_interval=4", "trainer.checkpoint_interval=3")
 SAME = (
-    "step",
-    "epoch",
-    "loss",
-    "validation_loss",
-    "learning_rate",
-    "grad_norm",
-    "tokens",
-    "trained_tokens",
+    *("step", "epoch", "loss", "validation_loss", "learning_rate", "grad_norm", "tokens", "trained_tokens"),
     "packs_consumed",
 )
 
@@ -44,9 +37,7 @@ def undisturbed(dataset, tmp_path_factory):
 
 
 # With trained steps after a checkpoint; tests/kills kills one rank at any write.
-def test_a_run_killed_at_a_step_and_resumed_gives_the_same_losses_bit_for_bit(
-    dataset, sft, undisturbed, tmp_path
-) -> None:
+def test_a_run_killed_at_a_step_and_resumed_gives_the_same_losses_bit_for_bit(dataset, sft, undisturbed, tmp_path):
     folder = tmp_path / "run"
     kill_after(5, command(dataset, folder, *SETTINGS, ranks=2), folder)
     resumed = sft(folder, *SETTINGS, "resume=auto", ranks=2)

@@ -25,11 +25,8 @@ from .test_weights import settings_of
 PROMPTS = ["fox", "Pack my box with five dozen", "the lazy dog jumps over the quick brown fox"]
 TOKENS = 10
 SAMPLES = (
-    f"trainer.sample_prompts={json.dumps(PROMPTS)}",
-    f"trainer.sample_tokens={TOKENS}",
-    "trainer.steps=3",
-    "trainer.eval_interval=2",
-    "optimizer.lr=0.01",
+    *(f"trainer.sample_prompts={json.dumps(PROMPTS)}", f"trainer.sample_tokens={TOKENS}", "trainer.steps=3"),
+    *("trainer.eval_interval=2", "optimizer.lr=0.01"),
 )
 
 
@@ -74,9 +71,7 @@ def train(model: Path, data: Path, folder: Path, *more: str, ranks: int = 1) -> 
     return samples(folder)
 
 
-def test_answers_are_those_of_transformers_and_a_resumed_run_repeats_none(
-    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_are_those_of_transformers_and_a_resumed_run_repeats_none(model, data, tmp_path, capsys) -> None:
     found = train(model, data, tmp_path / "run")
     assert [(line["step"], line["prompt"]) for line in found] == [
         (step, prompt) for step in (2, 3) for prompt in PROMPTS
@@ -107,9 +102,7 @@ def test_answers_are_those_of_transformers_and_a_resumed_run_repeats_none(
         ("tp2_pp2", 4, ("parallel.static_rows=true",)),
     ],
 )
-def test_every_layout_gives_the_same_answers(
-    model: Path, data: Path, tmp_path: Path, parallel: str, ranks: int, more: tuple[str, ...]
-) -> None:
+def test_every_layout_gives_the_same_answers(model, data, tmp_path, parallel, ranks, more) -> None:
     expected = train(model, data, tmp_path / "one", *more)
     found = train(model, data, tmp_path / "other", f"parallel={parallel}", *more, ranks=ranks)
     assert found == expected

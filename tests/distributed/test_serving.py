@@ -108,9 +108,7 @@ def test_generation_stops_at_the_end_of_the_turn(folder: Path) -> None:
     }
 
 
-def test_the_folder_has_every_end_token_another_padding_and_the_template_that_was_trained(
-    folder: Path, data: Path
-) -> None:
+def test_the_folder_has_every_end_token_another_padding_and_the_template_that_was_trained(folder, data) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -133,19 +131,16 @@ def test_the_card_has_the_facts_of_data_and_run(folder: Path, run: Path, data: P
     head = yaml.safe_load(card.split("---\n")[1])
     assert head == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["megatron-core"]}
     manifest = load_manifest(data / "train")
-    assert manifest is not None
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     for row in (
-        f"| dataset | {data} |",
-        f"| fingerprint | {manifest.fingerprint} |",
+        *(f"| dataset | {data} |", f"| fingerprint | {manifest.fingerprint} |"),
         f"| tokens | {manifest.num_tokens:,}, of which {manifest.num_trained_tokens:,} trained |",
         f"| schema | {manifest.provenance.mask['schema']} |",
         f"| mask | assistant_turns ({manifest.provenance.mask['why']}), history as_served, train_on all_assistant |",
         r"| end of an answer | \<\|endoftext\|\> (0), \<\|im_end\|\> (2); recorded by the data |",
         f"| tokenizer hash | {manifest.provenance.tokenizer_hash} |",
         f"| chat template hash | {manifest.provenance.chat_template_hash} |",
-        "| base model | none: trained from random weights |",
-        "| steps | 40, of 4 packs each |",
+        *("| base model | none: trained from random weights |", "| steps | 40, of 4 packs each |"),
         f"| training loss | {last['loss']:.4f} at step 40 |",
         "| layout | ranks 1, tensor 1, pipeline 1, context 1 |",
     ):
@@ -222,9 +217,7 @@ def test_data_that_was_prepared_again_is_not_taken_for_what_was_trained(run: Pat
     assert f"has the fingerprint {'0' * 32}, but the run was trained on {manifest['fingerprint']}" in done.missing[0]
 
 
-def test_a_tokenizer_that_was_changed_is_not_taken_and_the_same_one_elsewhere_is(
-    run: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_was_changed_is_not_taken_and_the_same_one_elsewhere_is(run, data, tmp_path) -> None:
     shutil.copytree(data, tmp_path / "data")
     changed = tmp_path / "data" / "tokenizer" / "chat_template.jinja"
     assert changed.exists()
@@ -240,9 +233,7 @@ def test_a_tokenizer_that_was_changed_is_not_taken_and_the_same_one_elsewhere_is
     assert json.loads((tmp_path / "again" / "out" / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_a_run_on_live_chunks_has_the_tokenizer_of_its_settings_and_the_mask_of_that_dataset(
-    run: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_run_on_live_chunks_has_the_tokenizer_of_its_settings_and_the_mask_of_that_dataset(run, data, tmp_path):
     live = {"path": str(tmp_path / "live"), "tokenizer": {"name": str(data / "tokenizer")}}
     done, card = export_of(run, tmp_path, live=live)
     assert (done.end_tokens, done.missing) == (("<|endoftext|>", "<|im_end|>"), ())
@@ -268,9 +259,7 @@ def test_a_corpus_ends_answers_at_the_end_of_a_document(run: Path, data: Path, t
     assert (done.has_tokenizer, len(done.end_tokens)) == (True, 3)
 
 
-def test_adapters_serve_through_peft_merged_or_not(
-    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_serve_through_peft_merged_or_not(folder: Path, data: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM, GenerationConfig
 

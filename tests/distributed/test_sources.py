@@ -13,14 +13,11 @@ from harness.parity.locate import recorded_run
 from harness.plan import SftConfig
 from harness.recipes import sft
 
-from .conftest import forked, overrides_of, run_command, run_here
+from .conftest import forked, overrides_of, run_here, train
 
 # Rates that change nothing: every step has the losses of the weights that are drawn.
 STILL = (
-    "optimizer.lr=1e-30",
-    "optimizer.weight_decay=0",
-    "trainer.steps=2",
-    "trainer.record_digests=true",
+    *("optimizer.lr=1e-30", "optimizer.weight_decay=0", "trainer.steps=2", "trainer.record_digests=true"),
     "trainer.checkpoint_interval=1",
 )
 
@@ -50,8 +47,7 @@ def test_losses_of_sources_agree_with_one_rank_from_one_checkpoint(dataset, tmp_
     shutil.copytree(alone, folder)
     shutil.rmtree(folder / "checkpoints" / "step-00000002")
     arguments = blended(dataset, folder, f"parallel={layout}", "resume=true")
-    code, output = run_command([*forked(4), "harness.recipes.sft", *arguments])
-    assert code == 0, output
+    train(folder, arguments, ranks=4, start=forked)
     expected, found = recorded_run(alone), recorded_run(folder)
     checks = compare_runs(expected, found, Tolerances())
     assert [check.difference for check in checks if check.difference is not None] == []

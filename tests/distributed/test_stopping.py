@@ -73,8 +73,7 @@ class Job:
         return self.process.wait(timeout=480), self.log.read_text()
 
     def stopped(self) -> dict[str, object]:
-        stop: dict[str, object] = json.loads((self.folder / "_stopped.json").read_text())
-        return stop
+        return json.loads((self.folder / "_stopped.json").read_text())
 
 
 @contextmanager

@@ -16,12 +16,8 @@ from harness.train.attempts import decide
 from .conftest import launcher, overrides_of, read_metrics, run_command
 
 SETTINGS = (
-    "trainer.steps=9",
-    "trainer.straggler_steps=5",
-    "trainer.eval_interval=0",
-    "trainer.checkpoint_interval=0",
-    "loader.num_workers=0",
-    "model.num_layers=2",
+    *("trainer.steps=9", "trainer.straggler_steps=5", "trainer.eval_interval=0", "trainer.checkpoint_interval=0"),
+    *("loader.num_workers=0", "model.num_layers=2"),
 )
 
 

@@ -59,9 +59,7 @@ FOUR_MORE = [
     [(2, TWO), *(pytest.param(4, four, marks=pytest.mark.nightly) for four in (FOUR, FOUR_MORE))],
     ids=["two ranks", "four ranks", "four ranks, other layouts"],
 )
-def test_rows_of_a_stream_are_those_of_the_plan_and_a_broken_stream_stops_every_rank(
-    dataset: Path, tmp_path: Path, ranks: int, layouts: list[tuple[dict[str, Any], str]]
-) -> None:
+def test_rows_of_a_stream_are_those_of_the_plan_and_a_broken_stream_stops_every_rank(dataset, tmp_path, ranks, layouts):
     out = tmp_path / "report"
     run_jobs(ranks, "test_streams", tmp_path, layouts, dataset / "train", out)
     for rank in range(ranks):

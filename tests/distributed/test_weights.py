@@ -36,7 +36,7 @@ from harness.plan.model import ModelConfig
 from harness.recipes import sft
 from harness.settings import to_plain, to_yaml
 
-from .conftest import forked, overrides_of, run_command, run_here, run_jobs
+from .conftest import forked, overrides_of, run_here, run_jobs, train
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 # Megatron pads the vocabulary to 384: a second rank has both tokens and padding.
@@ -257,8 +257,7 @@ def test_weights_come_back_bit_by_bit_after_a_step_that_changes_nothing(
 
     still = [*STILL, *(["model.expert_bias_rate=0"] if name in ("nemotron3_super", "deepseek_v3") else [])]
     settings = overrides_of(dataset, tmp_path / "run", "trainer.steps=1", *f"parallel={parallel}".split(), *still)
-    code, output = run_command([*forked(ranks), "harness.recipes.sft", *settings, *settings_of(models[name])])
-    assert code == 0, output
+    train(tmp_path / "run", [*settings, *settings_of(models[name])], ranks=ranks, start=forked)
     code, output, _ = harness("export", tmp_path / "run", tmp_path / "out")
     assert code == 0, output
     assert "not written: " in output  # the tokenizer, which random weights do not have
@@ -284,7 +283,7 @@ def test_init_from_alone_gives_the_settings_of_every_size_by_hand(models, name) 
     assert {key: recorded[key] for key in sizes} == sizes
 
 
-def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, tmp_path) -> None:
+def test_weights_that_do_not_fit_are_refused_with_both_values(models) -> None:
     found = read_hf_config(models["qwen3"])
     model = ModelConfig(**{**to_plain(ModelConfig()), **found.settings, "init_from": str(models["qwen3"])})
     model.max_sequence_length = 512
@@ -302,7 +301,6 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
         assert message in str(refused.value)
 
     pretrained = find_pretrained(model)
-    assert pretrained is not None
     with pytest.raises(HarnessError, match="dataset's tokenizer has 301 tokens, and the weights have 300"):
         pretrained.check_data(vocab_size=301, dataset_tokenizer="", where="data")
     with HfWeights(models["qwen3"]) as weights:
@@ -320,12 +318,9 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma"}, "models of type 'gemma' are not supported"),
-        ({"model_type": "jamba"}, "'jamba' are not supported: they need layers with a recurrent state"),
         ({"model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"]}, "than every second one"),
         ({"model_type": "glm4_moe", "attention_bias": True, "partial_rotary_factor": 0.25}, "0.25 of each head"),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0, "layer_types": None}, "swiglu_limit 5.0 is not supported"),
-        ({"model_type": "qwen3_moe", "num_experts": 4, "decoder_sparse_step": 2}, "experts in one of 2 layers are not"),
         ({"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [1]}, "dense layers [1] that are not the"),
         (
             {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0},
@@ -343,14 +338,9 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models, dataset, t
         ({"model_type": "glm4_moe_lite", **LATENT, "mlp_layer_types": ["sparse", "dense"]}, "that are not the first"),
         ({"model_type": "deepseek_v3", **GROUPED, "moe_layer_freq": 2}, "experts in one of 2 layers"),
         ({"model_type": "deepseek_v3", **GROUPED, "rope_parameters": {**YARN, "beta_fast": 16}}, "with beta_fast 16"),
-        ({"attention_bias": True}, "attention_bias is set"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "attention with a window of 8 tokens"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope scaling 'longrope'"),
         ({"rope_parameters": {**YARN, "truncate": False}}, "yarn with truncate False is not supported (True is)"),
         ({"rope_parameters": {**YARN, "attention_factor": 1.0}}, "yarn with attention_factor 1.0 is not supported"),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "with low_freq_factor 2.0 is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "weights quantized by awq are not supported"),
-        ({"hidden_act": "gelu"}, "the activation 'gelu' is not supported"),
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
@@ -402,7 +392,6 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(models, 
         found = read_hf_config(tmp_path / "model")
         model = ModelConfig(max_sequence_length=64, init_from=str(tmp_path / "model"), **found.settings)
         pretrained = find_pretrained(model)
-        assert pretrained is not None
         with HfWeights(tmp_path / "model") as weights:
             if layers:
                 check_weights(weights, model, 300, pretrained.mtp_layers)
@@ -502,7 +491,7 @@ def test_an_export_keeps_the_layers_that_predict_further_tokens_as_they_were(mod
         export_checkpoint(tmp_path / "run", tmp_path / "again", keep_mtp=True, adapters_only=True)
 
 
-def test_damaged_weights_are_an_error_that_names_the_folder(models, tmp_path) -> None:
+def test_damaged_weights_are_an_error_that_names_the_folder(tmp_path) -> None:
     for name, content in (("model.safetensors", b"\x00" * 9), ("model.safetensors.index.json", b"{")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(HarnessError, match="the weights cannot be read") as refused:

@@ -46,7 +46,6 @@ def logits(folder: str, *, sizes: tuple[int, int, int, int], sequences: list[lis
     )
     layout = join(parallel, torch.distributed.get_world_size())
     pretrained = find_pretrained(model)
-    assert pretrained is not None
     device = torch.device("cpu")
     chunks = build_model(
         model, parallel, vocab_size=pretrained.vocab_size, device=device, fill=pretrained.filler(layout)

@@ -218,7 +218,6 @@ def index(folder: Path) -> Target:
     """The files of an index, whose hashes in the manifest are made right."""
     path = _write(folder / "data", "npy")
     manifest = load_manifest(path)
-    assert manifest is not None
     own = LocalFolder(path)
 
     def read() -> None:
@@ -474,7 +473,6 @@ def stored_media(folder: Path) -> Target:
     packs = [Pack([number, 9, 9, 7, 8, 6, 9, 5], [0, 0, 1, 0, 1, 0, 0, 0], [0, 6], media) for number in range(4)]
     path = write_packs(folder / "data", packs, format="npy", pack_size=8, packs_per_shard=2)
     manifest, own = load_manifest(path), LocalFolder(path)
-    assert manifest is not None
 
     def read() -> None:
         whole = replace(manifest, index=own.describe([stored.path for stored in manifest.index]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -80,9 +79,7 @@ def test_names_of_columns_that_are_no_utf8_are_answered(tmp_path: Path, name: st
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_search_for_bytes_that_break_a_parser_finds_none(
-    tmp_path: Path, name: str, report_points: Callable[..., None]
-) -> None:
+def test_a_search_for_bytes_that_break_a_parser_finds_none(tmp_path, name, report_points) -> None:
     if importlib.util.find_spec("atheris") is None:
         pytest.skip("needs atheris, which has wheels for some versions of Python")
     ended = fuzz(name, RUNS, tmp_path)

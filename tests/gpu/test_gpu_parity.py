@@ -18,7 +18,7 @@ from harness.parity.running import free_ports
 from harness.records import SequenceView
 from harness.thd import build_thd_batch, context_parallel_indices
 
-from ..distributed.conftest import launcher, read_metrics, run_command
+from ..distributed.conftest import launcher, run_command, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -37,19 +37,8 @@ LAYOUTS = {
 def run(folder: Path, data: Path, *overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
     golden = json.loads(GOLDEN.read_text())
     settings = [one for one in golden["settings"] if not one.startswith("trainer.device")]
-    code, output = run_command(
-        [
-            *launcher(ranks),
-            "harness.recipes.sft",
-            f"data.path={data}",
-            f"run_dir={folder}",
-            *settings,
-            "trainer.device=cuda",
-            *overrides,
-        ]
-    )
-    assert code == 0, output
-    return read_metrics(folder)
+    own = [f"data.path={data}", f"run_dir={folder}", *settings, "trainer.device=cuda", *overrides]
+    return train(folder, own, ranks=ranks)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.samples.chat_models import save_nemotron3, save_qwen3, save_qwen3_5
+from tests.samples.live_streams import write_chats
 from tests.samples.stock_templates import TOOLS, call, result, turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,27 +99,9 @@ def train(wheel, tmp_path_factory) -> Environment:
 
 
 @pytest.fixture(scope="session")
-def chats(tmp_path_factory) -> Path:
-    """300 conversations of random words."""
-    draw = random.Random(0)
-    words = ("a", "model", "trains", "on", "packed", "rows", "of", "short", "chats", "with", "a", "mask")
-
-    def text() -> str:
-        return " ".join(draw.choices(words, k=draw.randint(3, 40)))
-
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
-    records = [
-        {"messages": [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]}
-        for _ in range(300)
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-@pytest.fixture(scope="session")
-def dataset(prep, chats) -> Path:
+def dataset(prep) -> Path:
     """A dataset that the installed command prepared, in sequences that are stored once."""
-    shutil.copy(chats, prep.work)
+    write_chats(prep.work / "chats.jsonl", 300)
     settings = ("data.packed_storage=virtual", "data.pack_size=256", "tokenizer.vocab_size=300")
     printed = prep.run("harness", "prepare", "source.path=chats.jsonl", "data.path=out", *settings)
     assert "300" in printed

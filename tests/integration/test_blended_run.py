@@ -57,9 +57,7 @@ def sequences_of(data: DataConfig, config: SftConfig, num_packs: int) -> list[li
     return [list(range(offsets[pack], offsets[pack + 1])) for pack in found[:num_packs]]
 
 
-def test_a_blend_is_trained_in_its_order_over_a_stop_and_in_other_formats(
-    tmp_path: Path, blends: list[DataConfig]
-) -> None:
+def test_a_blend_is_trained_in_its_order_over_a_stop_and_in_other_formats(tmp_path, blends) -> None:
     folder = tmp_path / "run"
     main(settings(blends[0], folder, steps=3, size=4))
     main(settings(blends[1], folder, steps=7, size=6, resume="true"))
@@ -72,9 +70,7 @@ def test_a_blend_is_trained_in_its_order_over_a_stop_and_in_other_formats(
     assert [line["packs_consumed"] for line in metrics] == cuts[1:]
 
 
-def test_other_weights_are_refused_on_resume_and_too_few_epochs_before_training(
-    tmp_path: Path, blends: list[DataConfig]
-) -> None:
+def test_other_weights_are_refused_on_resume_and_too_few_epochs_before_training(tmp_path, blends) -> None:
     folder = tmp_path / "run"
     # The last source has 8 packs and a fifth of each batch.
     with pytest.raises(ConfigError, match=r"trains 48 packs, but .*2-parquet \(2 epochs of 4 packs\)"):

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
-from live_streams import some_chats, some_packs, train, write_stream
+from live_streams import some_packs, train, write_stream
 from small_packs import write_packs
 
 from harness.loader.live.folder import LiveFolder
@@ -34,6 +34,13 @@ class Side:
     commands: list[tuple[list[str], dict[str, str]]]
     log: Path
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
 
     def start(self) -> None:
         port = str(free_ports(1)[0])
@@ -117,11 +124,6 @@ def until(condition: Callable[[], bool], *sides: Side) -> None:
         time.sleep(0.02)
 
 
-def write_chats(path: Path, count: int) -> Path:
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in some_chats(count)))
-    return path
-
-
 @pytest.mark.nightly
 def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream: Stream, tmp_path: Path) -> None:
     rows = some_packs(120)
@@ -132,9 +134,7 @@ def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream:
     options = ("chunks.rows=9", "chunks.max_waiting=2", "chunks.keep=1")
     producer = stream.producer(tmp_path / "source", *options, kind="packs")
     two, one = stream.ranks(2, step_s=0.02), stream.ranks(1)
-    try:
-        two.start()  # before there is a folder
-        producer.start()
+    with two, producer:  # before there is a folder
         until(lambda: len(stream.trained()) >= 5, two, producer)
         producer.kill()
         until(lambda: len(stream.trained()) >= 7, two)
@@ -142,12 +142,9 @@ def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream:
         begun = [line["digests"] for line in stream.trained()]
         assert begun == expected.digests[: len(begun)]
         producer.start()
-        one.start()
-        assert one.wait() == [0], one.output()
+        with one:
+            assert one.wait() == [0], one.output()
         assert producer.wait() == [0], producer.output()
-    finally:
-        for side in (two, one, producer):
-            side.kill()
     assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences
     contents = LiveFolder(stream.folder).look()
     # Chunks trained early are deleted during the run; the remaining ones are marked.
@@ -166,15 +163,11 @@ def test_windows_of_two_folders_continue_on_fewer_processes_after_a_kill(stream:
     expected = train(both, dp_size=3, size=SIZE, **options)
     balanced = {"LIVE_SCHEDULE": "cost_balanced", "LIVE_WINDOW": "6"}
     three, two = stream.ranks(3, step_s=0.05, **balanced), stream.ranks(2, **balanced)
-    try:
-        three.start()
+    with three:
         until(lambda: len(stream.trained()) >= 7, three)
         three.kill()
         begun = [line["digests"] for line in stream.trained()]
         assert begun == expected.digests[: len(begun)]
-        two.start()
-        assert two.wait() == [0, 0], two.output()
-    finally:
-        three.kill()
-        two.kill()
+        with two:
+            assert two.wait() == [0, 0], two.output()
     assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences

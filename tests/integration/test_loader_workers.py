@@ -124,7 +124,7 @@ def test_an_error_of_the_data_arrives_as_itself(tmp_path: Path, num_workers: int
     assert caught.value.fix
 
 
-def test_a_forked_worker_leaves_the_garbage_of_the_training_process_alone(dataset: Path) -> None:
+def test_a_forked_worker_leaves_the_garbage_of_the_training_process_alone() -> None:
     # As a group of gloo, whose end waits for a thread that a fork does not copy.
     class Deadly:
         def __init__(self) -> None:

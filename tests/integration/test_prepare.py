@@ -249,7 +249,7 @@ def test_a_source_of_which_nothing_is_left_is_refused_with_the_first_reason(tmp_
     assert caught.value.where == empty
 
 
-def test_a_conversation_stays_in_its_split_when_others_are_added(tmp_path, prepared, chats):
+def test_a_conversation_stays_in_its_split_when_others_are_added(tmp_path, prepared):
     path, _, _ = prepared
     more = write_jsonl(tmp_path / "more.jsonl", map(record, range(299, -1, -3)))
     run(tmp_path / "d", more, tokenizer={"name": str(path / "tokenizer")})

@@ -100,7 +100,6 @@ def test_workers_call_the_function_and_another_one_is_not_taken_for_it(here):
     report = prepare(*given, **settings)
     assert (report.bad, report.dropped["omitted"]) == ({"function_failed": 1}, 100)
     manifest = load_manifest(here / "data" / "train")
-    assert manifest is not None
     mask = manifest.provenance.mask
     assert mask["schema"] == name
     assert len(mask["schema_digest"]) == 16

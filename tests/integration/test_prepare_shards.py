@@ -196,11 +196,7 @@ def test_a_preparation_that_is_continued_another_day_writes_the_date_of_the_firs
 def command(path: Path, source: Path, tokenizer: str, *more: str) -> list[str]:
     return [
         *(
-            sys.executable,
-            "-m",
-            "harness.recipes.prepare",
-            "source=files",
-            f"source.path={source}",
+            *(sys.executable, "-m", "harness.recipes.prepare", "source=files", f"source.path={source}"),
             "source.on_bad=skip",
         ),
         *("source.shard_bytes=20000", f"tokenizer.name={tokenizer}", f"data.path={path}", "data.pack_size=256", *more),

@@ -44,7 +44,6 @@ def dataset(tmp_path: Path) -> Path:
 
 def change_manifest(dataset: Path, **changes: object) -> None:
     manifest = load_manifest(open_folder(str(dataset)))
-    assert manifest is not None
     (dataset / MANIFEST_NAME).write_text(replace(manifest, **changes, checksum="").to_json())
 
 

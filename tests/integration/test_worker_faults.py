@@ -111,9 +111,7 @@ def test_a_worker_without_memory_reports_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
-def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(
-    tmp_path: Path, start_method: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(tmp_path, start_method, capfd) -> None:
     packs = [Pack(np.full(4096, number), np.zeros(4096), [0]) for number in range(16)]
     write_packs(tmp_path / "packs", packs, format="binidx", pack_size=4096)
     cut = tmp_path / "packs" / "shard_000000.bin"
@@ -134,9 +132,7 @@ def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(
     ("start_method", "num_workers"),
     [("fork", 2), ("spawn", 1), pytest.param("forkserver", 1, marks=pytest.mark.nightly)],
 )
-def test_a_killed_worker_is_an_error_within_the_timeout_and_the_others_end(
-    in_every_format: dict[str, Path], start_method: str, num_workers: int
-) -> None:
+def test_a_killed_worker_is_an_error_within_the_timeout_and_the_others_end(in_every_format, start_method, num_workers):
     settings = {"num_workers": num_workers, "start_method": start_method, "timeout_s": 20.0}
     with loader(in_every_format["jsonl"], **settings) as made:
         batches = iter(made)

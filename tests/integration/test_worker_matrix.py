@@ -60,10 +60,7 @@ def covering(cells: list[Cell], *, together: int) -> list[Cell]:
 
 # By default few workers; every one that is not forked imports torch, which takes seconds.
 FORKED = covering([cell for cell in CELLS if cell.start == "fork" and cell.num_workers < 8], together=2)
-IMPORTING = [
-    Cell("memmap", 1, True, "spawn", 2, 1),
-    Cell("parquet", 1, False, "forkserver", 4, 1),
-]
+IMPORTING = [Cell("memmap", 1, True, "spawn", 2, 1), Cell("parquet", 1, False, "forkserver", 4, 1)]
 
 
 def run(cell: Cell, folder: Path, *, seed: int) -> list[str]:

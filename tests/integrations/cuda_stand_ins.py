@@ -15,20 +15,8 @@ from types import ModuleType
 from typing import Any
 
 PACKAGES = (
-    "causal_conv1d",
-    "fla",
-    "mamba_ssm",
-    "megatron.energon",
-    "mlflow",
-    "modelopt",
-    "nvidia_resiliency_ext",
-    "open_clip",
-    "qwen_vl_utils",
-    "timm",
-    "transformer_engine",
-    "transformer_engine_torch",
-    "triton",
-    "wandb",
+    *("causal_conv1d", "fla", "mamba_ssm", "megatron.energon", "mlflow", "modelopt", "nvidia_resiliency_ext"),
+    *("open_clip", "qwen_vl_utils", "timm", "transformer_engine", "transformer_engine_torch", "triton", "wandb"),
 )
 
 MEGATRON_CORE = tuple(

@@ -175,7 +175,7 @@ def read_lightning(job: ProbeJob) -> tuple[Steps, Position]:
 
     from harness.integrations.torch import PackedDataset
 
-    class Recorder(lightning.LightningModule):  # type: ignore[misc]
+    class Recorder(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(()))
@@ -236,7 +236,7 @@ def _read_trainer(job: ProbeJob, trainer_class: Any, arguments: Any, **more: Any
 
     given: Steps = []
 
-    class Recorder(PackedTraining, trainer_class):  # type: ignore[misc]
+    class Recorder(PackedTraining, trainer_class):
         def get_batch_samples(self, *args: Any) -> Any:
             rows, num_items = super().get_batch_samples(*args)
             given.append([])

@@ -52,14 +52,8 @@ def main() -> None:
         out = [{name: list(row[name]) for name in ("input_ids", "labels")} for row in encoded]
     else:
         words += [
-            "--add_version",
-            "false",
-            "--tuner_type",
-            "full",
-            "--per_device_train_batch_size",
-            "1",
-            "--gradient_accumulation_steps",
-            "1",
+            *("--add_version", "false", "--tuner_type", "full", "--per_device_train_batch_size", "1"),
+            *("--gradient_accumulation_steps", "1"),
         ]
         words += ["--output_dir", str(Path(settings["out"]).parent / "output"), "--report_to", "none"]
         trainer = Pipeline([*words, *shlex.split(settings["arguments"])]).run()

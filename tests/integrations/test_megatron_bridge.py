@@ -118,9 +118,7 @@ def test_rows_of_one_length_and_evaluations_on_the_first_packs(bridge: Trainer, 
         ({"train": {"rampup_batch_size": [2, 2, 4]}}, "where: train.rampup_batch_size"),
     ],
 )
-def test_what_bridge_cannot_run_is_refused_by_name(
-    bridge: Trainer, dataset: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_bridge_cannot_run_is_refused_by_name(bridge, dataset, changes, message) -> None:
     assert message in bridge.run(PROGRAM, {**settings(dataset, 2, **changes), "out": "."}, code=1)
 
 
@@ -136,9 +134,7 @@ def test_a_checkpoint_without_a_position_is_refused(bridge: Trainer, dataset: Pa
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_every_stage_of_a_pipeline_receives_the_bounds_of_the_loader(
-    bridge: Trainer, dataset: Path, tmp_path: Path, stages: int
-) -> None:
+def test_every_stage_of_a_pipeline_receives_the_bounds_of_the_loader(bridge, dataset, tmp_path, stages) -> None:
     parallel = {"pipeline_parallel_size": stages, "static_rows": True}
     named = {"seq_length": 256}
     trained = bridge.train(PROGRAM, settings(dataset, 3, dataset=named, parallel=parallel), ranks=stages)
@@ -169,14 +165,11 @@ def test_padding_does_not_change_how_megatron_balances_experts(bridge: Trainer, 
 
 def read_with_bridge(bridge: Trainer, settings: str, out: Path) -> list[dict[str, Any]]:
     bridge.run("bridge_reader.py", {"settings": settings, "out": str(out)})
-    samples: list[dict[str, Any]] = json.loads(out.read_text())
-    return samples
+    return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("file_format", ["parquet", "npy"])
-def test_bridges_own_reader_reads_the_files_of_a_conversion(
-    bridge: Trainer, dataset: Path, tmp_path: Path, file_format: str
-) -> None:
+def test_bridges_own_reader_reads_the_files_of_a_conversion(bridge, dataset, tmp_path, file_format) -> None:
     written = export_to_bridge(dataset / "train", tmp_path / "root", files=BridgeFiles(file_format=file_format))
     read = read_with_bridge(bridge, written.settings, tmp_path / "read.json")
 

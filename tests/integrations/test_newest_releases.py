@@ -67,9 +67,7 @@ def newest_release(peer: str, environment: Environment) -> str:
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_the_newest_release_of_a_peer_works_as_the_one_of_the_repository(
-    peer: str, dataset: Path, tmp_path: Path
-) -> None:
+def test_the_newest_release_of_a_peer_works_as_the_one_of_the_repository(peer, dataset, tmp_path) -> None:
     environment, check = CHECKS_OF[peer]
     environment.make()
     if not environment.is_made:

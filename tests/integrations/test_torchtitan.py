@@ -56,9 +56,7 @@ def assert_same(
         np.testing.assert_array_equal(row["labels"], np.where(ours.loss_mask > 0, ours.labels, -100))
 
 
-def test_a_run_of_torchtitan_trains_the_rows_of_the_loader_and_continues_on_two_ranks(
-    titan: Trainer, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_torchtitan_trains_the_rows_of_the_loader_and_continues_on_two_ranks(titan, dataset, tmp_path) -> None:
     folder = tmp_path / "run"
     first = titan.train(PROGRAM, settings(dataset, 4, folder))
     second = titan.train(PROGRAM, settings(dataset, 9, folder, local_batch_size=3), ranks=2)
@@ -82,9 +80,7 @@ def test_a_run_of_torchtitan_trains_the_rows_of_the_loader_and_continues_on_two_
         ({"dataset_path": "nowhere"}, "nowhere"),
     ],
 )
-def test_what_torchtitan_cannot_run_is_refused_by_name(
-    titan: Trainer, dataset: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_torchtitan_cannot_run_is_refused_by_name(titan, dataset, tmp_path, changes, message) -> None:
     given = settings(dataset, 1, tmp_path / "run", local_batch_size=3, **changes)
 
     assert message in titan.run(PROGRAM, {**given, "out": "."}, code=1)

@@ -6,13 +6,12 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from environments import ROOT, Environment
-from trainers import HERE, Trainer
+from trainers import HERE
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 PATCHES = ROOT / "docs/upstream"
@@ -83,9 +82,7 @@ def run_test(change: Change, folder: Path, python: Path, packages: Path) -> subp
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.patch)
-def test_a_patch_applies_to_the_newest_release_and_its_test_passes_with_it_alone(
-    change: Change, trainer: Callable[[str], Trainer], tmp_path: Path
-) -> None:
+def test_a_patch_applies_to_the_newest_release_and_its_test_passes_with_it_alone(change, trainer, tmp_path) -> None:
     environment = trainer("megatron_bridge").environment  # with Megatron-Core 0.19
     if change.project == "transformer_engine":
         environment = ENGINES["transformer_engine-2.20.2"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from harness.errors import FormatError
 from harness.formats import FORMATS, open_dataset
 from harness.storage import file_digest
 
+NOBODY = 65534
+HELD = re.compile(rf"process \d+ on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
 # Of the process that wrote: never the same twice.
 _OWN = ("stream", "producer", "time")
 

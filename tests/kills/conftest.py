@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from counted_calls import Commands
-from live_streams import some_chats, some_packs
+from live_streams import some_packs, write_chats
 from small_packs import write_packs
 
 from harness.formats import convert_dataset
@@ -43,9 +42,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, largest in enumerate((60_000, 80_000)):  # the second does not fit the uint16 that the first is kept in
         documents = [random.integers(0, largest, size).tolist() for size in random.integers(1, 400, 250)]
         pq.write_table(pa.table({"input_ids": documents}), folder / f"tokens-{number}.parquet")
-    for name, seed in (("chats", 0), ("more", 1)):
-        lines = [json.dumps(chat) + "\n" for chat in some_chats(40, seed=seed)]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+    write_chats(folder / "chats.jsonl", 40)
+    write_chats(folder / "more.jsonl", 40, seed=1)
     return folder
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from counted_calls import KILLED, Commands, points_of
+from counted_calls import KILLED, points_of
 
-from .cases import CASES, Case, Whole, contents, fingerprint_of
+from .cases import CASES, contents, fingerprint_of
 
 FINISHED = "finished by the same command after each kill, byte for byte"
 
@@ -19,9 +17,7 @@ FINISHED = "finished by the same command after each kill, byte for byte"
         *(pytest.param(case, 50, id=case.name, marks=pytest.mark.nightly) for case in CASES),
     ],
 )
-def test_a_killed_command_is_finished_by_the_same_command(
-    commands: Commands, whole_of: Callable[[Case], Whole], case: Case, kills: int, report_points: Callable[..., None]
-) -> None:
+def test_a_killed_command_is_finished_by_the_same_command(commands, whole_of, case, kills, report_points) -> None:
     whole = whole_of(case)
     kills = min(kills, whole.count)
     made = 0

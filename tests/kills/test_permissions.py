@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from counted_calls import Commands
 
-from .cases import CASES, Case, Whole, contents
+from .cases import CASES, NOBODY, Case, contents
 
-NOBODY = 65534
 # Those that need no other command before them.
 ALONE = [
     pytest.param(case, id=case.name, marks=[] if case.kills > 1 else pytest.mark.nightly)
@@ -56,9 +54,7 @@ def test_files_that_another_user_hides_are_a_named_error(commands: Commands, pub
 
 
 @pytest.mark.parametrize("name", ["convert memmap", "indexed family"])
-def test_with_a_umask_that_hides_files_everything_is_written_as_usual(
-    commands: Commands, whole_of: Callable[[Case], Whole], name: str
-) -> None:
+def test_with_a_umask_that_hides_files_everything_is_written_as_usual(commands, whole_of, name) -> None:
     whole = whole_of(next(case for case in CASES if case.name == name))
     whole.begin()
     ran = commands.run(whole.command, root=whole.out, umask=0o077)
@@ -68,8 +64,6 @@ def test_with_a_umask_that_hides_files_everything_is_written_as_usual(
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.kills], ids=lambda case: case.name)
-def test_what_is_written_can_be_read_by_those_whom_the_umask_admits(
-    commands: Commands, whole_of: Callable[[Case], Whole], case: Case
-) -> None:
+def test_what_is_written_can_be_read_by_those_whom_the_umask_admits(whole_of, case) -> None:
     whole = whole_of(case)
     assert set(whole.modes.values()) == {"0o100644"}, whole.modes

@@ -130,9 +130,7 @@ def key(pack: Pack) -> bytes:
 
 
 @pytest.mark.parametrize(("format", "file"), [("memmap", "shard_000000/input_ids.npy"), ("binidx", "shard_000000.bin")])
-def test_a_command_whose_input_is_cut_short_names_the_file(
-    commands: Commands, tmp_path: Path, format: str, file: str
-) -> None:
+def test_a_command_whose_input_is_cut_short_names_the_file(commands, tmp_path, format, file) -> None:
     write_packs(tmp_path / "kept", OLD * 8, format=format, pack_size=64)
     data, out = tmp_path / "data", tmp_path / "out"
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,33 +11,23 @@ from typing import Any
 import pytest
 from counted_calls import KILLED, Commands, environments_of, points_of
 from live_streams import some_chats, write_stream
+from small_packs import TINY
 
 from harness.formats import Provenance, open_writer
 from harness.prep.tokenize.bpe import train_bpe
 from harness.records import Pack
 from harness.train.verify import find_run_check
 
-from .cases import contents
+from .cases import HELD, contents
 
-TINY = (
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "model.num_attention_heads=4",
-    "model.num_query_groups=2",
-    "loader.global_batch_size=4",
-    "loader.num_workers=0",
-    "schedule=as_packed",
-    "schedule.max_tokens_per_rank=256",
-    "optimizer.decay_steps=100",
-    "trainer.device=cpu",
-    "trainer.trackers=[]",
-    "trainer.checkpoint_interval=2",
+SETTINGS = (
+    *TINY,
+    *("loader.global_batch_size=4", "loader.num_workers=0", "schedule=as_packed", "schedule.max_tokens_per_rank=256"),
+    *("optimizer.decay_steps=100", "trainer.device=cpu", "trainer.trackers=[]", "trainer.checkpoint_interval=2"),
 )
 # Of each command, and the tests that they are spread over: two minutes each.
 KILLS, PARTS = 50, 5
 RESUMED = "finished by the same command after each kill, with the same losses or bytes"
-HELD = re.compile(rf"process \d+ on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
 in_parts = pytest.mark.parametrize("part", range(PARTS))
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
@@ -71,21 +59,16 @@ def trained(run: Path) -> list[tuple[Any, ...]]:
 
 @in_parts
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_run_on_live_chunks_trains_each_row_once(
-    commands: Commands, data: Path, tmp_path: Path, ranks: int, part: int, report_points: Callable[..., None]
-) -> None:
+def test_a_killed_run_on_live_chunks_trains_each_row_once(commands, data, tmp_path, ranks, part, report_points) -> None:
     out = tmp_path / "out"
     run, live = out / "run", out / "live"
     command = [
         *(
-            "harness.recipes.sft",
-            "data=live",
-            f"data.live.path={live}",
-            "data.live.pack_size=128",
+            *("harness.recipes.sft", "data=live", f"data.live.path={live}", "data.live.pack_size=128"),
             "data.live.timeout_s=60",
         ),
         *(f"data.live.tokenizer.name={data / 'tokenizer'}", "data.live.open_packs=3"),
-        *(f"run_dir={run}", "resume=auto", *TINY),
+        *(f"run_dir={run}", "resume=auto", *SETTINGS),
     ]
 
     def begin() -> None:
@@ -121,7 +104,7 @@ def test_a_run_killed_while_it_loads_a_checkpoint_resumes_with_the_same_losses(
     commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
 ) -> None:
     out = tmp_path / "run"
-    command = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}", *TINY]
+    command = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}", *SETTINGS]
     assert commands.run([*command, "trainer.steps=2"], root=out).code == 0
     shutil.copytree(out, tmp_path / "kept")
 
@@ -150,17 +133,12 @@ def test_a_run_killed_while_it_loads_a_checkpoint_resumes_with_the_same_losses(
 
 
 @in_parts
-def test_a_run_killed_at_any_write_resumes_with_the_same_losses(
-    commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
-) -> None:
+def test_a_run_killed_at_any_write_resumes_with_the_same_losses(commands, data, tmp_path, part, report_points) -> None:
     out = tmp_path / "run"
     command = [
-        "harness.recipes.sft",
-        f"data.path={data / 'train'}",
-        f"run_dir={out}",
-        *TINY,
-        "trainer.steps=6",
-        "resume=auto",
+        *("harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={out}"),
+        *SETTINGS,
+        *("trainer.steps=6", "resume=auto"),
     ]
     whole = commands.run(command, root=out)
     assert whole.code == 0, whole.output
@@ -178,11 +156,9 @@ def test_a_run_killed_at_any_write_resumes_with_the_same_losses(
 
 
 @in_parts
-def test_a_killed_export_is_written_again(
-    commands: Commands, data: Path, tmp_path: Path, part: int, report_points: Callable[..., None]
-) -> None:
+def test_a_killed_export_is_written_again(commands, data, tmp_path, part, report_points) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    trains = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={run}", *TINY, "trainer.steps=2"]
+    trains = ["harness.recipes.sft", f"data.path={data / 'train'}", f"run_dir={run}", *SETTINGS, "trainer.steps=2"]
     assert commands.run(trains, root=run).code == 0
     export = ["harness", "export", run, out / "model"]
     out.mkdir()
@@ -203,13 +179,11 @@ def test_a_killed_export_is_written_again(
     report_points("kills", f"export, part {part + 1}", len(points), of=f"of {whole.count} calls", outcome=RESUMED)
 
 
-def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(
-    commands: Commands, data: Path, tmp_path: Path
-) -> None:
+def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(commands, data, tmp_path) -> None:
     run, live, out = tmp_path / "run", tmp_path / "live", tmp_path / "out"
     # Without checkpoints before the last step it is the run itself that stops, and not one of their writers.
     late = ("trainer.steps=4", "trainer.checkpoint_interval=0")
-    stored = ["harness.recipes.sft", f"data.path={data / 'train'}", *TINY, *late]
+    stored = ["harness.recipes.sft", f"data.path={data / 'train'}", *SETTINGS, *late]
     assert commands.run([*stored, f"run_dir={tmp_path / 'alone'}"], root=run).code == 0
     train = [*stored, f"run_dir={run}", "resume=auto"]
     both = commands.run(train, train, root=run, at=8, stops=True)
@@ -223,11 +197,10 @@ def test_a_second_run_or_export_in_a_folder_is_refused_and_the_first_finishes(
     assert both.codes == [0, 2], both.output
     assert HELD.search(both.output), both.output
     check = find_run_check(str(out / "model"))
-    assert check is not None
     assert check(str(out / "model")) == []
 
     shutil.copytree(data / "live", live)
-    settings = ("data=live", f"data.live.path={live}", "data.live.pack_size=128", *TINY, *late)
+    settings = ("data=live", f"data.live.path={live}", "data.live.pack_size=128", *SETTINGS, *late)
     runs = [
         [
             "harness.recipes.sft",

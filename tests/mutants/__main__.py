@@ -202,13 +202,12 @@ def _render_here() -> None:
         pid = os.getpid()
 
     here = Here()
-    renderer._process_of = lambda *_: here  # type: ignore[assignment]
+    renderer._process_of = lambda *_: here
 
 
 def listed() -> list[dict[str, Any]]:
     """Return the mutants of `equal.json`."""
-    entries: list[dict[str, Any]] = json.loads(EQUAL.read_text())
-    return entries
+    return json.loads(EQUAL.read_text())
 
 
 def try_mutants(module: str, count: int | None = None, seed: str = "", function: str = "") -> Outcome:
@@ -242,8 +241,7 @@ def try_in_a_copy(module: str, count: int | None, seed: str, function: str = "")
         command += [f"seed={seed}", f"function={function}"]
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
-    return counts
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -16,15 +16,6 @@ from harness.parity.result import REPORT_FILE, CellResult, ParityReport
 
 from ..distributed.conftest import run_command
 
-# A model that trains a step in a few hundredths of a second.
-TINY = (
-    "model.num_layers=2",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "model.num_attention_heads=4",
-    "model.num_query_groups=2",
-)
-
 
 @dataclass(frozen=True)
 class Matrix:

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,14 @@ import pytest
 import yaml
 from corpora import VOCAB, write_corpus
 from harness.recipes.parity import make_dataset
+from live_streams import write_chats
+from small_packs import TINY
 
 from harness.plan import PretrainConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import Setting, explain_settings
 
 from ..distributed.conftest import ROOT, environment, read_metrics
-from .conftest import TINY
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
 PROGRAM = Path(__file__).with_name("settings_runs.py")
@@ -32,22 +32,13 @@ SCHEMAS: dict[str, type[Any]] = {"prepare": PrepareConfig, "sft": SftConfig, "pr
 BASE: dict[str, tuple[str, ...]] = {
     "sft": (
         *TINY,
-        "loader.global_batch_size=4",
-        "loader.num_workers=0",
-        "schedule.max_tokens_per_rank=512",
-        "trainer.steps=2",
+        *("loader.global_batch_size=4", "loader.num_workers=0", "schedule.max_tokens_per_rank=512", "trainer.steps=2"),
         "trainer.device=cpu",
     ),
     "pretrain": (
         *TINY,
-        f"model.vocab_size={VOCAB}",
-        "loader.global_batch_size=4",
-        "loader.num_workers=0",
-        "data.sequence_length=32",
-        "data.split='90,10,0'",
-        "trainer.steps=2",
-        "trainer.eval_batches=1",
-        "trainer.device=cpu",
+        *(f"model.vocab_size={VOCAB}", "loader.global_batch_size=4", "loader.num_workers=0", "data.sequence_length=32"),
+        *("data.split='90,10,0'", "trainer.steps=2", "trainer.eval_batches=1", "trainer.device=cpu"),
     ),
     "prepare": ("tokenizer.vocab_size=300", "data.num_workers=0", "data.pack_size=256", "data.packed_storage=parquet"),
 }
@@ -91,13 +82,7 @@ def cases_of(recipe: str, folder: Path) -> list[dict[str, Any]]:
         prefix = write_corpus(folder / "corpus", 400, seed=0)
         base += [f"data.path={prefix}", f"data.path_to_cache={folder / 'cache'}"]
     else:
-        chats = folder / "chats.jsonl"
-        turns = [
-            [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": f"it is {n}." * 4}]
-            for n in range(60)
-        ]
-        chats.write_text("".join(json.dumps({"messages": some}) + "\n" for some in turns))
-        base.append(f"source.path={chats}")
+        base.append(f"source.path={write_chats(folder / 'chats.jsonl', 60)}")
     cases = []
     for setting in explain_settings(SCHEMAS[recipe]):
         above, is_record, name = setting.key.partition("[].")
@@ -125,9 +110,7 @@ def parts_of(recipe: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("recipe", "part", "parts"), [one for recipe in BASE for one in parts_of(recipe)])
-def test_an_accepted_value_is_carried_out_or_refused_by_name(
-    recipe: str, part: int, parts: int, tmp_path: Path, report_points: Callable[..., None]
-) -> None:
+def test_an_accepted_value_is_carried_out_or_refused_by_name(recipe, part, parts, tmp_path, report_points) -> None:
     # Every so many, so that the long ones of a section are spread over all parts.
     cases = cases_of(recipe, tmp_path)[part::parts]
     (tmp_path / "cases.json").write_text(json.dumps(cases))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..distributed.conftest import run_command
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 def test_every_integration_reads_the_same_global_batches(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.integrations.global_batches", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = run_command(command, timeout_s=1700)
+    assert code == 0, output
     cells = {cell["name"]: cell for cell in json.loads((tmp_path / "report.json").read_text())["cells"]}
 
     for name in ("torch", "accelerate", "huggingface", "trl"):  # the extra `dev` has them

@@ -11,7 +11,7 @@ from live_streams import some_packs, write_stream
 from harness.formats import open_writer
 from harness.records import Pack
 
-from ..distributed.conftest import SMALL, launcher, read_metrics, run_command
+from ..distributed.conftest import SMALL, train
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -25,19 +25,7 @@ LAYOUTS = {
 
 
 def sft(folder: Path, steps: int, *overrides: str, ranks: int = 1) -> list[dict[str, float]]:
-    code, output = run_command(
-        [
-            *launcher(ranks),
-            "harness.recipes.sft",
-            f"run_dir={folder}",
-            *SMALL,
-            *SETTINGS,
-            f"trainer.steps={steps}",
-            *overrides,
-        ]
-    )
-    assert code == 0, output
-    return read_metrics(folder)
+    return train(folder, [f"run_dir={folder}", *SMALL, *SETTINGS, f"trainer.steps={steps}", *overrides], ranks=ranks)
 
 
 @pytest.mark.parametrize("average", ["token", "conversation"])
@@ -55,20 +43,13 @@ def test_one_checkpoint_goes_on_in_every_layout_with_the_losses_of_stored_batche
             writer.append(one)
     stored = sft(
         tmp_path / "reference",
-        STEPS,
-        f"data.path={tmp_path / 'stored'}",
-        f"loader.global_batch_size={WINDOW}",
-        "loader.shuffle=false",
+        *(STEPS, f"data.path={tmp_path / 'stored'}", f"loader.global_batch_size={WINDOW}", "loader.shuffle=false"),
         f"trainer.loss_average={average}",
     )
     expected = [line["loss"] for line in stored]
     live = (
-        "data=live",
-        f"data.live.path={tmp_path / 'live'}",
-        "data.live.pack_size=64",
-        f"data.live.window_sequences={WINDOW}",
-        "data.live.timeout_s=60",
-        f"trainer.loss_average={average}",
+        *("data=live", f"data.live.path={tmp_path / 'live'}", "data.live.pack_size=64"),
+        *(f"data.live.window_sequences={WINDOW}", "data.live.timeout_s=60", f"trainer.loss_average={average}"),
     )
 
     def losses(folder: Path, steps: int, *overrides: str, ranks: int = 1) -> list[float]:

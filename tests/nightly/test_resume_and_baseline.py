@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 from harness.recipes.parity import make_dataset
+from small_packs import TINY
 
 from harness.formats import FORMATS, convert_dataset
 from harness.parity.baselines import against
-from harness.parity.compare import IDENTICAL, Tolerances, compare_runs, on_device
+from harness.parity.compare import IDENTICAL, compare_runs, on_device
 from harness.parity.locate import recorded_run
 from harness.parity.result import REPORT_FILE, to_json
 
 from ..distributed.conftest import ROOT, kill_after, launcher, run_command
-from .conftest import TINY
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 SETTINGS = (
@@ -67,17 +67,6 @@ def test_a_run_with_four_workers_killed_twice_trains_the_same_as_an_undisturbed_
     )
     assert [check.difference.message for check in checks if check.difference is not None] == []
     assert len(checks) == 7
-
-
-def test_a_run_resumed_on_twice_the_ranks_trains_the_same_data(data, undisturbed, device, tmp_path) -> None:
-    if device == "cuda":
-        pytest.skip("two ranks need two GPUs; tests/gpu has the layouts")
-    folder = tmp_path / "run"
-    kill_after(7, command(data, folder, "trainer.device=cpu"), folder)
-    code, output = run_command(command(data, folder, "trainer.device=cpu", ranks=2))
-    assert code == 0, output
-    checks = compare_runs(recorded_run(undisturbed), recorded_run(folder), Tolerances())
-    assert [check.difference.message for check in checks if check.difference is not None] == []
 
 
 def test_tonights_run_agrees_with_the_baseline(device, reports, tmp_path) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 from harness.recipes.parity import make_dataset
+from small_packs import TINY
 
 from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, convert_dataset
 from tests.benchmarks.__main__ import PEERS
 
 from ..distributed.conftest import ROOT, environment, launcher, read_metrics
-from .conftest import TINY
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 STEPS = 2000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -12,14 +13,16 @@ from typing import Any
 
 import pytest
 
+from harness.storage import ObjectPath, claims
+from harness.storage.claims import ClaimStore
+
 BUCKET = "harness-tests"
+OTHER = json.dumps({"token": "other", "host": "elsewhere", "pid": 7, "since": "then"}).encode() + b"\n"
 
 
 def _load(name: str) -> ModuleType:
     """Load a module of this folder, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"s3_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -89,15 +92,22 @@ def proxy(
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest) -> str:
-    """An address that only this test uses."""
+def place(request: pytest.FixtureRequest, proxy: Any) -> str:
+    """An address that only this test uses, behind the proxy."""
     return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"
 
 
 @pytest.fixture
-def store(proxy: Any, place: str) -> Any:
+def store(place: str) -> ClaimStore:
     """The objects of `place`, with conditional requests."""
-    from harness.storage import ObjectPath
-    from harness.storage.claims import ClaimStore
-
     return ClaimStore(ObjectPath.parse(place))
+
+
+def content(store: ClaimStore, name: str) -> bytes:
+    return store.get(name)[0]
+
+
+@pytest.fixture
+def shorter_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "LEASE_S", 1.5)
+    monkeypatch.setattr(claims, "_RENEW_S", 0.1)

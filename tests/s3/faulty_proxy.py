@@ -191,7 +191,7 @@ def _copy_body(reader: BinaryIO, headers: dict[str, str], write: Any) -> None:
     left = int(headers.get("content-length", 0))
     while left:
         # What has come, not a full block: a stall or a kill must not hold back what came before it.
-        data = reader.read1(min(_BLOCK, left))  # type: ignore[attr-defined]
+        data = reader.read1(min(_BLOCK, left))
         if not data:
             raise ConnectionError("cut short")
         left -= len(data)

@@ -68,7 +68,7 @@ def read(path: str, **settings: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", contents(0, 1))
-def test_every_kind_of_file_gives_the_same_records(proxy: Any, bucket: Any, place: str, name: str) -> None:
+def test_every_kind_of_file_gives_the_same_records(bucket: Any, place: str, name: str) -> None:
     put(bucket, place, {name: contents(0, 300)[name]})
     records = read(f"{place}/{name}")
     assert [record.as_record()["messages"] for record in records] == [chat(number)["messages"] for number in range(300)]
@@ -77,7 +77,7 @@ def test_every_kind_of_file_gives_the_same_records(proxy: Any, bucket: Any, plac
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
-def test_shards_of_an_object_hold_every_record_once(proxy: Any, bucket: Any, place: str, name: str) -> None:
+def test_shards_of_an_object_hold_every_record_once(bucket: Any, place: str, name: str) -> None:
     put(bucket, place, {name: contents(0, 900, 200)[name]})
     files = find_files(SourceConfig(path=place)).files
     expected = [one.where for chunk in read_chunks(files) for one in chunk.parse()]
@@ -86,7 +86,7 @@ def test_shards_of_an_object_hold_every_record_once(proxy: Any, bucket: Any, pla
     assert [one.where for shard in cut for chunk in read_shard(shard) for one in chunk.parse()] == expected
 
 
-def test_files_are_found_by_folder_and_glob_in_natural_order(proxy: Any, bucket: Any, place: str) -> None:
+def test_files_are_found_by_folder_and_glob_in_natural_order(bucket: Any, place: str) -> None:
     line = json.dumps(chat(1)).encode()
     names = ["part-10.jsonl", "part-2.jsonl", "deep/part-1.jsonl", "README.md", "_SUCCESS", "config.json"]
     put(bucket, place, dict.fromkeys(names, line) | {"config.json": b'{"model": 1}'})
@@ -111,7 +111,7 @@ def test_files_are_found_by_folder_and_glob_in_natural_order(proxy: Any, bucket:
         ("s3://no-such-bucket-1/x", "no such bucket"),
     ],
 )
-def test_what_is_not_there_is_named(proxy: Any, place: str, path: str, words: str) -> None:
+def test_what_is_not_there_is_named(place: str, path: str, words: str) -> None:
     with pytest.raises(HarnessError, match=words) as error:
         find_files(SourceConfig(path=path.format(place)))
     assert error.value.fix
@@ -134,9 +134,7 @@ def prepared(path: Path, source: str, **data: Any) -> Any:
     return prepare(config, console=Console(quiet=True))
 
 
-def test_a_preparation_from_a_bucket_equals_one_from_a_disk(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path
-) -> None:
+def test_a_preparation_from_a_bucket_equals_one_from_a_disk(proxy, bucket, place, tmp_path) -> None:
     data = contents(0, 400)["a.jsonl"]
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "a.jsonl").write_bytes(data)
@@ -149,9 +147,7 @@ def test_a_preparation_from_a_bucket_equals_one_from_a_disk(
     assert all(one.method != "GET" or "a.jsonl" not in one.path for one in proxy.requests[before:]), "already prepared"
 
 
-def test_an_object_that_changes_while_it_is_read_is_refused(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_changes_while_it_is_read_is_refused(bucket, place, tmp_path, monkeypatch) -> None:
     put(bucket, place, {"a.jsonl": contents(0, 400)["a.jsonl"]})
     reading = shards.read_shard
 

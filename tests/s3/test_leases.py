@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live_streams import wait_until
+from live_streams import wait_until, write_chats
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset, open_writer
@@ -19,23 +18,11 @@ from harness.records import Pack
 from harness.storage import claims, open_folder
 from harness.storage.claims import ClaimStore, Lease
 
+from .conftest import OTHER, content
+
 pytestmark = pytest.mark.s3
 
 PACKS = [Pack([number, 2, 300], [1, 1, 0], [0]) for number in range(12)]
-OTHER = json.dumps({"token": "other", "host": "elsewhere", "pid": 7, "since": "then"}).encode() + b"\n"
-
-
-@pytest.fixture
-def shorter_lease(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(claims, "LEASE_S", 1.5)
-    monkeypatch.setattr(claims, "_RENEW_S", 0.1)
-    return
-
-
-def content(store: ClaimStore, name: str) -> bytes:
-    found = store.get(name)
-    assert found is not None
-    return found[0]
 
 
 def take(store: ClaimStore, lease: Lease) -> None:
@@ -73,12 +60,10 @@ def test_a_second_writer_of_a_prefix_is_refused_until_the_first_has_finished(sto
     assert "_lease" not in open_folder(place).names()
 
 
-def test_a_writer_that_lost_its_lease_leaves_the_files_and_the_lease_of_the_next_one(
-    store: ClaimStore, place: str
-) -> None:
+def test_a_writer_that_lost_its_lease_leaves_the_files_and_the_lease_of_the_next_one(store, place) -> None:
     # As a process that is paused for longer than a lease, in the middle of its second shard.
     with ExitStack() as stack:
-        paused = stack.enter_context(pytest.raises(FormatError, match="another process is writing here: process 7 on"))
+        stack.enter_context(pytest.raises(FormatError, match="another process is writing here: process 7 on"))
         paused_writer = stack.enter_context(writer(place))
         for pack in PACKS[:6]:
             paused_writer.append(pack)
@@ -90,15 +75,12 @@ def test_a_writer_that_lost_its_lease_leaves_the_files_and_the_lease_of_the_next
         wait_until(lambda: lease._lost is not None)
         for pack in PACKS[6:]:
             paused_writer.append(pack)
-    assert paused is not None
     assert [content(store, name) for name in names] == [b"of the next writer"] * 4
     assert content(store, "_lease") == OTHER
 
 
 @pytest.mark.usefixtures("shorter_lease")
-def test_an_owner_without_its_store_stops_before_it_writes_more_and_goes_on_if_nobody_took_the_lease(
-    proxy: Any, store: ClaimStore, place: str
-) -> None:
+def test_an_owner_without_its_store_stops_before_it_writes_more_and_goes_on_if_nobody_took_the_lease(proxy, store):
     lease = Lease(store, "lease")
     lease.acquire()
     lease.check()
@@ -118,9 +100,7 @@ def test_an_owner_without_its_store_stops_before_it_writes_more_and_goes_on_if_n
     assert content(store, "lease") == OTHER
 
 
-def test_a_host_of_the_same_name_and_the_same_process_ids_is_another_one(
-    store: ClaimStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_of_the_same_name_and_the_same_process_ids_is_another_one(store, monkeypatch) -> None:
     # A process id that no process of this machine has, on another boot: that of another machine, say.
     owner = {"token": "t", "pid": 1 << 30, "since": "then", "renewed": 0.0}
     name, boot, space = claims._host().split(" ")
@@ -146,9 +126,7 @@ def test_a_host_of_the_same_name_and_the_same_process_ids_is_another_one(
 def test_preparations_of_one_prefix_exclude_each_other_and_keep_what_another_has_finished(
     store: ClaimStore, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chats = tmp_path / "chats.jsonl"
-    turns = [[{"role": "user", "content": f"{n} a"}, {"role": "assistant", "content": f"b {n}"}] for n in range(60)]
-    chats.write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+    chats = write_chats(tmp_path / "chats.jsonl", 60)
 
     def make(**settings: Any) -> Any:
         settings = {"pack_size": 128, "num_workers": 0, "progress": lambda *made: None} | settings

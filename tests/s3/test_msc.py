@@ -7,7 +7,6 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.fs as pa_fs
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.s3
 
 
 @pytest.fixture
-def profile(proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def profile(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A profile whose root is a place of this test."""
     options = {
         "base_path": place.removeprefix("s3://"),
@@ -73,9 +72,7 @@ def job() -> Iterator[runtime.Runtime]:
         yield ranks
 
 
-def test_a_corpus_is_read_by_megatrons_own_reader(
-    profile: str, place: str, bucket: Any, tmp_path: Path, job: Any
-) -> None:
+def test_a_corpus_is_read_by_megatrons_own_reader(profile, place, bucket, tmp_path, job) -> None:
     (tmp_path / "here").mkdir()
     local = settings(write_corpus(tmp_path / "here" / "one", 80, seed=1), path_to_cache=str(tmp_path / "indices"))
     pa_fs.copy_files(str(tmp_path / "here"), place.removeprefix("s3://"), destination_filesystem=bucket)

@@ -135,8 +135,8 @@ def test_conditions_and_leases_hold(place: str) -> None:
 def test_live_chunks_train_as_those_of_a_folder(place: str, tmp_path: Path) -> None:
     rows = some_packs(12)
     write_stream(tmp_path / "live", rows, [4, 8])
-    write_stream(place, rows, [4, 8])  # type: ignore[arg-type]
-    remote: Any = train([place])  # type: ignore[list-item]
+    write_stream(place, rows, [4, 8])
+    remote: Any = train([place])
     assert remote.digests == train(tmp_path / "live").digests
 
 

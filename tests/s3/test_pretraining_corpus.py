@@ -32,16 +32,9 @@ from ..distributed.conftest import run_here
 pytestmark = [pytest.mark.s3, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    "model.num_layers=1",
-    "model.hidden_size=32",
-    "model.ffn_hidden_size=64",
-    "model.vocab_size=300",
-    "loader.global_batch_size=4",
-    "data.sequence_length=64",
-    "trainer.device=cpu",
-    "trainer.record_digests=true",
-    "trainer.steps=4",
-    "trainer.eval_batches=1",
+    *("model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=300"),
+    *("loader.global_batch_size=4", "data.sequence_length=64", "trainer.device=cpu", "trainer.record_digests=true"),
+    *("trainer.steps=4", "trainer.eval_batches=1"),
 )
 
 
@@ -72,9 +65,7 @@ def digests(folder: Path) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_a_corpus_in_a_bucket_trains_as_the_one_on_disk_and_only_its_index_is_kept(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path
-) -> None:
+def test_a_corpus_in_a_bucket_trains_as_the_one_on_disk_and_only_its_index_is_kept(proxy, bucket, place, tmp_path):
     (tmp_path / "here").mkdir()
     one, two = write(tmp_path / "here" / "one", 1), write(tmp_path / "here" / "two", 2)
     pa_fs.copy_files(str(tmp_path / "here"), place.removeprefix("s3://"), destination_filesystem=bucket)
@@ -101,9 +92,7 @@ def test_a_corpus_in_a_bucket_trains_as_the_one_on_disk_and_only_its_index_is_ke
     assert refused.value.where == f"{place}/gone.idx"
 
 
-def test_workers_forked_after_a_validation_do_not_share_its_connections(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path, job: Any
-) -> None:
+def test_workers_forked_after_a_validation_do_not_share_its_connections(proxy, bucket, place, tmp_path, job) -> None:
     write_corpus(tmp_path / "one", 200, seed=1)
     pa_fs.copy_files(str(tmp_path), place.removeprefix("s3://"), destination_filesystem=bucket)
     remote = {"object_storage_cache_path": str(tmp_path / "kept"), "object_storage_chunk_bytes": 64}
@@ -137,9 +126,7 @@ def built(proxy: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("order", [{}, {"block_documents": 8, "window_blocks": 2}], ids=["megatron", "blocks"])
-def test_indices_are_built_once_and_shared_through_a_bucket(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path, monkeypatch: Any, job: Any, order: dict[str, Any]
-) -> None:
+def test_indices_are_built_once_and_shared_through_a_bucket(proxy, bucket, place, tmp_path, monkeypatch, job, order):
     one, two = write_corpus(tmp_path / "one", 80, seed=1), write_corpus(tmp_path / "two", 50, seed=2)
     blend = [CorpusSource(str(one), 0.7), CorpusSource(str(two), 0.3)]
     local = settings(blend=blend, path_to_cache=str(tmp_path / "indices"), **order)
@@ -169,9 +156,7 @@ def test_indices_are_built_once_and_shared_through_a_bucket(
     assert {name for name in names if name.endswith("description.txt")} <= built(proxy)
 
 
-def test_a_builder_waits_for_another_and_names_it(
-    proxy: Any, bucket: Any, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], job: Any
-) -> None:
+def test_a_builder_waits_for_another_and_names_it(place, tmp_path, capsys, job) -> None:
     corpus = write_corpus(tmp_path / "one", 80, seed=1)
     shared = settings(corpus, path_to_cache=place)
     first, second = SharedIndices(place), SharedIndices(place)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pyarrow.fs as pa_fs
 import pytest
+from live_streams import write_chats
 from typer.testing import CliRunner
 
 from harness.cli.app import app
@@ -27,13 +27,7 @@ pytestmark = pytest.mark.s3
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    path = tmp_path / "chats.jsonl"
-    with path.open("w") as file:
-        for number in range(120):
-            words = " ".join(f"w{(number * 7 + word) % 50}" for word in range(4 + number % 13))
-            turns = [{"role": "user", "content": f"{number} {words}"}, {"role": "assistant", "content": f"yes {words}"}]
-            file.write(json.dumps({"messages": turns}) + "\n")
-    return path
+    return write_chats(tmp_path / "chats.jsonl", 120)
 
 
 def prepare_chats(chats: Path, path: str | Path, **settings: Any) -> PrepareReport:
@@ -48,9 +42,7 @@ def puts(proxy: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("packed_storage", ["parquet", "virtual"])
-def test_a_preparation_in_a_bucket_equals_one_on_a_disk(
-    proxy: Any, bucket: Any, place: str, chats: Path, tmp_path: Path, packed_storage: str
-) -> None:
+def test_a_preparation_in_a_bucket_equals_one_on_a_disk(proxy, place, chats, tmp_path, packed_storage) -> None:
     local = prepare_chats(chats, tmp_path / "local", packed_storage=packed_storage)
     report = prepare_chats(chats, place, packed_storage=packed_storage)
 
@@ -72,9 +64,7 @@ def test_a_preparation_in_a_bucket_equals_one_on_a_disk(
     assert puts(proxy) == []
 
 
-def test_a_preparation_in_a_bucket_is_replaced_only_when_it_is_told_to(
-    proxy: Any, bucket: Any, place: str, chats: Path, tmp_path: Path
-) -> None:
+def test_a_preparation_in_a_bucket_is_replaced_only_when_it_is_told_to(bucket: Any, place: str, chats: Path) -> None:
     prepare_chats(chats, place, packed_storage="virtual")
     with pytest.raises(ConfigError, match=r"prepared with other settings: data\.pack_size was 128 and is 256"):
         prepare_chats(chats, place, packed_storage="virtual", pack_size=256)
@@ -89,9 +79,7 @@ def test_a_preparation_in_a_bucket_is_replaced_only_when_it_is_told_to(
         prepare_chats(chats, f"{place}-other")
 
 
-def test_a_killed_upload_continues_and_sends_nothing_twice(
-    proxy: Any, bucket: Any, place: str, chats: Path, tmp_path: Path
-) -> None:
+def test_a_killed_upload_continues_and_sends_nothing_twice(proxy: Any, place: str, chats: Path) -> None:
     def kill(folder: str) -> None:
         if folder.endswith("/train/manifest.json"):
             os._exit(9)
@@ -99,7 +87,7 @@ def test_a_killed_upload_continues_and_sends_nothing_twice(
     child = os.fork()
     if child == 0:
         open_upload = bucket_module.open_upload
-        bucket_module.open_upload = lambda at: kill(str(at)) or open_upload(at)  # type: ignore[func-returns-value]
+        bucket_module.open_upload = lambda at: kill(str(at)) or open_upload(at)
         prepare_chats(chats, place)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -118,9 +106,7 @@ def test_a_killed_upload_continues_and_sends_nothing_twice(
     assert open_dataset(f"{place}/train").fingerprint == report.splits["train"].fingerprint
 
 
-def test_sequences_in_a_bucket_are_packed_again_there_and_from_a_disk(
-    proxy: Any, bucket: Any, place: str, chats: Path, tmp_path: Path
-) -> None:
+def test_sequences_in_a_bucket_are_packed_again_there_and_from_a_disk(proxy, bucket, place, chats, tmp_path) -> None:
     prepare_chats(chats, tmp_path / "local", packed_storage="virtual")
     store = f"{place}/store"
     convert_dataset(tmp_path / "local" / "sequences" / "train", store, format="virtual")
@@ -153,9 +139,7 @@ def test_sequences_in_a_bucket_are_packed_again_there_and_from_a_disk(
         open_dataset(f"{place}-2/plan")[0]
 
 
-def test_an_upload_is_compared_with_what_the_store_has(
-    proxy: Any, bucket: Any, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_is_compared_with_what_the_store_has(proxy, bucket, place, monkeypatch) -> None:
     folder, data = open_folder(place), os.urandom(11 << 20)
     folder.write("whole", [data])
     assert not any(one.method == "GET" and one.path.endswith("/whole") for one in proxy.requests), "its ETag is enough"

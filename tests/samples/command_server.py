@@ -24,18 +24,12 @@ from typing import Any, NoReturn
 
 # What commands import late, and training runs too: it takes longer than they.
 LATE = (
-    "harness.prep.preview",
-    "harness.recipes.prepare",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.tokenization_python",
-    "transformers.tokenization_utils_tokenizers",
+    *("harness.prep.preview", "harness.recipes.prepare", "transformers.models.auto.tokenization_auto"),
+    *("transformers.tokenization_python", "transformers.tokenization_utils_tokenizers"),
 )
 LATE_IN_TRAINING = (
-    "matplotlib.axes",
-    "matplotlib.backends.backend_agg",
-    "tensorboard.compat.proto.event_pb2",
-    "tensorboard.summary.writer.record_writer",
-    "torch._dynamo",
+    *("matplotlib.axes", "matplotlib.backends.backend_agg", "tensorboard.compat.proto.event_pb2"),
+    *("tensorboard.summary.writer.record_writer", "torch._dynamo"),
 )
 
 
@@ -52,14 +46,14 @@ def run(arguments: list[str]) -> object:
     except SystemExit as ended:
         return ended.code
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return 1
     return 0
 
 
 def end(code: object) -> NoReturn:
     """End as the interpreter does, but without taking all modules apart, which costs more than a command."""
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     code = code if isinstance(code, int) else int(code is not None)
     try:

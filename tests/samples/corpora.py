@@ -39,7 +39,7 @@ def settings(path: Path | str = "", **changes: Any) -> CorpusConfig:
 
 def opened(config: CorpusConfig, *, train: int = 64, valid: int | None = 8, seed: int = 7) -> Corpus:
     """Open a corpus as every rank of a run does; this is the only rank."""
-    corpus = open_corpus(
+    return open_corpus(
         config,
         seed=seed,
         sizes=(train, valid, valid),
@@ -48,8 +48,6 @@ def opened(config: CorpusConfig, *, train: int = 64, valid: int | None = 8, seed
         reads=True,
         ranks=ALONE,
     )
-    assert corpus is not None
-    return corpus
 
 
 def batches(

@@ -112,15 +112,12 @@ class Commands:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._server.stdout is not None
         assert self._server.stdout.readline() == "ready\n"
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
         self._server.stdin.close()
         self._server.wait()
         self._server.stdout.close()
@@ -187,8 +184,6 @@ class Commands:
             "patience_s": patience_s,
             "grace_s": grace_s,
         }
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         statuses = json.loads(self._server.stdout.readline())

@@ -34,7 +34,7 @@ class _LazilyOpened(_CDLL):
         super().__init__(name, *arguments, **options)
 
 
-ctypes.CDLL = _LazilyOpened  # type: ignore[misc]
+ctypes.CDLL = _LazilyOpened
 os.environ["CUDA_HOME"] = f"{sysconfig.get_path('purelib')}/nvidia/cu13"  # older versions do not look there
 with contextlib.redirect_stdout(sys.stderr):
     from transformer_engine import common

@@ -115,8 +115,7 @@ class World:
 
     @property
     def process(self) -> Process:
-        process: Process = getcurrent().process
-        return process
+        return getcurrent().process
 
     def pause(
         self, ready: Callable[[], bool] = lambda: True, faults: tuple[str, ...] = (), *, is_local: bool = False

@@ -24,15 +24,7 @@ RANKS = (1, 2, 4)
 MEDIA = ("audio", "omni", "image", "image_mrope", "image_deep")
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.
 KINDS = (
-    "dense",
-    "lora",
-    "qwen3_moe",
-    "deepseek_like",
-    "lora qwen3_moe",
-    "hybrid",
-    "hybrid_moe",
-    "delta",
-    "delta_moe",
+    *("dense", "lora", "qwen3_moe", "deepseek_like", "lora qwen3_moe", "hybrid", "hybrid_moe", "delta", "delta_moe"),
     *MEDIA,
 )
 LATER = (
@@ -50,11 +42,7 @@ AVERAGED = (
     *("image conversation partly", "omni conversation", "image_deep partly"),
     # Layers of which the first is computed again, and shared experts that are computed while tokens travel.
     *(
-        "qwen3_moe partly",
-        "lora partly",
-        "hybrid partly",
-        "deepseek_like overlapped",
-        "hybrid_moe overlapped",
+        *("qwen3_moe partly", "lora partly", "hybrid partly", "deepseek_like overlapped", "hybrid_moe overlapped"),
         "delta_moe overlapped sequences",
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +54,12 @@ def some_chats(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
         }
         for number in range(count)
     ]
+
+
+def write_chats(path: Path, count: int, *, seed: int = 0) -> Path:
+    """Write `some_chats` as lines of JSON."""
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in some_chats(count, seed=seed)))
+    return path
 
 
 def long_chats(count: int, *, seed: int = 0) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ class LoopbackHub:
             status, data, headers = self._find(path)
         given = handler.headers.get("Range")
         if given and status == 200:
-            start, end = re.fullmatch(r"bytes=(\d+)-(\d*)", given).groups()  # type: ignore[union-attr]
+            start, end = re.fullmatch(r"bytes=(\d+)-(\d*)", given).groups()
             last = int(end) if end else len(data) - 1
             headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
             status, data = 206, data[int(start) : last + 1]

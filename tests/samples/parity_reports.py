@@ -113,11 +113,7 @@ def all_same() -> ParityReport:
 def one_of_each() -> ParityReport:
     """Return a report with a cell of every status, and one whose loss drifts from step 12 on."""
     token = cell(
-        "memmap, 4 workers",
-        "memmap",
-        4,
-        status="different",
-        checks=checks(failed="data", difference=DATA_DIFFERENCE),
+        "memmap, 4 workers", "memmap", 4, status="different", checks=checks(failed="data", difference=DATA_DIFFERENCE)
     )
     drift = cell(
         "binidx, 0 workers",

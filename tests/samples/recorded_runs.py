@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from step_metrics import metrics
+
 from harness.formats import open_dataset
 from harness.loader import Loader, LoaderConfig
 from harness.schedule import ScheduleConfig
@@ -21,7 +23,7 @@ def write_run(
     steps: int = 4,
     seed: int = 0,
     ranks: int = 1,
-    change: Callable[[StepMetrics], StepMetrics] = lambda metrics: metrics,
+    change: Callable[[StepMetrics], StepMetrics] = lambda made: made,
 ) -> Path:
     """Write a run of `steps` steps of `ranks` ranks on `data / "train"`; `change` edits the metrics of each step."""
     loading = LoaderConfig(global_batch_size=6, num_workers=0, seed=seed)
@@ -43,25 +45,17 @@ def write_run(
             for rank, one in enumerate(batches)
         ]
         digests.write(merge_ranks(number, batch, rows))
-        metrics = StepMetrics(
-            step=number,
+        made = metrics(
+            number,
+            6.0 / number,
             epoch=batch.epoch,
-            loss=6.0 / number,
-            validation_loss=None,
-            learning_rate=1e-3,
-            grad_norm=1.5,
             tokens=batch.num_tokens,
             trained_tokens=sum(row.num_trained_tokens for one in batches for row in one.rows),
-            tokens_per_s=1000.0 * number,
             fill=batch.imbalance.fill,
             num_microbatches=batch.num_microbatches,
-            step_s=0.5,
-            data_wait_s=0.1,
-            imbalance_tokens=1.0,
-            imbalance_cost=1.0,
             packs_consumed=batch.state.packs_consumed,
         )
-        lines.append(json.dumps(asdict(change(metrics))) + "\n")
+        lines.append(json.dumps(asdict(change(made))) + "\n")
     digests.close()
     (folder / METRICS_FILE).write_text("".join(lines))
     return folder

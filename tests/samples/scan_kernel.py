@@ -63,14 +63,13 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         def compute(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return _reference_norm(SimpleNamespace(weight=weight, **ctx.sizes), x)  # type: ignore[arg-type]
+            return _reference_norm(SimpleNamespace(weight=weight, **ctx.sizes), x)
 
         return None, *_gradients(grads[0], compute, list(ctx.saved_tensors[:2]))
 
 
 def _norm(self: GroupedRMSNorm, x: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = _Norm.apply(self, x, self.weight)
-    return made
+    return _Norm.apply(self, x, self.weight)
 
 
 class Kernel:
@@ -94,8 +93,7 @@ class Kernel:
         self.calls.append({name: _described(value) for name, value in given.items()})
         tensors = [given[name] for name in SIGNATURE[:_TENSORS]]
         others = {name: given[name] for name in SIGNATURE[_TENSORS:] if name in given and name != "seq_idx"}
-        scanned: torch.Tensor = _Scan.apply(given.get("seq_idx"), others, *tensors)
-        return scanned
+        return _Scan.apply(given.get("seq_idx"), others, *tensors)
 
 
 def _described(value: Any) -> Any:

@@ -18,6 +18,11 @@ VOCAB = 300
 # Seven packs of two sequences, which differ in their first token.
 PACKS = [Pack([number, 2, 3, 4], [1, 0, 1, 0], [0, 2]) for number in range(1, 8)]
 P = TypeVar("P", str, Path)
+# A model that trains a step in a few hundredths of a second.
+TINY = (
+    *("model.num_layers=2", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_attention_heads=4"),
+    "model.num_query_groups=2",
+)
 
 
 def batch_digest(batch: RankBatch) -> str:

@@ -19,10 +19,8 @@ from harness.prep.tokenize import train_bpe
 
 TWIN = "_training"
 TEXTS = [
-    "The quick brown fox jumps over the lazy dog.\n",
-    "def f(x):\n    return x + 1\n",
-    '{"name": "get_weather", "arguments": {"city": "Paris"}}',
-    "Grüße, 世界! \U0001f600",
+    *("The quick brown fox jumps over the lazy dog.\n", "def f(x):\n    return x + 1\n"),
+    *('{"name": "get_weather", "arguments": {"city": "Paris"}}', "Grüße, 世界! \U0001f600"),
 ] * 20
 # Families add these to the vocabulary without making them special: users may write them.
 _WORDS = re.compile(r"</?(?:think|tool_call|tool_response|tools|arg_key|arg_value|atem:[a-z_]+)>")
@@ -33,7 +31,6 @@ def _folder() -> Path:
     spec = importlib.util.find_spec("trl")
     if spec is None:  # the image has the nightly tests' packages only
         pytest.skip("needs trl", allow_module_level=True)
-    assert spec.origin is not None
     return Path(spec.origin).parent / "chat_templates"
 
 
@@ -139,10 +136,7 @@ SHAPES: dict[str, tuple[list[Turn], list[dict[str, Any]]]] = {
     "tools_unused": (_ONE, TOOLS),
     "tool_call": ([_ASK, _CALL], TOOLS),
     "tool_call_of_null_content": ([_ASK, _with(_CALL, content=None)], TOOLS),
-    "tool_call_of_text_arguments": (
-        [_ASK, _with(_CALL, tool_calls=[call("get_weather", json.dumps(PARIS))])],
-        TOOLS,
-    ),
+    "tool_call_of_text_arguments": ([_ASK, _with(_CALL, tool_calls=[call("get_weather", json.dumps(PARIS))])], TOOLS),
     "tool_call_with_content": ([_ASK, _with(_CALL, content="Let me see.")], TOOLS),
     "tool_result": ([_ASK, _CALL, result("21 C"), turn("assistant", "It has 21 degrees.")], TOOLS),
     "system_tool_result": ([_SYSTEM, _ASK, _CALL, result("21 C"), turn("assistant", "It has 21 degrees.")], TOOLS),

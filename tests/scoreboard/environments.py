@@ -14,8 +14,7 @@ ENVIRONMENTS = {
             "scoreboard-transformers", (TORCH, "numpy", "transformers==5.24.0", "accelerate==1.15.0", "jinja2")
         ),
         Environment(
-            "scoreboard-trl",
-            (TORCH, "numpy", _TRL, "transformers==5.24.0", "accelerate==1.15.0", "datasets==5.2.0"),
+            "scoreboard-trl", (TORCH, "numpy", _TRL, "transformers==5.24.0", "accelerate==1.15.0", "datasets==5.2.0")
         ),
         # Without what needs CUDA, or only serves, plots and downloads.
         Environment(

@@ -15,8 +15,7 @@ from tests.scoreboard.environments import ENVIRONMENTS
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(WRITTEN.read_text())["rows"]
-    return found
+    return json.loads(WRITTEN.read_text())["rows"]
 
 
 def test_every_trainer_answers_every_check_with_a_command_that_repeats_it(rows: list[dict[str, Any]]) -> None:

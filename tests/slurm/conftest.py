@@ -13,22 +13,16 @@ from typing import Any
 
 import pytest
 from harness.recipes.parity import make_dataset
+from small_packs import TINY
 
-from ..distributed.conftest import ROOT, read_metrics
-from ..nightly.conftest import TINY
+from ..distributed.conftest import ROOT, read_metrics, train
 from .cluster import Cluster, missing
 
 HARNESS = (sys.executable, "-m", "harness")
 SETTINGS = (
     *TINY,
-    "loader.global_batch_size=8",
-    "loader.block_packs=4",
-    "loader.num_workers=0",
-    "schedule.max_tokens_per_rank=256",
-    "trainer.device=cpu",
-    "trainer.eval_interval=0",
-    "trainer.eval_batches=1",
-    "optimizer.decay_steps=40",
+    *("loader.global_batch_size=8", "loader.block_packs=4", "loader.num_workers=0", "schedule.max_tokens_per_rank=256"),
+    *("trainer.device=cpu", "trainer.eval_interval=0", "trainer.eval_batches=1", "optimizer.decay_steps=40"),
 )
 
 
@@ -58,6 +52,12 @@ def started(cluster: Cluster) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("slurm") / "data")
+
+
+def losses_here(data: Path, folder: Path, ranks: int, *settings: str) -> list[float]:
+    """Return the losses of ranks on this machine, without Slurm."""
+    steps = train(folder, [f"data.path={data}", f"run_dir={folder}", *SETTINGS, *settings], ranks=ranks)
+    return [line["loss"] for line in steps]
 
 
 @dataclass(frozen=True)

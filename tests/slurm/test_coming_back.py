@@ -84,7 +84,7 @@ def test_a_successor_continues_a_run_whose_script_was_lost(submit, slurm, undist
     assert not slurm.on("login", "squeue", "--noheader").strip()
 
 
-def test_a_second_job_of_a_live_run_changes_nothing_and_the_run_is_shown_and_canceled(submit, slurm, tmp_path):
+def test_a_second_job_of_a_live_run_changes_nothing_and_the_run_is_shown_and_canceled_for_good(submit, slurm):
     # No checkpoint is removed meanwhile, however far the live run gets.
     job = submit(*LONG, "trainer.steps=100000", "trainer.keep_checkpoints=100000", nodes=1)
     wait_for_step(job, 25)
@@ -108,5 +108,8 @@ def test_a_second_job_of_a_live_run_changes_nothing_and_the_run_is_shown_and_can
     assert re.search(r"step +\d+", printed)
     printed = slurm.on("login", *HARNESS, "cancel", job.run_dir, check=True, cwd=ROOT)
     assert f"canceled: job {job.job_id} is running" in printed
-    assert job.wait() == "CANCELLED"
-    assert job.facts["Restarts"] == "0"
+    assert job.wait() == "CANCELLED", job.log
+    # Even now Slurm would requeue it, and start it after a while.
+    time.sleep(15)
+    assert (job.facts["JobState"], job.facts["Restarts"]) == ("CANCELLED", "0")
+    assert "cancelled: the job is not requeued" in job.log

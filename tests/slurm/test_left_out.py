@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ..distributed.conftest import launcher, read_metrics, run_command
 from .cluster import Cluster
-from .conftest import SETTINGS, started
+from .conftest import losses_here, started
 from .test_preflight import mounted
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
@@ -23,22 +22,6 @@ ONE_RANK = "cluster.ranks_per_node=1"
 def slurm() -> Iterator[Cluster]:
     """A cluster of three nodes, with time for a requeued job to say which nodes to leave out."""
     yield from started(Cluster(3, credential_s=20))
-
-
-@pytest.mark.nightly
-def test_a_node_that_cannot_run_the_interpreter_is_left_out_and_the_job_runs_on_the_others(submit, slurm, tmp_path):
-    python, closed = tmp_path / "python", tmp_path / "closed"
-    for path in (python, closed):
-        path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    closed.chmod(0o644)
-    with mounted(slurm, "node2", closed, python):
-        job = submit("trainer.steps=2", ONE_RANK, f"cluster.python={python}")
-        assert job.wait() == "COMPLETED", job.log
-    assert f"preflight: node2: launch: {python}: Permission denied" in job.log
-    assert "preflight: node1" not in job.log
-    assert (job.facts["Restarts"], job.facts["NodeList"]) == ("1", "node[1,3]"), job.log
-    assert (job.run_dir / "excluded_nodes").read_text().startswith("node2 launch: ")
 
 
 def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_copy_the_data(
@@ -65,18 +48,7 @@ def test_a_spare_replaces_a_node_that_fails_the_preflight_and_nodes_that_train_c
     assert copies == {"node1": f"{local}{data}.copied", "node2": "", "node3": f"{local}{data}.copied"}
     assert f"preflight: 2 nodes, copy of {data}: " in job.log
     assert f"{local}{data}/train" in (job.run_dir / "report.md").read_text()
-    folder = tmp_path / "undisturbed"
-    program = [
-        *launcher(2),
-        "harness.recipes.sft",
-        f"data.path={data}",
-        f"run_dir={folder}",
-        *SETTINGS,
-        "trainer.steps=3",
-    ]
-    code, output = run_command(program)
-    assert code == 0, output
-    assert job.losses == [line["loss"] for line in read_metrics(folder)]
+    assert job.losses == losses_here(data, tmp_path / "undisturbed", 2, "trainer.steps=3")
 
 
 @pytest.mark.parametrize("spares", [0, pytest.param(1, marks=pytest.mark.nightly)])

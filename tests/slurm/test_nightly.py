@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ..distributed.conftest import ROOT, environment
+from ..distributed.conftest import ROOT, run_command
 from .conftest import SlurmJob
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
@@ -60,12 +59,6 @@ def test_the_report_fails_where_a_part_failed_or_was_cut_off(tmp_path, codes, co
         if part_code is not None:
             (tmp_path / f"part-{number}.code").write_text(part_code)
     variables = {"NIGHTLY_ROLE": "report", "NIGHTLY_FOLDER": str(tmp_path), "NIGHTLY_PARTS": "2"}
-    done = subprocess.run(
-        ["bash", "slurm/nightly.sbatch"],
-        cwd=ROOT,
-        env={**environment(), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, message in done.stdout) == (code, True), done.stdout + done.stderr
+    words = ["env", *(f"{name}={value}" for name, value in variables.items()), "bash", "slurm/nightly.sbatch"]
+    found, output = run_command(words)
+    assert (found, message in output) == (code, True), output

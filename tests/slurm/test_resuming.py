@@ -7,13 +7,11 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from ..distributed.conftest import launcher, read_metrics, run_command
-from .conftest import SETTINGS, SlurmJob
+from .conftest import SlurmJob, losses_here
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 # Long enough to be disturbed in the middle on any machine.
@@ -27,12 +25,7 @@ LONG = (
 @pytest.fixture(scope="module")
 def undisturbed(data, tmp_path_factory) -> list[float]:
     """The losses of two ranks on this machine, without Slurm."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    code, output = run_command(
-        [*launcher(2), "harness.recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, *LONG[:2]]
-    )
-    assert code == 0, output
-    return [line["loss"] for line in read_metrics(folder)]
+    return losses_here(data, tmp_path_factory.mktemp("undisturbed") / "run", 2, *LONG[:2])
 
 
 def attempts(job: SlurmJob) -> list[dict]:
@@ -62,18 +55,6 @@ def test_a_job_asked_to_stop_checkpoints_requeues_and_resumes(submit, undisturbe
     assert f"stopped as asked after step {stopped['step']}" in job.log
     assert resumed_step(job) == stopped["step"]
     assert "attempt 2 on node[1-2]" in job.log
-
-
-def test_a_cancelled_job_is_not_requeued(submit, slurm):
-    job = submit(*LONG, "trainer.steps=100000")
-    wait_for_step(job, 5)
-    slurm.on("login", "scancel", job.job_id, check=True)
-    assert job.wait() == "CANCELLED", job.log
-    # Even now Slurm would requeue it, and start it after a while.
-    time.sleep(15)
-    assert job.facts["JobState"] == "CANCELLED"
-    assert job.facts["Restarts"] == "0"
-    assert "cancelled: the job is not requeued" in job.log
 
 
 def test_a_preempted_job_checkpoints_and_resumes_after_the_urgent_one(submit, slurm, undisturbed):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from ..distributed.conftest import ROOT, launcher, read_metrics, run_command
-from .conftest import HARNESS, SETTINGS
+from ..distributed.conftest import ROOT
+from .conftest import HARNESS, losses_here
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
@@ -15,12 +15,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 @pytest.fixture(scope="module")
 def local(data, tmp_path_factory) -> list[float]:
     """The losses of four ranks on this machine, without Slurm."""
-    folder = tmp_path_factory.mktemp("local") / "run"
-    code, output = run_command(
-        [*launcher(4), "harness.recipes.sft", f"data.path={data}", f"run_dir={folder}", *SETTINGS, "trainer.steps=6"]
-    )
-    assert code == 0, output
-    return [line["loss"] for line in read_metrics(folder)]
+    return losses_here(data, tmp_path_factory.mktemp("local") / "run", 4, "trainer.steps=6")
 
 
 @pytest.mark.parametrize("kind", ["srun", "torchrun"])
@@ -41,11 +36,7 @@ def test_a_job_that_sbatch_refuses_is_reported_and_leaves_no_folder(slurm, data,
     printed = slurm.on(
         "login",
         *HARNESS,
-        "submit",
-        "sft",
-        "cluster.partition=nowhere",
-        f"data.path={data}",
-        f"runs={tmp_path}/runs",
+        *("submit", "sft", "cluster.partition=nowhere", f"data.path={data}", f"runs={tmp_path}/runs"),
         cwd=ROOT,
     )
     assert "sbatch rejected the job: sbatch: error:" in printed

@@ -186,8 +186,7 @@ class Trainer:
         if steps is not None:
             scheduler.max_steps = scheduler.step + steps
         recipe.run_train_validation_loop()
-        made: list[list[Any]] = recipe.__dict__["seen"][0]
-        return made
+        return recipe.__dict__["seen"][0]
 
     def evaluate(self, batch: Any) -> float:
         recipe = self._make(self._write(batch), steps=1, epochs=1, batch=1, validated=True)

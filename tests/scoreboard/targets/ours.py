@@ -82,7 +82,6 @@ class Trainer:
             stored |= {"aux_loss": layout.router_loss}
         self._model = model = ModelConfig(**files, lora_rank=layout.lora_rank, **stored)
         weights = find_pretrained(model)
-        assert weights is not None
         return MegatronStep(
             model,
             self._parallel,
@@ -160,7 +159,6 @@ class Trainer:
         newest, damaged = find_newest(folder)
         if damaged:
             raise damaged[0]
-        assert newest is not None
         self._step = self._make_step()
         load_checkpoint(newest, self._step)
         progress = read_progress(newest)

@@ -12,9 +12,7 @@ from transformers import (
     DataCollatorWithFlattening,
     TrainingArguments,
 )
-from transformers import (
-    Trainer as TransformersTrainer,
-)
+from transformers import Trainer as TransformersTrainer
 
 from harness.conformance import NotSupported
 
@@ -48,9 +46,7 @@ class Trainer(HuggingFaceTarget):
         return TransformersTrainer(
             model=AutoModelForCausalLM.from_pretrained(self._model_folder),
             args=TrainingArguments(
-                **self.settings(),
-                **arguments,
-                train_sampling_strategy="random" if layout.shuffle else "sequential",
+                **self.settings(), **arguments, train_sampling_strategy="random" if layout.shuffle else "sequential"
             ),
             train_dataset=data,
             eval_dataset=evaluation,

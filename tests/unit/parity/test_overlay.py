@@ -9,20 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from step_metrics import metrics
 
 from harness.plan import OptimizerConfig, SftConfig
 from harness.settings import to_yaml
 from harness.train import StepMetrics
 
 LOSSES = [6.0, 5.0, 4.0, 3.0]
-
-
-def step_of(number: int, loss: float, **values: object) -> StepMetrics:
-    counts = {"tokens": 900, "trained_tokens": 300, "packs_consumed": 8 * number}
-    rates = {"tokens_per_s": 9e3, "fill": 0.9, "step_s": 0.1, "data_wait_s": 0.0}
-    shares = {"imbalance_tokens": 1.0, "imbalance_cost": 1.0}
-    known = {"epoch": 0, "validation_loss": None, "learning_rate": 1e-3, "grad_norm": 1.0, "num_microbatches": 1}
-    return StepMetrics(**{"step": number, "loss": loss, **known, **counts, **rates, **shares, **values})
 
 
 @pytest.fixture
@@ -42,7 +35,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 def run_of(losses: list[float], **values: object) -> list[StepMetrics]:
-    return [step_of(number, loss, **values) for number, loss in enumerate(losses, start=1)]
+    return [metrics(number, loss, **values) for number, loss in enumerate(losses, start=1)]
 
 
 def test_runs_with_equal_losses_are_the_same_and_are_plotted(harness, make, tmp_path):
@@ -72,11 +65,11 @@ def test_the_first_step_beyond_the_tolerance_is_named(harness, make):
 
 
 def test_a_validation_that_both_made_is_judged_and_the_gradient_norm_is_not(harness, make):
-    a = [*run_of([6.0, 5.0]), step_of(3, 4.0, validation_loss=4.5, evaluation_losses={"math": 2.0})]
-    b = [*run_of([6.0, 5.0], grad_norm=2.0), step_of(3, 4.0, validation_loss=4.5, evaluation_losses={"math": 2.5})]
+    a = [*run_of([6.0, 5.0]), metrics(3, 4.0, validation_loss=4.5, evaluation_losses={"math": 2.0})]
+    b = [*run_of([6.0, 5.0], grad_norm=2.0), metrics(3, 4.0, validation_loss=4.5, evaluation_losses={"math": 2.5})]
     code, printed, _ = harness("compare", make("a", a), make("b", b))
     assert (code, "different: math first differs at step 3: 2.0 and 2.5" in printed) == (1, True)
-    only_one = [*run_of([6.0, 5.0], grad_norm=2.0), step_of(3, 4.0)]
+    only_one = [*run_of([6.0, 5.0], grad_norm=2.0), metrics(3, 4.0)]
     assert harness("compare", "a", make("c", only_one))[0] == 0
 
 
@@ -88,7 +81,7 @@ def test_a_run_that_is_still_training_is_compared_over_the_common_steps(harness,
 
 def test_settings_and_data_that_differ_are_listed(harness, make):
     other = SftConfig(run_dir="b", optimizer=OptimizerConfig(lr=0.004))
-    b = [step_of(1, 6.0), step_of(2, 5.0, trained_tokens=299)]
+    b = [metrics(1, 6.0), metrics(2, 5.0, trained_tokens=299)]
     code, printed, _ = harness("compare", make("a", run_of([6.0, 5.0])), make("b", b, other))
     rows = [line.split() for line in printed.splitlines()]
     assert code == 0
@@ -119,7 +112,7 @@ def test_one_of_three_runs_that_differs_is_exit_code_1_and_json_has_no_nan(harne
 def test_runs_that_cannot_be_compared_are_refused(harness, make, runs, message):
     make("a", run_of(LOSSES))
     make("b", run_of(LOSSES))
-    make("late", [step_of(7, 2.0)])
+    make("late", [metrics(7, 2.0)])
     make("empty", [])
     code, _, error = harness("compare", *runs)
     assert code == 2

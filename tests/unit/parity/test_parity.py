@@ -23,12 +23,12 @@ def step(number: int, **changed: object) -> StepMetrics:
 EXPECTED = [step(1), step(2), step(3)]
 
 
+def run(steps: list[StepMetrics]) -> Recorded:
+    return Recorded(steps, list, lambda step, row, index: {})
+
+
 def checks(found: list[StepMetrics], tolerances: Tolerances | None = None) -> dict[str, Check]:
     """Of the metrics alone; those of the data have tests of their own."""
-
-    def run(steps: list[StepMetrics]) -> Recorded:
-        return Recorded(steps, list, lambda step, row, index: {})
-
     made = compare_runs(run(EXPECTED), run(found), tolerances or Tolerances())
     return {check.name: check for check in made}
 
@@ -41,9 +41,6 @@ def messages_of(found: list[StepMetrics], tolerances: Tolerances | None = None) 
 
 def test_routers_that_counted_other_tokens_or_gave_other_losses_are_named() -> None:
     experts = {"routed_tokens": 100, "shared_tokens": 0, "bias_tokens": 100, "load": 1.5, "aux_loss": 1.1}
-
-    def run(steps: list[StepMetrics]) -> Recorded:
-        return Recorded(steps, list, lambda step, row, index: {})
 
     def named(**changed: float) -> str | None:
         found = run([step(1, experts=experts), step(2, experts=experts | changed)])
