@@ -36,30 +36,30 @@ VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_743,
-    "harness/bench": 2_051,
-    "harness/cli": 2_677,
+    "harness": 2_801,
+    "harness/bench": 2_016,
+    "harness/cli": 2_654,
     "harness/conformance": 1_615,
-    "harness/formats": 5_830,
+    "harness/formats": 5_780,
     "harness/indexed": 1_204,
-    "harness/integrations": 2_848,
-    "harness/launch": 2_352,
-    "harness/loader": 4_686,
-    "harness/megatron": 10_564,
-    "harness/parity": 2_615,
-    "harness/plan": 5_482,
-    "harness/prep": 10_861,
+    "harness/integrations": 2_792,
+    "harness/launch": 2_321,
+    "harness/loader": 4_553,
+    "harness/megatron": 10_530,
+    "harness/parity": 2_593,
+    "harness/plan": 5_440,
+    "harness/prep": 10_888,
     "harness/recipes": 10,
-    "harness/schedule": 983,
-    "harness/storage": 2_686,
-    "harness/train": 2_644,
+    "harness/schedule": 967,
+    "harness/storage": 2_666,
+    "harness/train": 2_620,
     "recipes": 495,
-    "tests": 56_554,
-    "tests/benchmarks": 2_595,
+    "tests": 56_268,
+    "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_886,
-    "from packs to the optimizer's step, lines": 4_102,
+    "core ring, lines": 19_572,
+    "from packs to the optimizer's step, lines": 3_906,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_346
+MOST_LINES_IN_ALL = 61_945
 
 
 @cache
