@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
@@ -296,7 +296,9 @@ def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[
     of = f"of the tool {tool['function']['name']!r}"
     function = {**tool["function"], "name": word("tools")}
     if "parameters" in function:
-        function["parameters"] = _renamed(function["parameters"], lambda path: word(f"parameter {path!r} {of}"))
+        # `if` and `allOf` repeat names of parameters.
+        named = cache(lambda path: word(f"parameter {path!r} {of}"))
+        function["parameters"] = _renamed(function["parameters"], named)
     return {**tool, "function": function}
 
 
