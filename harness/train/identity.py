@@ -57,15 +57,14 @@ def read_identity(folder: Path) -> Identity | None:
 
 def begin_attempt(folder: Path) -> Identity:
     """Give the attempt that holds the lock of a run's folder its token, and a folder at another place a new id."""
-    before, facts = read_identity(folder), folder.stat()
+    old, facts = read_identity(folder), folder.stat()
     # The device numbers of network file systems and overlays, whose major is 0, differ between nodes and mounts.
     place = f"{facts.st_dev if os.major(facts.st_dev) else 0}:{facts.st_ino}:{folder.resolve()}"
     # Checkpoints of an early version, or whose identity was removed, may be of any run.
     run, earlier = secrets.token_hex(16), None if whole_checkpoints(folder / CHECKPOINTS) else []
-    if before is not None:
-        is_moved = before.place != place
-        earlier = [*before.earlier, before.run] if is_moved and before.earlier is not None else before.earlier
-        run = run if is_moved else before.run
+    if old is not None:
+        run = old.run if old.place == place else run
+        earlier = [*old.earlier, old.run] if old.earlier is not None and old.place != place else old.earlier
     identity = Identity(run, secrets.token_hex(16), place, earlier)
     write_atomically(folder / IDENTITY_FILE, (json.dumps(asdict(identity)) + "\n").encode())
     return identity

@@ -296,8 +296,7 @@ def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[
     of = f"of the tool {tool['function']['name']!r}"
     function = {**tool["function"], "name": word("tools")}
     if "parameters" in function:
-        # `if` and `allOf` repeat names of parameters.
-        named = cache(lambda path: word(f"parameter {path!r} {of}"))
+        named = cache(lambda path: word(f"parameter {path!r} {of}"))  # `if` and `allOf` repeat names
         function["parameters"] = _renamed(function["parameters"], named)
     return {**tool, "function": function}
 
