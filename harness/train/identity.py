@@ -61,7 +61,8 @@ def begin_attempt(folder: Path) -> Identity:
     # The device numbers of network file systems and overlays, whose major is 0, differ between nodes and mounts.
     place = f"{facts.st_dev if os.major(facts.st_dev) else 0}:{facts.st_ino}:{folder.resolve()}"
     # Checkpoints of an early version, or whose identity was removed, may be of any run.
-    run, earlier = secrets.token_hex(16), None if whole_checkpoints(folder / CHECKPOINTS) else []
+    run = secrets.token_hex(16)
+    earlier: list[str] | None = None if whole_checkpoints(folder / CHECKPOINTS) else []
     if old is not None:
         run = old.run if old.place == place else run
         earlier = [*old.earlier, old.run] if old.earlier is not None and old.place != place else old.earlier

@@ -292,12 +292,11 @@ def with_unique_words(
 
 
 def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[str, Any]:
-    """Return a tool with unique words as its name and as the names of its parameters, nested ones too."""
+    """Return a tool with unique words as its name and as the names of its parameters, one for each path."""
     of = f"of the tool {tool['function']['name']!r}"
     function = {**tool["function"], "name": word("tools")}
     if "parameters" in function:
-        named = cache(lambda path: word(f"parameter {path!r} {of}"))  # `if` and `allOf` repeat names
-        function["parameters"] = _renamed(function["parameters"], named)
+        function["parameters"] = _renamed(function["parameters"], cache(lambda path: word(f"parameter {path!r} {of}")))
     return {**tool, "function": function}
 
 
