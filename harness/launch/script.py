@@ -125,7 +125,7 @@ def _variables(job: Job, cluster: ClusterConfig) -> list[str]:
         program = ["-m", "torch.distributed.run", *agent, f"--log-dir={job.logs}/ranks", *program]
     return [
         "set -uo pipefail",
-        *cluster.setup,
+        *(["set +u", *cluster.setup, "set -u"] if cluster.setup else []),  # conda's scripts read unset variables
         *(f"export {name}='{value}'" for name, value in values.items()),
         f"run_dir={shlex.quote(job.run_dir)}",
         f"logs={shlex.quote(job.logs)}",

@@ -11,13 +11,13 @@ import json
 import os
 import secrets
 import socket
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.errors import CheckpointError, ConfigError
 from harness.settings import load
 from harness.storage import write_atomically
-from harness.train.checkpoints import RUN_FILE, UnreadableError
+from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, UnreadableError, whole_checkpoints
 
 IDENTITY_FILE = "identity.json"
 
@@ -30,13 +30,13 @@ class Identity:
         run: random id of the run, 32 hexadecimal digits.
         attempt: random token of the attempt, the same.
         place: device, inode and path of the run's folder, which a copy of it does not share.
-        earlier: ids of the runs of which the folder is a copy, whose checkpoints it has.
+        earlier: ids of the runs of which the folder is a copy, whose checkpoints it has; None where they are unknown.
     """
 
     run: str
     attempt: str
     place: str
-    earlier: list[str] = field(default_factory=list)
+    earlier: list[str] | None = None
 
 
 def read_identity(folder: Path) -> Identity | None:
@@ -57,13 +57,15 @@ def read_identity(folder: Path) -> Identity | None:
 
 def begin_attempt(folder: Path) -> Identity:
     """Give the attempt that holds the lock of a run's folder its token, and a folder at another place a new id."""
-    before, facts = read_identity(folder), folder.stat()
+    old, facts = read_identity(folder), folder.stat()
     # The device numbers of network file systems and overlays, whose major is 0, differ between nodes and mounts.
     place = f"{facts.st_dev if os.major(facts.st_dev) else 0}:{facts.st_ino}:{folder.resolve()}"
-    run, earlier = secrets.token_hex(16), []
-    if before is not None:
-        earlier = before.earlier if before.place == place else [*before.earlier, before.run]
-        run = before.run if before.place == place else run
+    # Checkpoints of an early version, or whose identity was removed, may be of any run.
+    run = secrets.token_hex(16)
+    earlier: list[str] | None = None if whole_checkpoints(folder / CHECKPOINTS) else []
+    if old is not None:
+        run = old.run if old.place == place else run
+        earlier = [*old.earlier, old.run] if old.earlier is not None and old.place != place else old.earlier
     identity = Identity(run, secrets.token_hex(16), place, earlier)
     write_atomically(folder / IDENTITY_FILE, (json.dumps(asdict(identity)) + "\n").encode())
     return identity
@@ -72,7 +74,7 @@ def begin_attempt(folder: Path) -> Identity:
 def refuse_foreign(folder: Path, checkpoint: Path) -> None:
     """Raise ConfigError for a checkpoint in a run's folder that another run wrote, and no run that this one copies."""
     own, run = read_identity(folder), json.loads((checkpoint / RUN_FILE).read_text()).get("run")
-    if own is not None and run not in (None, own.run, *own.earlier):
+    if own is not None and own.earlier is not None and run not in (None, own.run, *own.earlier):
         what = f"the checkpoint is of another run, {run}"
         fix = "move it out of this folder; model.init_from=PATH starts a new run from its weights"
         raise ConfigError(

@@ -132,14 +132,14 @@ def _as_json_schema(given: Any) -> Any:
 
 
 def map_schemas(schema: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return a schema with what `change` makes of each one inside it, given the name of its property or "".
+    """Return a schema with what `change` makes of each one inside it, given its name there or "".
 
     What `$ref` points to is inside `$defs` or `definitions`, so that a cycle of these ends.
     """
     made = dict(schema)
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, Mapping):
-            made[key] = {name: change(name * ("roperties" in key), inner) for name, inner in value.items()}
+            made[key] = {name: change(name, inner) for name, inner in value.items()}
         elif key in _INSIDE:
             made[key] = [change("", inner) for inner in value] if isinstance(value, list) else change("", value)
     return made

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
@@ -292,11 +292,11 @@ def with_unique_words(
 
 
 def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[str, Any]:
-    """Return a tool with unique words as its name and as the names of its parameters, nested ones too."""
+    """Return a tool with unique words as its name and as the names of its parameters, one for each path."""
     of = f"of the tool {tool['function']['name']!r}"
     function = {**tool["function"], "name": word("tools")}
     if "parameters" in function:
-        function["parameters"] = _renamed(function["parameters"], lambda path: word(f"parameter {path!r} {of}"))
+        function["parameters"] = _renamed(function["parameters"], cache(lambda path: word(f"parameter {path!r} {of}")))
     return {**tool, "function": function}
 
 

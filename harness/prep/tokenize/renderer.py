@@ -265,11 +265,9 @@ def _check_lengths(lengths: Sequence[int], given: Conversation | Sequence[Any]) 
     size = len(json.dumps(record, ensure_ascii=False, default=str))
     allowed = min(_TIMES * size, size + _LONGER) + _ALWAYS
     if longest > allowed or in_all > _MAX_IN_ALL:
-        detail = (
-            f"the chat template writes {longest:,} characters ({in_all:,} in all sequences) for a record of {size:,}"
-        )
-        detail += f", and may write {allowed:,} ({_MAX_IN_ALL:,}); set another template with tokenizer.chat_template"
-        raise BadRecordError(BadReason.TEMPLATE_FAILED, f"{detail}, or divide the record")
+        detail = f"the chat template writes {longest:,} characters ({in_all:,} in all sequences) for a record of"
+        detail += f" {size:,}, and may write {allowed:,} ({_MAX_IN_ALL:,}); set another template with "
+        raise BadRecordError(BadReason.TEMPLATE_FAILED, f"{detail}tokenizer.chat_template, or divide the record")
 
 
 def _cut(text: str) -> str:

@@ -194,6 +194,13 @@ def test_lines_that_would_take_those_after_them_are_refused(lines: list[str]) ->
         render(JOB, replace(CLUSTER, setup=lines))
 
 
+def test_lines_run_as_a_shell_runs_them_and_the_rest_of_the_script_with_its_options() -> None:
+    script = render(JOB, replace(CLUSTER, env={}, setup=["a=${NOT_SET#x}", "export A=$NOT_SET${a}b"]))
+    before = script.partition("\nrun_dir=")[0]
+    for last, code in (("[[ $A == b ]]", 0), ('echo "$NOT_SET"', 127), ("false | true", 1)):
+        assert subprocess.run(["bash", "-c", f"{before}\n{last}"], capture_output=True, check=False).returncode == code
+
+
 def test_complete_lines_are_kept_as_they_are_and_names_of_variables_are_checked() -> None:
     lines = ["if true; then", "  export A=\"a  'b'\"", "fi  # done", "shopt -s extglob", "echo !(x)", "cat <<E\nE"]
     assert "\n".join(lines) in render(JOB, replace(CLUSTER, setup=lines))

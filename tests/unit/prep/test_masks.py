@@ -193,12 +193,30 @@ def test_a_parameter_inside_another_that_a_template_loses_is_refused_by_name(
     names = "{% for name in t.function.parameters.properties %}{{ name }}{% endfor %}"
     made = tokenizer(TOOLS.replace(named, named + names))
     bad = refused(made, parsed(turns, tools=tools))
-    path = {"properties": "a.x.city", "patternProperties": "a.^x-.city"}.get(keyword, "a.city")
+    paths = dict.fromkeys(("$defs", "definitions", "dependentSchemas"), "a.Place.city")
+    path = {"properties": "a.x.city", "patternProperties": "a.^x-.city", **paths}.get(keyword, "a.city")
     assert f"does not write the parameter '{path}' of the tool 'f'" in bad.detail
     assert "source.ignore_fields=[tools]" in bad.detail
     # Of these tools alone: a conversation of the same shape with others is written whole.
     others = [{"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}]
     encode(made, parsed(turns, tools=others))
+
+
+@pytest.mark.parametrize(("inside", "lost"), [("if", ""), ("allOf", ""), ("properties", "b.a"), ("$defs", "a.a")])
+def test_a_condition_that_repeats_the_name_of_a_parameter_is_not_a_parameter_of_its_own(
+    tokenizer: Any, inside: str, lost: str
+) -> None:
+    again = {"properties": {"a": {"const": "fox"}}}
+    more = {"if": again, "allOf": [again], "properties": {"b": again}, "$defs": {"a": again}}[inside]
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    properties = {"a": {"type": "string"}, **(more if inside == "properties" else {})}
+    tools = [{"name": "f", "parameters": {"type": "object", inside: more, "properties": properties}}]
+    names = "{{ t.function.name }}{% for name in t.function.parameters.properties %}{{ name }}{% endfor %}"
+    made = tokenizer(TOOLS.replace("{{ t.function.name }}", names))
+    if lost:
+        assert f"the parameter '{lost}'" in refused(made, parsed(turns, tools=tools)).detail
+    else:
+        encode(made, parsed(turns, tools=tools))
 
 
 # What is lost stands elsewhere, too: a short result in the answer, an argument in the question.

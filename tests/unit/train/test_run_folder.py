@@ -91,8 +91,28 @@ def test_a_checkpoint_of_another_run_is_refused_and_those_of_the_run_and_of_what
                 refuse_foreign(folder, folder / "checkpoints" / foreign.name)
             assert "model.init_from" in refused.value.fix
             begin_attempt(folder)
-    (first / "identity.json").unlink()
-    refuse_foreign(first, foreign)
+
+
+def test_a_folder_with_checkpoints_of_unknown_runs_resumes_from_them_in_every_later_attempt_and_copy(tmp_path):
+    def folder_of(name, change):
+        folder = tmp_path / name
+        checkpoint = checkpoint_in(folder, 1)
+        (checkpoint / "run.json").write_text(json.dumps({"run": "ab" * 16}))
+        begin_attempt(folder)
+        path = folder / "identity.json"
+        change(path, json.loads(path.read_text()))
+        return folder
+
+    folders = [
+        folder_of("removed", lambda path, identity: path.unlink()),
+        folder_of("early", lambda path, identity: path.write_text(json.dumps({**identity, "earlier": None}))),
+        folder_of("earlier", lambda path, identity: identity.pop("earlier") or path.write_text(json.dumps(identity))),
+    ]
+    for first in folders:
+        for folder in (first, shutil.copytree(first, tmp_path / f"copy of {first.name}")):
+            for _ in range(3):
+                refuse_foreign(folder, folder / "checkpoints" / "step-00000001")
+                begin_attempt(folder)
 
 
 def test_an_identity_that_cannot_be_read_now_is_not_to_be_removed(tmp_path):
