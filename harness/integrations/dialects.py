@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from harness.checks import require_choice
-from harness.errors import ConfigError, HarnessError, ScheduleError
+from harness.errors import HarnessError, ScheduleError
 from harness.thd import ThdBatch
 
 IGNORED = -100
@@ -28,8 +28,7 @@ class DialectError(HarnessError, KeyError):
 class Row(dict[str, Any]):
     """One row as a dict of arrays, or of tensors after `tensors()`; the class is its dialect.
 
-    Any key of another dialect raises DialectError, from `get` and `pop` too. A value with more dimensions than two
-    raises ConfigError: a default DataLoader has stacked rows, which are batches already.
+    Any key of another dialect raises DialectError, from `get` and `pop` too.
 
     Attributes:
         keys_of_dialect: keys of a row.
@@ -37,19 +36,6 @@ class Row(dict[str, Any]):
 
     dialect: ClassVar[str]
     keys_of_dialect: ClassVar[tuple[str, ...]]
-
-    def __init__(self, *values: Any, **named: Any) -> None:
-        super().__init__()
-        self.update(*values, **named)
-
-    def update(self, *values: Any, **named: Any) -> None:
-        """Set values as `dict.update` does; raise ConfigError for those of rows that were stacked."""
-        super().update(*values, **named)
-        for key, value in self.items():
-            if getattr(value, "ndim", 0) > 2:
-                what = f"{key} of a row has the shape {tuple(value.shape)}: the row was batched again"
-                fix = "use batch_size=None in the DataLoader: a row is already a batch"
-                raise ConfigError(what, where="DataLoader", fix=fix)
 
     @classmethod
     def of(cls, row: ThdBatch) -> Self:

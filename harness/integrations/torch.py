@@ -19,6 +19,7 @@ require("torch")  # a named error before the import that would fail
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from harness.errors import ConfigError, LoaderError
 from harness.formats import PackReader, open_dataset
@@ -27,6 +28,14 @@ from harness.integrations.dialects import Row, require_dialect
 from harness.integrations.stream import RankStream
 from harness.loader import LoaderState, RankBatch
 from harness.thd import build_thd_batch
+
+
+def _refuse_batch(rows: list[Row], *, collate_fn_map: Any = None) -> None:
+    what = f"a DataLoader makes a batch of {len(rows)} rows, each of which is a batch already"
+    raise ConfigError(what, where="DataLoader", fix="use batch_size=None in the DataLoader")
+
+
+default_collate_fn_map[Row] = _refuse_batch  # documented by `default_collate`
 
 
 @dataclass(frozen=True, eq=False)
