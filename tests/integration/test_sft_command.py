@@ -92,6 +92,7 @@ def test_a_killed_command_continues_with_its_checkpoint_to_a_model_and_a_report_
     ("model", "arguments", "message", "fix"),
     [
         ("model", ["data.path=elsewhere"], "harness sft sets data.path itself", "the dataset is OUT/data"),
+        ("model", ["source.mix=[]"], "harness sft sets source.mix itself", "CHATS itself may be source.mix=[...]"),
         ("model", ["resume=true"], "harness sft sets resume itself", "the run resumes by itself"),
         ("model", ["data.pack_sise=512"], "data.pack_sise", "did you mean data.pack_size"),
         ("model", ["--cfg"], "harness sft has no flag --cfg", "`train sft` take flags"),
