@@ -135,3 +135,10 @@ def test_a_layout_is_chosen_for_the_gpus_unless_one_is_named(folder, tmp_path, h
     assert planned == ["plan", "sft", *settings, *layout, "gpu_gib=80.0"]
     named = [*settings, "parallel.tensor_parallel_size=2"]
     assert plan_layout(named, [80 * 2**30] * 4) == ([], ["plan", "sft", *named, "gpu_gib=80.0"])
+
+
+def test_chats_may_be_a_mix_of_sources(folder, tmp_path) -> None:
+    mix = "source.mix=[{path: nowhere.jsonl}]"
+    code, printed = run(sys.executable, "-m", "harness", "sft", str(folder / "model"), mix, str(tmp_path / "out"))
+    assert (code, printed.startswith(f"$ harness prepare '{mix}' ")) == (2, True)
+    assert "where: nowhere.jsonl" in printed
