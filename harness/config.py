@@ -129,7 +129,9 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
     if override.is_sweep_override():
         if may_sweep:
             return
-        fix = "KEY='[A, B]' is a list, KEY=\"'A,B'\" is text, and --multirun runs each value; "
+        key = override.key_or_group
+        listed = known.as_list(key, list(override.sweep_string_iterator())) if override.is_choice_sweep() else ""
+        fix = f"{listed} is a list, " * bool(listed) + f"{key}=\"'{value}'\" is text, and --multirun runs each value; "
         raise known.error(f"the value {value!r} can be read in several ways", where=text, fix=fix)
     if override.is_add() or override.is_force_add() or override.type is OverrideType.CHANGE:
         known.check_kinds(override.key_or_group, override.value(), where=text)

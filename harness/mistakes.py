@@ -267,6 +267,9 @@ class KnownSettings:
                 text = written.get(name) if isinstance(written, Mapping) else None
                 self.check_kinds(f"{key}.{name}" if key else str(name), inner, where=where, written=text)
         elif isinstance(value, list):
+            if _is_text(self.types.get(key, "")):
+                fix = f"{self.as_list(key, list(map(str, value))) or f'{key}=TEXT'}; "
+                raise self.error(f"{key} is one text, not a list", where=where, fix=fix)
             for inner, text in zip(value, written if isinstance(written, list) else [None] * len(value), strict=True):
                 if isinstance(inner, list | Mapping) and f"{key}[]" not in self._records:
                     raise self.error(f"{inner} is not an item of {key}", where=where, fix=f"{key}: [A, B]; ")
@@ -284,6 +287,17 @@ class KnownSettings:
         is_fraction = isinstance(value, float) and not (abs(value) < _EXACT and value.is_integer())
         if (kind == "int" and is_fraction) or (kind == "bool" and _is_other_number(value)):
             raise self.error(f"{value} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")
+
+    def as_list(self, key: str, values: Sequence[str] = ("A", "B")) -> str:
+        """Return the line that sets a list here, or in the list of records next to it; empty if there is neither."""
+        section, _, leaf = key.rpartition(".")
+        records = re.compile(rf"{re.escape(key)}\[\]\.\w+|{re.escape(section)}\.\w+\[\]\.{re.escape(leaf)}")
+        if record := next(filter(records.fullmatch, self.types), ""):
+            key, _, leaf = record.partition("[].")
+            values = [f"{{{leaf}: {value}}}" for value in values]
+        elif not self.types.get(key, "").startswith("list"):
+            return ""
+        return f"{key}={shlex.quote('[' + ', '.join(values) + ']')}"
 
     def _kind(self, key: str) -> str:
         """Return the type of a setting, of an item of a list or of a record of a map."""
@@ -359,14 +373,14 @@ class KnownSettings:
             kind = _TYPES.get(wrong[2], wrong[2])
             return self.error(f"{wrong[1]} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")
         if "is not Optional" in message:
-            return self.error(
-                f"{key} cannot be null", where=where, fix=f"{key}={self.types.get(key, 'value').upper()}; "
-            )
+            fix = f"{key}={self.types.get(key, 'value').upper()}; "
+            return self.error(f"{key} cannot be null", where=where, fix=fix)
         if "is not a ListConfig" in message:
-            return self.error(f"{key} is a list", where=where, fix=f"{key}='[A, B]'; ")
+            return self.error(f"{key} is a list", where=where, fix=f"{self.as_list(key)}; ")
         if "is not a subclass of" in message:
             what = f"{key or 'a section of settings'} has a value in place of its settings"
-            return self.error(what, where=where, fix=f"{key or 'SECTION'}.NAME=VALUE; ")
+            listed = self.as_list(key.partition("[")[0]) if "[" in key else ""
+            return self.error(what, where=where, fix=f"{listed or (key or 'SECTION') + '.NAME=VALUE'}; ")
         if unknown := _NO_NAME.search(message):
             what = f"the reference ${{{unknown[1]}}} names no setting"
             return self.error(what, where=where, fix="write the value itself, or another name; ")

@@ -26,6 +26,7 @@ end_to_end_app = typer.Typer()
 # Settings that follow from MODEL, CHATS and OUT.
 _CHOSEN = {
     "source.path": "CHATS names the chats",
+    "source.mix": "CHATS itself may be source.mix=[...]",
     "data.path": "the dataset is OUT/data",
     "model.init_from": "MODEL names the weights",
     "run_dir": "the run is OUT/run",
@@ -60,7 +61,9 @@ class _Stages:
 @end_to_end_app.command(context_settings={"ignore_unknown_options": True})
 def sft(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="weights and tokenizer: folder, or name on the Hub")],
-    chats: Annotated[str, typer.Argument(metavar="CHATS", help="file, folder, glob, bucket URI or dataset on the Hub")],
+    chats: Annotated[
+        str, typer.Argument(metavar="CHATS", help="file, folder, glob, bucket URI, Hub dataset or source.mix=[...]")
+    ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[OUT] [KEY=VALUE]...", help="folder of the results; settings of prepare and train sft"),
@@ -107,7 +110,8 @@ def sft(
 def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the folder of the results, named by its argument or after model and chats, and the settings."""
     for name, text in (("MODEL", model), ("CHATS", chats)):
-        if "=" in text.partition("/")[0] or text.startswith("-"):
+        is_mix = name == "CHATS" and text.startswith("source.mix=")
+        if ("=" in text.partition("/")[0] and not is_mix) or text.startswith("-"):
             fix = "harness sft MODEL CHATS [OUT] [KEY=VALUE]..."
             raise ConfigError(f"{text!r} is in the place of {name}", where="harness sft", fix=fix)
     if Path(model).is_file() and not Path(chats).is_file():
@@ -125,14 +129,16 @@ def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, l
     if len(named) > 1:
         fix = "one folder, and settings as key=value"
         raise ConfigError(f"{' and '.join(named)} are given in the place of OUT", where="harness sft", fix=fix)
-    default = Path("runs") / "-".join(Path(text.rstrip("/")).name.split(".")[0] or "chats" for text in (model, chats))
+    names = (model, "mix" if is_mix else chats)
+    default = Path("runs") / "-".join(Path(text.rstrip("/")).name.split(".")[0] or "chats" for text in names)
     return Path(named[0]) if named else default, [text for text in arguments if text not in named]
 
 
 def _divide(model: str, chats: str, out: Path, settings: Sequence[str]) -> _Stages:
     """Divide settings between the two recipes, which share no name; raise ConfigError for those of the arguments."""
     known = KnownSettings("harness prepare", PrepareConfig, [CONFIGS])
-    stages = _Stages(out, [f"source.path={chats}", f"tokenizer.name={model}"], [f"model.init_from={model}"])
+    source = chats if chats.startswith("source.mix=") else f"source.path={chats}"
+    stages = _Stages(out, [source, f"tokenizer.name={model}"], [f"model.init_from={model}"])
     for text in ("data.overwrite=true" if text == "--overwrite" else text for text in settings):
         key, _, value = text.partition("=")
         if (why := _CHOSEN.get(key)) is not None:

@@ -126,7 +126,8 @@ class OptimizerConfig(CheckedSettings, section="optimizer"):
             return f"{text}, {self.decay} decay"
         if self.decay == "constant" or self.decay_steps is None:
             return f"{text}, without decay"
-        return f"{text}, {self.decay} decay to {self.lr * self.min_lr_ratio:g} at step {self.decay_steps:,}"
+        steps = count_of(self.decay_steps, "step")
+        return f"{text}, {self.decay} decay to {self.lr * self.min_lr_ratio:g} over {steps}"
 
 
 @dataclass

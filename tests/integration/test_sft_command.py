@@ -91,6 +91,7 @@ def test_a_killed_command_continues_with_its_checkpoint_to_a_model_and_a_report_
     ("model", "arguments", "message", "fix"),
     [
         ("model", ["data.path=elsewhere"], "harness sft sets data.path itself", "the dataset is OUT/data"),
+        ("model", ["source.mix=[]"], "harness sft sets source.mix itself", "CHATS itself may be source.mix=[...]"),
         ("model", ["resume=true"], "harness sft sets resume itself", "the run resumes by itself"),
         ("model", ["data.pack_sise=512"], "data.pack_sise", "did you mean data.pack_size"),
         ("model", ["--cfg"], "harness sft has no flag --cfg", "`train sft` take flags"),
@@ -133,3 +134,10 @@ def test_a_layout_is_chosen_for_the_gpus_unless_one_is_named(folder, tmp_path, h
     assert planned == ["plan", "sft", *settings, *layout, "gpu_gib=80.0"]
     named = [*settings, "parallel.tensor_parallel_size=2"]
     assert plan_layout(named, [80 * 2**30] * 4) == ([], ["plan", "sft", *named, "gpu_gib=80.0"])
+
+
+def test_chats_may_be_a_mix_of_sources(folder, tmp_path) -> None:
+    mix = "source.mix=[{path: nowhere.jsonl}]"
+    code, printed = run(sys.executable, "-m", "harness", "sft", str(folder / "model"), mix, str(tmp_path / "out"))
+    assert (code, printed.startswith(f"$ harness prepare '{mix}' ")) == (2, True)
+    assert "where: nowhere.jsonl" in printed

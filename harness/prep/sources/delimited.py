@@ -70,11 +70,7 @@ class DelimitedReader:
         return BadRecord("", BadReason.NOT_UTF8, self._problem) if self._problem else row
 
     def header(self) -> list[str]:
-        """Return the names of the columns, from the first line; an index without a name is `Unnamed: 0`.
-
-        Raises:
-            PrepError: two columns have the same name, or another character separates them.
-        """
+        """Return the names of the columns, from the first line; an index without a name is `Unnamed: 0`."""
         row, where = self._next(), f"{self._place}, {LINE} 1"
         if isinstance(row, BadRecord):
             what = f"the header cannot be read: {row.detail}"

@@ -61,11 +61,7 @@ class KnownForms:
         self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
 
     def find(self, conversation: Conversation) -> KnownForm:
-        """Return how the template takes conversations of this shape.
-
-        Raises:
-            BadRecordError: it takes them in no form, or leaves out a part of them.
-        """
+        """Return how the template takes conversations of this shape."""
         tags = self._template.tags
         is_as_given = self._trusts_plain and _is_plain(conversation, tags)
         shape: Any = (

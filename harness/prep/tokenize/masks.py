@@ -79,9 +79,6 @@ class Masker:
     Attributes:
         rule: `marks`, `stock`, `served`, `assistant_turns` or `all`.
         why: reason for the rule, in words.
-
-    Raises:
-        ConfigError: the template does not fit the rule that the settings name.
     """
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
@@ -349,7 +346,8 @@ class Masker:
             written = self._special.match(following)
             example = written.group() if written else self._template.end_of_sequence
             detail = f"turn {turn + 1} is trained without an end token, so the model would not learn to stop; "
-            detail += f"set tokenizer.end_of_last_turn{f', for example {example}' if example else ''}, or set "
+            setting = f"tokenizer.end_of_last_turn=\"'{example}'\"" if example else "tokenizer.end_of_last_turn"
+            detail += f"set {setting}, or set "
             raise BadRecordError(BadReason.NO_END, f"{detail}tokenizer.train_end_of_turn=false")
         chat.added_ends[turn] = token
         return [*others, (start, len(chat.served(turn)))]

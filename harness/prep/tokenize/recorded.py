@@ -33,9 +33,6 @@ def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[in
         tokenizer: of transformers.
         mask: `Provenance.mask` of the data, whose `end_tokens` are taken if there are any; otherwise the template is
             asked what it writes after an answer. (Data that records none was made without tools.)
-
-    Raises:
-        ConfigError: a recorded token is not one token of this tokenizer.
     """
     recorded, where = (mask or {}).get("end_tokens", "[]"), "manifest.json, provenance.mask.end_tokens"
     what, fix = "the dataset records no list of end tokens", "copy the dataset again, or prepare it again"
@@ -84,9 +81,6 @@ def as_prepared(config: TokenizerConfig, folder: str = "") -> tuple[TokenizerCon
 
     Returns:
         the settings, and the dataset that they were read from; None if there is none.
-
-    Raises:
-        FormatError: the manifest of that dataset is damaged.
     """
     # Takes a while, which a tokenizer without a dataset does not need.
     from harness.formats import load_manifest

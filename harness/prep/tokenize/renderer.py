@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
@@ -202,13 +203,11 @@ def serve() -> None:
         limit = int(sizes.read_text().split()[0]) * resource.getpagesize() + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while True:
-        try:
+    with suppress(EOFError, BrokenPipeError):  # of an asking process that ended, or was killed
+        while True:
             settings, name, *arguments = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        answers.write(json.dumps(_answer(settings, name, arguments, cpu_s)).encode() + b"\n")
-        answers.flush()
+            answers.write(json.dumps(_answer(settings, name, arguments, cpu_s)).encode() + b"\n")
+            answers.flush()
 
 
 def _answer(settings: bytes, name: str, arguments: list[Any], cpu_s: float) -> dict[str, Any]:

@@ -136,9 +136,6 @@ class Template:
         text: Jinja.
         variables: texts that the template may read by name, such as `bos_token`.
         today: date that `strftime_now` gives; None is the date of each rendering.
-
-    Raises:
-        jinja2.TemplateSyntaxError: it is not valid.
     """
 
     def __init__(self, text: str, variables: Mapping[str, Any], *, today: date | None = None) -> None:
@@ -167,11 +164,7 @@ class Template:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and the spans that the template marks.
-
-        Raises:
-            jinja2.TemplateError: it marks text that it moves afterwards, for example inside a macro.
-        """
+        """Return the text of a conversation and the spans that the template marks."""
         marked: list[tuple[int, str]] = []
         self._environment.marked = marked
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
@@ -92,6 +93,32 @@ def test_a_mistake_in_a_setting_is_refused_before_anything_starts(override, mess
     for word in ("search path", "Could not", "override", "Config'", "input"):
         assert word not in str(error.value)
     assert error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "pasted"),
+    [
+        ("prepare", "source.path=a.jsonl,b.jsonl", "source.mix='[{path: a.jsonl}, {path: b.jsonl}]'"),
+        ("prepare", "source.path=[a.jsonl,b.jsonl]", "source.mix='[{path: a.jsonl}, {path: b.jsonl}]'"),
+        ("prepare", "source.mix=a.jsonl,b.jsonl", "source.mix='[{path: a.jsonl}, {path: b.jsonl}]'"),
+        ("prepare", "source.mix=[a.jsonl,b.jsonl]", "source.mix='[{path: A}, {path: B}]'"),
+        ("prepare", "source.mix=a.jsonl", "source.mix='[{path: A}, {path: B}]'"),
+        ("sft", "data.path=a,b", "data.blend='[{path: a}, {path: b}]'"),
+        ("sft", "data.path=a,b", "data.path=\"'a,b'\""),
+        ("sft", "data.path=[a,b]", "data.blend='[{path: a}, {path: b}]'"),
+        ("sft", "data.blend=[a,b]", "data.blend='[{path: A}, {path: B}]'"),
+        ("sft", "trainer.trackers=wandb,mlflow", "trainer.trackers='[wandb, mlflow]'"),
+        ("sft", "trainer.trackers=wandb", "trainer.trackers='[A, B]'"),
+        ("sft", "name=[a,b]", "name=TEXT"),
+    ],
+)
+def test_a_list_or_text_in_the_place_of_the_other_is_refused_with_a_line_that_composes(recipe, override, pasted):
+    schema = {"prepare": PrepareConfig, "sft": SftConfig}[recipe]
+    with pytest.raises(ConfigError) as error:
+        compose_config(recipe, schema, [override])
+    assert pasted in error.value.fix
+    if "[A, B]" not in pasted:  # no trackers have these names
+        compose_config(recipe, schema, shlex.split(pasted))
 
 
 def test_the_defaults_prepare_the_built_in_corpus():

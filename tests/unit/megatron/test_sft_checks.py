@@ -198,7 +198,7 @@ def test_epochs_end_with_their_ragged_batch_also_where_a_resumed_run_has_another
     assert "8 steps are 3 epochs of 7 packs" in printed
     assert [(line["epoch"], line["tokens"]) for line in lines[6:]] == [(2, 195), (2, 78)]
     # The rate had reached its end at step 4, and a longer run does not raise it again.
-    assert "learning rate 0.002 after 1 warm-up step, cosine decay to 0.0002 at step 4" in printed
+    assert "learning rate 0.002 after 1 warm-up step, cosine decay to 0.0002 over 4 steps" in printed
     assert [line["learning_rate"] for line in lines[4:]] == [pytest.approx(2e-4)] * 4
     recorded = (tmp_path / "run" / "config.yaml").read_text()
     for setting in ("steps: 8", "epochs: null", "lr: 0.002", "warmup_steps: 1", "decay_steps: 4"):

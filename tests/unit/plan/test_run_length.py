@@ -44,7 +44,7 @@ def test_the_warm_up_is_a_share_of_the_decay_which_is_as_long_as_the_run(setting
 @pytest.mark.parametrize(
     ("optimizer", "steps", "line"),
     [
-        (OptimizerConfig(), 1000, "learning rate 1e-05 after 30 warm-up steps, cosine decay to 1e-06 at step 1,000"),
+        (OptimizerConfig(), 1000, "learning rate 1e-05 after 30 warm-up steps, cosine decay to 1e-06 over 1,000 steps"),
         (OptimizerConfig(warmup_steps=1), None, "learning rate 1e-05 after 1 warm-up step, without decay"),
         (OptimizerConfig(decay="constant"), 1000, "learning rate 1e-05 after 30 warm-up steps, without decay"),
         (

@@ -653,3 +653,12 @@ CALL_TEXT = '{"name": "f", "arguments": {"a": 1}, "trace": 3}'
 def test_a_field_of_a_call_in_json_text_can_be_ignored(record):
     assert "source.ignore_fields=[trace]" in refusal(record)[1]
     assert turns_of(record, ignore_fields=["trace"])[1].tool_calls[0].arguments == {"a": 1}
+
+
+@pytest.mark.parametrize("field", ["prompt", "completion"])
+@pytest.mark.parametrize("nothing", [None, "", " "])
+def test_a_prompt_or_completion_with_nothing_in_it_is_named_as_empty(field, nothing):
+    record = {"prompt": "Hi", "completion": "Hello", field: nothing}
+    bad = parse_record(record, "line 1", schema="prompt_completion")
+    assert isinstance(bad, BadRecord)
+    assert (bad.reason, bad.detail) == (BadReason.EMPTY_TURN, f"`{field}` is empty")

@@ -91,7 +91,7 @@ def test_a_last_turn_without_an_end_is_refused_or_gets_the_one_that_is_named(
     (bad,) = ChatTokenizer(TokenizerConfig(name=name, **settings)).encode([conversation])
     assert isinstance(bad, BadRecord)
     assert (bad.reason, bad.where) == (BadReason.NO_END, "line 1")
-    assert "tokenizer.end_of_last_turn, for example </s>" in bad.detail
+    assert """set tokenizer.end_of_last_turn="'</s>'",""" in bad.detail
 
     named = ChatTokenizer(TokenizerConfig(name=name, end_of_last_turn="</s>", **settings))
     (made,) = named.encode_each([conversation])

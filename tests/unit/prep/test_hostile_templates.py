@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -167,3 +168,16 @@ def test_a_forked_process_renders_in_a_process_of_its_own(folder: Path, tmp_path
         os._exit(0 if theirs is not ours and not isinstance(one, BadRecord) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert not ours.has_ended
+
+
+def test_a_renderer_whose_asking_process_was_killed_ends_without_a_traceback():
+    program = [sys.executable, "-c", renderer._SERVE, "1", str(2**30)]
+    process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.close()
+    settings = pickle.dumps(("{% unknown %}", {}, None, (), None, "here"))
+    process.stdin.write(pickle.dumps((settings, "facts")))
+    process.stdin.close()
+    assert process.stderr is not None
+    assert (process.stderr.read(), process.wait()) == (b"", 0)

@@ -253,9 +253,7 @@ def test_where_no_token_is_special_no_end_of_a_turn_is_found() -> None:
     assert (reason, "writes turn 2 differently" in detail) == (BadReason.NOT_AS_SERVED, True)
 
 
-NO_END = (
-    "turn 2 is trained without an end token, so the model would not learn to stop; set tokenizer.end_of_last_turn, "
-)
+NO_END = "turn 2 is trained without an end token, so the model would not learn to stop; set tokenizer.end_of_last_turn="
 
 
 @pytest.mark.parametrize(
@@ -292,12 +290,12 @@ NO_END = (
         ),
         (
             *(OWN["endless"], {}, talk("Hi", "Hello"), BadReason.NO_END),
-            NO_END + "for example </s>, or set tokenizer.train_end_of_turn=false",
+            NO_END + "\"'</s>'\", or set tokenizer.train_end_of_turn=false",
         ),
         (
             OWN["marked"].replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
             *({}, talk("Hi", "Hello"), BadReason.NO_END),
-            NO_END + "for example <|im_end|>, or set tokenizer.train_end_of_turn=false",
+            NO_END + "\"'<|im_end|>'\", or set tokenizer.train_end_of_turn=false",
         ),
         *(
             (
