@@ -59,7 +59,7 @@ def run_bench(
     from harness.bench.workspace import Workspace
 
     with Workspace(folder, keep=keep) as workspace:
-        report = _measure(lambda progress: chosen.measure(sizes, workspace, progress), as_json=as_json)
+        report = run_measurement(lambda progress: chosen.measure(sizes, workspace, progress), as_json=as_json)
     if save is not None:
         with os_errors_as(ConfigError, "the figures cannot be written", where=save, fix="choose another file"):
             save.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def run_bench(
 run_bench.__doc__ = HELP
 
 
-def _measure(measure: Callable[[Progress], BenchReport], *, as_json: bool) -> BenchReport:
+def run_measurement(measure: Callable[[Progress], BenchReport], *, as_json: bool) -> BenchReport:
     """Run a measurement and print its report, as tables or as JSON."""
     from harness.bench.figures import render_report
 

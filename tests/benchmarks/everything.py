@@ -21,7 +21,7 @@ from harness.bench.figures import (
     read_figures,
 )
 from harness.bench.workspace import Workspace
-from harness.cli.bench import run_benches
+from harness.cli.bench import run_measurement
 from harness.errors import HarnessError, exit_on_error
 from harness.tables import Table, TableCell
 from tests.benchmarks.__main__ import PEERS
@@ -136,7 +136,7 @@ def write_page(arguments: list[str]) -> None:
     with exit_on_error(), Workspace() as workspace:
         page.open("a").close()  # refused before anything is measured
         measurements = measure_everything(workspace.folder, quick="--quick" in arguments, failed=failed)
-        page.write_text(render_benchmarks(run_benches(measurements, as_json=False)))
+        page.write_text(render_benchmarks([run_measurement(one, as_json=False) for one in measurements]))
         if failed:
             raise HarnessError(
                 f"{len(failed)} benches could not be measured: {', '.join(failed)}",

@@ -432,7 +432,7 @@ def imports(folder: Path) -> Target:
         for path in paths:
             for convention in CONVENTIONS.values():
                 with suppress(HarnessError):
-                    for pack in convention(str(path), "train").packs(Counter()):
+                    for pack in convention(str(path), "train")[0](Counter()):
                         pack.problem()
 
     return files_target(folder, paths, read)

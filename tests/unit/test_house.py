@@ -48,17 +48,17 @@ LINES = {
     "harness/megatron": 10_530,
     "harness/parity": 2_593,
     "harness/plan": 5_441,
-    "harness/prep": 10_862,
+    "harness/prep": 10_863,
     "harness/recipes": 10,
     "harness/schedule": 967,
     "harness/storage": 2_666,
     "harness/train": 2_622,
     "recipes": 495,
-    "tests": 56_370,
+    "tests": 56_373,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_551,
+    "core ring, lines": 19_552,
     "from packs to the optimizer's step, lines": 3_906,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 61_939
+MOST_LINES_IN_ALL = 61_940
 
 
 @cache

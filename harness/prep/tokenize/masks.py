@@ -228,7 +228,8 @@ class Masker:
             if start is None:
                 shown = chat.prompt(turn)[-24:]
                 detail = f"turn {turn + 1} does not begin with the chat template's generation prompt (which ends in "
-                detail += f"{shown!r}), so a served model would not generate this text"
+                detail += f"{shown!r}), so a served model would not generate this text; set another template with "
+                detail += "tokenizer.chat_template"
                 raise BadRecordError(BadReason.NOT_AS_SERVED, detail)
             text = chat.served(turn)
         end = len(text.rstrip())

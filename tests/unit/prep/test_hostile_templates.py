@@ -120,10 +120,12 @@ def test_hostile_templates_take_no_memory_of_the_process_that_prepares(folder: P
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000
 
 
-# Prints its own peak in MiB; the process that renders is another. An interpreter with the tokenizers has some 300.
+# Prints its own peak in MiB, which `getrusage` mixes with that of the process that started it; the process that renders
+# is another. An interpreter with the tokenizers has some 300.
 MEASURED = """
-import atexit, resource, runpy, sys
-atexit.register(lambda: print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, flush=True))
+import atexit, re, runpy
+peak = lambda: int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) >> 10
+atexit.register(lambda: print("peak", peak(), flush=True))
 runpy.run_module("harness", run_name="__main__")
 """
 

@@ -282,7 +282,8 @@ NO_END = "turn 2 is trained without an end token, so the model would not learn t
             OWN["plain"].replace("assistant\n{%", "assistant\n<an answer to {{ messages[-1].content }}>{%"),
             *({}, talk("Hi", "Hello", "What is your name?", "Joe"), BadReason.NOT_AS_SERVED),
             "turn 4 does not begin with the chat template's generation prompt (which ends in "
-            "'r to What is your name?>'), so a served model would not generate this text",
+            "'r to What is your name?>'), so a served model would not generate this text; set another template with "
+            "tokenizer.chat_template",
         ),
         (
             *(OWN["closed"], {"history": "kept"}, TWICE, BadReason.NOT_AS_SERVED),
