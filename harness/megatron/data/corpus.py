@@ -249,7 +249,7 @@ def _megatron_config(config: CorpusConfig, seed: int, vocab_size: int, packs: di
     blends, counts = config.sources(), config.counts()
     named = {source.path for some in blends.values() for source in some}
     is_remote = any(is_object_storage_path(path) and path not in packs for path in named)
-    if is_remote and (endpoint := s3_endpoint()):
+    if is_remote and not os.environ.get("AWS_ENDPOINT_URL") and (endpoint := s3_endpoint()):
         # Megatron makes its own clients, here and in workers, which know the names of AWS alone.
         os.environ.setdefault("AWS_ENDPOINT_URL_S3", endpoint)
     values: dict[str, Any] = {
