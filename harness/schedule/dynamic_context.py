@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
 
 import numpy as np
@@ -20,10 +19,9 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
     """Choose for each sequence the data-parallel ranks that share it, and give every rank the same cost.
 
     Sequences longer than a rank holds are shared by the fewest ranks that hold them, or by more, where these would
-    take longer than the whole step should. The costliest of those on most ranks come first, each to the ranks that are
-    least busy. Ranks that share a row are neighbors that shared all rows before it, so they meet it in the same
-    microbatch. The others then fill the rows that are left, as far as their ranks lack cost, and are exchanged between
-    rows and ranks as in `cost_balanced`, which places batches without a long sequence.
+    take longer than the whole step should. Each microbatch has those of about the same cost, the costliest first. The
+    others then fill the rows that are left, as far as their ranks lack cost, and are exchanged between rows and ranks
+    as in `cost_balanced`, which places batches without a long sequence.
     """
     sizes = choose_ranks(batch)
     is_shared = sizes > 1
@@ -75,25 +73,36 @@ def choose_ranks(batch: GlobalBatch) -> Int64Array:
 def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Float64Array, Int64Array]:
     """Return the places of shared sequences, and the cost and number of the rows that each rank has then.
 
+    Each microbatch gets the costliest of those that are left and fit beside each other, so its rows cost about the
+    same. There the costliest of a size go to the ranks that are least busy.
+
     Returns:
         int64 [sequences], microbatch * dp_size + first rank, -1 for the others; float64 and int64 [dp_size].
     """
     at = np.full(sizes.shape, -1, dtype=np.int64)
     loads, counts = np.zeros(batch.dp_size), np.zeros(batch.dp_size, dtype=np.int64)
     costs = batch.costs(sizes)
-    for size in np.unique(sizes[sizes > 1])[::-1].tolist():
-        chosen = np.flatnonzero(sizes == size)
-        chosen = chosen[np.argsort(-costs[chosen], kind="stable")]
-        blocks: list[tuple[float, int]] = [(load, rank) for rank, load in enumerate(loads.tolist())][::size]
-        heapq.heapify(blocks)
-        numbers: list[int] = counts[::size].tolist()
-        for sequence, cost in zip(chosen.tolist(), costs[chosen].tolist(), strict=True):
-            load, rank = blocks[0]
-            at[sequence] = numbers[rank // size] * batch.dp_size + rank
-            numbers[rank // size] += 1
-            heapq.heapreplace(blocks, (load + cost, rank))
-        loads = np.repeat([load for load, _ in sorted(blocks, key=lambda block: block[1])], size)
-        counts = np.repeat(np.asarray(numbers, dtype=np.int64), size)
+    order = np.argsort(-costs, kind="stable")
+    left = {size: order[sizes[order] == size].tolist()[::-1] for size in np.unique(sizes[sizes > 1])[::-1].tolist()}
+    number = 0
+    while any(left.values()):
+        chosen: dict[int, list[int]] = {size: [] for size in left}
+        room = batch.dp_size
+        while fitting := [size for size, those in left.items() if those and size <= room]:
+            size = max(fitting, key=lambda one: costs[left[one][-1]])
+            chosen[size].append(left[size].pop())
+            room -= size
+        is_free = np.ones(batch.dp_size, dtype=np.bool_)
+        for size, those in chosen.items():  # larger ones first, so that all that fit find neighbors
+            blocks = np.flatnonzero(is_free.reshape(-1, size).all(axis=1))
+            busy = loads.reshape(-1, size).max(axis=1)[blocks]
+            first = blocks[np.argsort(busy, kind="stable")[: len(those)]] * size
+            at[those] = number * batch.dp_size + first
+            ranks = (first[:, None] + np.arange(size)).reshape(-1)
+            is_free[ranks] = False
+            loads[ranks] += np.repeat(costs[those], size)
+            counts[ranks] += 1
+        number += 1
     return at, loads, counts
 
 

@@ -62,13 +62,14 @@ def test_every_sequence_is_in_one_row_of_neighbors_that_hold_it(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dp_size", [8, 64, 512])
+@pytest.mark.parametrize("dp_size", [8, 64, 512, 4096])
 def test_ranks_are_even_and_keys_travel_no_further_than_they_must(kind: str, dp_size: int) -> None:
-    lengths = lengths_of(kind, 128 * dp_size, TOKENS * dp_size)
+    lengths = lengths_of(kind, (128 if dp_size < 4096 else 32) * dp_size, TOKENS * dp_size)
     made = placed(lengths, dp_size)
     found, ranks, fewest = measured(made, lengths), ranks_of(made), fewest_ranks(lengths)
     assert found.cost_ratio <= 1.01
-    assert found.sync_ratio <= 1.12
+    # The documents of a step on 4,096 ranks fill two microbatches, and cost 17,000 to 52,000.
+    assert found.sync_ratio <= (1.30 if (dp_size, kind) == (4096, "chats and 1% documents") else 1.10)
     assert (lengths * (ranks - 1)).sum() <= 1.1 * (lengths * (fewest - 1)).sum()
     ideal = (COST.of_rank(lengths, fewest) * fewest).sum() / dp_size
     assert found.rank_cost.max() <= 1.01 * ideal
