@@ -14,7 +14,7 @@ import typer
 
 from harness.checks import CheckedSettings, bounded
 from harness.cli.settings import AsJson, class_of, complete_names, list_experiments, print_json, require_training
-from harness.errors import ConfigError
+from harness.errors import ConfigError, os_errors_as
 from harness.launch.cluster import SubmitConfig
 from harness.printing import count_of, open_console, print_line, print_text
 from harness.settings import explain_settings, render_settings, to_plain
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from harness.arguments import Options
     from harness.plan import RunConfig
     from harness.plan.catalog import ModelReport
+    from harness.plan.run_plan import RunPlan
     from harness.plan.search import LayoutSearch
 
 launch_app = typer.Typer()
@@ -60,6 +61,8 @@ class PlanSettings(CheckedSettings):
         expert_load: number of tokens on the rank with the busiest experts, relative to an even distribution. The report
             of a run shows the load per expert, which is higher than that of a rank with several experts.
         top: number of layouts that `harness plan auto` lists.
+        waves: PNG file for a picture of a batch: the ranks that share each row over the time of a step, and the work of
+            every rank; null draws none.
         rehearse: also build the first, middle and last rank of the job on this machine at a small width, and train each
             for one step without the others. Requires the extra `train`, but no GPU.
     """
@@ -75,6 +78,7 @@ class PlanSettings(CheckedSettings):
     sequence_tokens: int = bounded(1024, lowest=2)
     expert_load: float = bounded(1.0, lowest=1, highest=1_000_000)
     top: int = bounded(10, lowest=1, highest=1_000_000)
+    waves: str | None = None
     rehearse: bool = False
     data: AssumedData = field(default_factory=AssumedData)
 
@@ -182,12 +186,14 @@ def plan(
         found = search_layouts(config, gpu_bytes=gpu_bytes, **inputs)
         _print_layouts(found, settings, gpu_bytes, assumes_data=assumes_data)
         return
-    planned = plan_run(config, mfu=settings.mfu, **inputs)
+    planned = plan_run(config, mfu=settings.mfu, places=settings.waves is not None, **inputs)
     file_system = _scaled(settings.file_system_gb_s, 1e9)
     open_console().print(planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system))
     fits = planned.fits(gpu_bytes)
     if gpu_bytes is not None and not fits:
         _suggest(config, planned.ranks, gpu_bytes, settings.mfu, inputs)
+    if settings.waves is not None:
+        _draw_waves(planned, settings.waves)
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if fits else 1)
@@ -230,7 +236,7 @@ def _scaled(value: float | None, unit: float) -> float | None:
 
 
 def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool) -> None:
-    names = ("mfu", "rehearse", "file_system_gb_s") if searches else ("top",)
+    names = ("mfu", "rehearse", "waves", "file_system_gb_s") if searches else ("top",)
     reasons = dict.fromkeys(names, "`harness plan auto` lists layouts" if searches else "one layout is planned")
     if reads_data:
         why = "packs is not set: the sequences of the dataset are planned"
@@ -242,6 +248,15 @@ def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool) 
             raise ConfigError(f"{reason}, and {name} would have no effect", where=f"{name}={value}", fix="omit it")
 
 
+def _draw_waves(planned: RunPlan, path: str) -> None:
+    if planned.batch is None:
+        what = planned.why_no_work or "schedule=as_packed trains packs as they are"
+        raise ConfigError(f"no batch can be drawn: {what}", where=f"waves={path}", fix="omit it")
+    with os_errors_as(ConfigError, "the picture cannot be written", where=path, fix="name a PNG file in a folder"):
+        planned.batch.draw(Path(path))
+    print_line(f"a batch on its ranks: {path}")
+
+
 def _rehearse(config: RunConfig, world_size: int) -> None:
     require_training("a rehearsal")
     from harness.megatron import prepare_process
@@ -250,7 +265,8 @@ def _rehearse(config: RunConfig, world_size: int) -> None:
     from harness.megatron.run.rehearsal import rehearse
 
     print_line(f"rehearsal at a small width on a CPU, of {count_of(world_size, 'rank')} one at a time:")
-    for done in rehearse(config.model, config.parallel, world_size=world_size, optimizer=config.optimizer):
+    sizes: dict[str, Any] = {"world_size": world_size, "shares_rows": config.shares_rows}
+    for done in rehearse(config.model, config.parallel, optimizer=config.optimizer, **sizes):
         print_line(f"  {done.describe()}", flush=True)
 
 

@@ -12,7 +12,6 @@ planned.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, cycle, islice
@@ -463,7 +462,12 @@ def plan_stage_memory(
     own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
     chunks = [[model.parts(layer) for layer in chunk] for chunk in chunks_of_stage(model, parallel, stage)]
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
-    of_chunks = [_chunk_bytes(model, chunk, count) for chunk in chunks]
+    plain = model.with_recompute("selective" if "core_attn" in model.recomputed else "none")
+    kinds = {parts for chunk in chunks for parts in chunk}
+    whole, kept = ({parts: count(one, parts=parts) for parts in kinds} for one in (plain, model))
+    of_chunks = [
+        _chunk_bytes(model, [whole[parts] for parts in chunk], [kept[parts] for parts in chunk]) for chunk in chunks
+    ]
     # Cosine and sine of the rotary angles are of a row, and all layers share them.
     sizes = [kept + 2 * item * model.rotated_size / len(chunks) for kept, _ in of_chunks]
     once = max(again for _, again in of_chunks)
@@ -487,15 +491,18 @@ def plan_stage_memory(
     )
 
 
-def _chunk_bytes(model: ModelConfig, chunk: list[str], count: Callable[..., float]) -> tuple[float, float]:
-    """Return the bytes per token that the layers of a model chunk keep, and those that are computed again at a time."""
-    again = model.with_recompute("selective" if "core_attn" in model.recomputed else "none")
-    whole, first = [count(again, parts=parts) for parts in chunk], chunk[: model.recompute_layers]
-    kept = [*(count(model, parts=parts) for parts in first), *whole[len(first) :]]
+def _chunk_bytes(model: ModelConfig, whole: list[float], kept: list[float]) -> tuple[float, float]:
+    """Return the bytes per token that the layers of a model chunk keep, and those that are computed again at a time.
+
+    Args:
+        whole, kept: of each layer, without and with the model's recomputation.
+    """
+    num = len(whole) if model.recompute_layers is None else model.recompute_layers
+    kept = kept[:num] + whole[num:]
     more = [one - kept[n] - sum(kept[n + 1 :]) for n, one in enumerate(whole)]
-    if model.recompute == "full" and first:
+    if model.recompute == "full" and whole[:num]:
         # One layer at a time, and the angles that each layer is given again, when what the others kept is gone.
-        more = [max(whole[: len(first)]) + 4 * model.rotated_size - sum(whole[len(first) :])]
+        more = [max(whole[:num]) + 4 * model.rotated_size - sum(whole[num:])]
     return sum(kept), max([0.0, *more])
 
 

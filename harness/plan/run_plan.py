@@ -30,6 +30,7 @@ from harness.plan.memory import (
     plan_memory,
 )
 from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
+from harness.plan.waves import PlacedBatch
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work, sequence_cost
 from harness.printing import count_of
 from harness.records import Int64Array
@@ -74,6 +75,8 @@ class RunPlan:
         parts: seconds of a step by purpose; empty if the MFU was given.
         without_engine: memory without Transformer Engine; None where `memory` is that.
         context: of `compare_context_sizes`; empty where no row is shared.
+        batch: a global batch as the schedule places it; None without data, of packs as they are, and where no row is
+            shared and `plan_run` was not asked for it.
     """
 
     name: str
@@ -92,6 +95,7 @@ class RunPlan:
     why_no_work: str = ""
     notes: tuple[str, ...] = ()
     context: dict[str, float] = field(default_factory=dict)
+    batch: PlacedBatch | None = None
 
     def fits(self, gpu_bytes: float | None) -> bool:
         """Return True if the fullest rank fits a GPU, with room for CUDA, NCCL and the allocator."""
@@ -183,6 +187,12 @@ class Inputs:
         return plan_work(self.config.model, self.lengths, media=self.media, **sizes)
 
     @property
+    def batch_sequences(self) -> int:
+        """Sequences of a global batch, of data that is here."""
+        assert self.lengths is not None
+        return max(1, len(self.lengths) * self.config.loader.global_batch_size // max(1, self.num_packs))
+
+    @property
     def media_numbers(self) -> float:
         """Numbers that the encoder has of a row that is filled with the sequences that have most for their length."""
         if self.media is None or self.lengths is None:
@@ -247,6 +257,7 @@ def plan_run(
     mfu: float | None = None,
     packs: AssumedPacks | None = None,
     expert_load: float = 1.0,
+    places: bool = False,
 ) -> RunPlan:
     """Plan the run with these settings.
 
@@ -254,6 +265,7 @@ def plan_run(
         ranks: None for the settings' own number, or 8.
         mfu: share of the peak that a step reaches; None for an estimate.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
+        places: also place a batch, whatever the schedule is.
 
     Raises:
         ConfigError: the run could not train on so many ranks, or they leave a part of a node empty.
@@ -262,12 +274,38 @@ def plan_run(
     machine.check(ranks, config.trainer.device)
     fine_tuning(config).check(ranks)
     inputs = open_inputs(config, packs)
-    work = None
+    work = batch = None
     if inputs.lengths is not None:
         work = plan_rows(inputs.work, inputs, ranks)
-        _check_longest(inputs.config, inputs.lengths, ranks)
-    planned = plan_layout(inputs, ranks=ranks, machine=machine, mfu=mfu, work=work, expert_load=expert_load)
-    return replace(planned, context=_context_sizes(inputs, ranks))
+        check_longest(inputs.config, inputs.lengths, ranks)
+        batch = _place_batch(inputs, ranks) if places or inputs.config.shares_rows else None
+        if batch is not None and inputs.config.shares_rows:
+            work = replace(work, microbatches=batch.placed.num_microbatches)
+    given: dict[str, Any] = {"machine": machine, "mfu": mfu, "work": work, "expert_load": expert_load}
+    planned = plan_layout(inputs, ranks=ranks, compares_engine=True, **given)
+    return replace(planned, context=_context_sizes(inputs, ranks), batch=batch)
+
+
+def _draw(lengths: Int64Array, sequences: int) -> Int64Array:
+    return np.random.default_rng(0).choice(lengths, size=min(sequences, _MOST_SEQUENCES))
+
+
+def _place_batch(inputs: Inputs, ranks: int) -> PlacedBatch | None:
+    config, parallel = inputs.config, inputs.config.parallel
+    if config.schedule.name == "as_packed" or inputs.lengths is None:
+        return None
+    cost = sequence_cost(config.model, parallel, on_gpu=config.trainer.device != "cpu")
+    lengths = _draw(inputs.lengths, inputs.batch_sequences)
+    placed = schedule(
+        config.schedule.name,
+        padded_lengths(lengths + 1, parallel.pad_to_multiple),
+        dp_size=parallel.dp_size(ranks),
+        cp_size=parallel.context_parallel_size,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        group_size=parallel.group_size,
+        cost=cost,
+    )
+    return PlacedBatch(config.name, lengths, placed, cost)
 
 
 def _context_sizes(inputs: Inputs, ranks: int) -> dict[str, float]:
@@ -278,7 +316,7 @@ def _context_sizes(inputs: Inputs, ranks: int) -> dict[str, float]:
     cost = sequence_cost(config.model, parallel, on_gpu=config.trainer.device != "cpu")
     return compare_context_sizes(
         lengths,
-        sequences=max(1, len(lengths) * config.loader.global_batch_size // max(1, inputs.num_packs)),
+        sequences=inputs.batch_sequences,
         ranks=parallel.dp_size(ranks) * parallel.context_parallel_size,
         max_tokens_per_rank=config.max_tokens_per_rank,
         cost=cost,
@@ -298,7 +336,7 @@ def compare_context_sizes(
         costs of the busiest rank over that of ranks that divide the whole work evenly and exchange nothing, by the
         size or DYNAMIC. Sizes that do not hold the longest sequence are left out.
     """
-    drawn = np.random.default_rng(0).choice(lengths, size=min(sequences, _MOST_SEQUENCES))
+    drawn = _draw(lengths, sequences)
     even, longest, found = float(cost.of(drawn).sum()) / ranks, int(lengths.max()), dict[str, float]()
     size = 1
     while size <= largest_share(ranks, cost.most_ranks):
@@ -354,12 +392,13 @@ def plan_rows(work: Work, inputs: Inputs, ranks: int) -> Work:
     return replace(work, microbatches=microbatches, padding=max(0.0, padding))
 
 
-def _check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
+def check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
+    """Raise ConfigError, with a length that suffices, if a sequence of these model tokens fits no row."""
     row = config.max_tokens_per_row
     if config.shares_rows:
         cost = sequence_cost(config.model, config.parallel, on_gpu=config.trainer.device != "cpu")
         row *= largest_share(config.parallel.dp_size(ranks), cost.most_ranks)
-    longest = int(padded_lengths(lengths + 1, config.parallel.pad_to_multiple).max(initial=0))
+    longest = int(padded_lengths(lengths.max(initial=0) + 1, config.parallel.pad_to_multiple))
     if longest > row:
         what = f"the longest sequence has {longest:,} model tokens after padding, more than the {row:,} of a row"
         fix = f"raise it to {longest:,} tokens per row, share rows between more ranks, or plan shorter sequences"
@@ -375,6 +414,7 @@ def plan_layout(
     work: Work | None,
     expert_load: float = 1.0,
     kernels: Kernels | None = None,
+    compares_engine: bool = False,
 ) -> RunPlan:
     """Plan a run whose settings accept so many ranks; None of `work` is unknown, and of `kernels` the settings' own."""
     config, model, parallel = inputs.config, inputs.config.model, inputs.config.parallel
@@ -405,7 +445,7 @@ def plan_layout(
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
     total = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
     idle = (model.num_experts - model.experts_per_token) * sum(map(model.has_experts, range(model.num_layers)))
-    has_choice = kernels.engine and model.fp8 == "off"
+    has_choice = compares_engine and kernels.engine and model.fp8 == "off"
     return RunPlan(
         name=config.name,
         ranks=ranks,

@@ -200,12 +200,8 @@ def measure_imbalance(
 
     `media_cost` is as in GlobalBatch. Where data-parallel ranks share rows, `max_tokens_per_row` is that of one rank.
     """
-    ranks = np.ones_like(schedule.order)
-    if schedule.shared_by is not None:
-        ranks[schedule.order] = np.repeat(schedule.shared_by, np.diff(schedule.row_offsets))
-    tokens = _row_sums(schedule, np.asarray(lengths, dtype=np.float64) / ranks)
-    costs = (cost or SequenceCost()).of_rank(lengths, ranks)
-    work = _row_sums(schedule, costs if media_cost is None else costs + media_cost)
+    tokens = _row_sums(schedule, np.asarray(lengths, dtype=np.float64) / _ranks_of(schedule))
+    work = row_costs(schedule, lengths, cost=cost, media_cost=media_cost)
     rank_tokens = tokens.sum(axis=0)
     rank_cost = work.sum(axis=0)
     return Imbalance(
@@ -217,6 +213,26 @@ def measure_imbalance(
         fill=float(tokens.sum() / (tokens.size * max_tokens_per_row)),
         num_microbatches=schedule.num_microbatches,
     )
+
+
+def row_costs(
+    schedule: Schedule,
+    lengths: npt.NDArray[np.integer],
+    *,
+    cost: SequenceCost | None = None,
+    media_cost: Float64Array | None = None,
+) -> Float64Array:
+    """Return the cost of each rank's row, float64 [microbatches, dp_size]; the arguments are those of a measurement."""
+    costs = (cost or SequenceCost()).of_rank(lengths, _ranks_of(schedule))
+    return _row_sums(schedule, costs if media_cost is None else costs + media_cost)
+
+
+def _ranks_of(schedule: Schedule) -> Int64Array:
+    """Return the ranks that share each sequence, int64 [sequences]."""
+    ranks = np.ones_like(schedule.order)
+    if schedule.shared_by is not None:
+        ranks[schedule.order] = np.repeat(schedule.shared_by, np.diff(schedule.row_offsets))
+    return ranks
 
 
 def _row_sums(schedule: Schedule, values: Float64Array) -> Float64Array:

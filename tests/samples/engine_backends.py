@@ -34,12 +34,15 @@ _BESIDE = ("einops", "onnx", "onnxscript", "onnx_ir", "ml_dtypes")
 def question(config: SftConfig) -> dict[str, Any] | None:
     """Return the parameters of an experiment's attention, under Transformer Engine's names; None if it is PyTorch's.
 
-    They are those of a row of eight sequences, one of which may be as long as the row.
+    They are those of a row of eight sequences, one of which may be as long as the row; where ranks share rows, as long
+    as the model's longest.
     """
     model, parallel = config.model.on("cuda"), config.parallel
     if model.traits.has_sinks:
         return None
     tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
+    if config.shares_rows:
+        cp = model.max_sequence_length // config.schedule.max_tokens_per_rank
     is_latent = bool(model.kv_lora_rank)
     tokens = config.schedule.max_tokens_per_rank * cp
     return {
@@ -59,7 +62,7 @@ def question(config: SftConfig) -> dict[str, Any] | None:
         "bottom_right_diagonal": False,
         "core_attention_bias_shape": None,
         "core_attention_bias_requires_grad": False,
-        "pad_between_seqs": parallel.padding_setting is not None,
+        "pad_between_seqs": cp > 1 or parallel.padding_setting is not None,
         "context_parallel": cp > 1,
         "cp_comm_type": "p2p",
         "cp_size": cp,

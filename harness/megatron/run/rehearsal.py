@@ -28,7 +28,8 @@ from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.memory import plan_stage_memory
 from harness.records import SequenceView
-from harness.thd import build_thd_batch
+from harness.schedule.batch import largest_share
+from harness.thd import ThdBatch, build_thd_batch, shared_multiple
 
 _VOCABULARY = 256
 # Many short ones: PyTorch's attention with context parallelism also keeps masks, which grow with their squares.
@@ -76,12 +77,14 @@ def rehearse(
     world_size: int,
     ranks: Sequence[int] | None = None,
     optimizer: OptimizerConfig | None = None,
+    shares_rows: bool = False,
 ) -> list[RankRehearsal]:
     """Build ranks of a job in turn, train each for a step, and describe its part of a checkpoint.
 
     Args:
         ranks: None for the first, the middle and the last.
         optimizer: None for the settings' defaults. Its moments are in float32, as those of PyTorch's AdamW.
+        shares_rows: also make the groups of ranks that share rows, and let as many as can share one.
 
     Raises:
         ConfigError: the layout does not divide the model or the ranks.
@@ -94,7 +97,7 @@ def rehearse(
     parallel.dp_size(world_size)
     optimizer = replace(optimizer or OptimizerConfig(), moments_dtype="float32")
     return [
-        _rehearse_rank(small, parallel, optimizer, rank, world_size)
+        _rehearse_rank(small, parallel, optimizer, rank, world_size, shares_rows)
         for rank in (usual_ranks(world_size) if ranks is None else ranks)
     ]
 
@@ -185,26 +188,40 @@ def _route(model: ModelConfig, routing: Any, logits: torch.Tensor, *arguments: A
     return routing(logits, *arguments, **options)
 
 
+def _row(tokens: int, parallel: ParallelConfig, ranks: int = 1) -> ThdBatch:
+    """Return a row that these data-parallel ranks share, with as many tokens of each sequence on every rank."""
+    ids = np.arange(tokens * ranks + 1, dtype=np.int32) % _VOCABULARY
+    mask = np.r_[np.ones(tokens * ranks, np.uint8), np.zeros(1, np.uint8)]
+    multiple = shared_multiple(parallel.pad_to_multiple, ranks)
+    row = build_thd_batch([SequenceView(ids, mask)] * _SEQUENCES, pad_to_multiple=multiple)
+    return replace(row, shared_by=ranks)
+
+
 def _rehearse_rank(
-    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, rank: int, world_size: int
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    rank: int,
+    world_size: int,
+    shares_rows: bool,
 ) -> RankRehearsal:
     with runtime.alone(rank, world_size) as job:
-        layout = join(parallel, world_size)
+        layout = join(parallel, world_size, shares_rows=shares_rows)
         tokens = _tokens(model, parallel)
         padded = _SEQUENCES * tokens if parallel.static_rows else None
         step = MegatronStep(
             model, parallel, layout, device=job.device, vocab_size=_VOCABULARY, pad_rows_to=padded, optimizer=optimizer
         )
-        ids = np.arange(tokens + 1, dtype=np.int32) % _VOCABULARY
-        mask = np.r_[np.ones(tokens, np.uint8), np.zeros(1, np.uint8)]
-        row = build_thd_batch([SequenceView(ids, mask)] * _SEQUENCES, pad_to_multiple=parallel.pad_to_multiple)
         microbatches = 2 * parallel.pipeline_parallel_size
+        rows = [_row(tokens, parallel)] * microbatches
+        if shares_rows:
+            rows[0] = _row(tokens, parallel, largest_share(layout.dp_size))
         for router in routers(step.chunks):
             router.routing = partial(_route, model, router.routing)  # type: ignore[method-assign]
         weights = [weight for chunk in step.chunks for weight in chunk.parameters()]
         kept = KeptBytes({weight.untyped_storage().data_ptr() for weight in weights})
         with kept.counted():
-            step.train([row] * microbatches)
+            step.train(rows)
         trained = [weight for weight in weights if weight.requires_grad]
         memory = plan_stage_memory(
             model,
@@ -217,8 +234,9 @@ def _rehearse_rank(
             optimizer=optimizer,
         )
         memory = replace(memory, optimizer=memory.optimizer + memory.host)
-        # The plan has the activations of the scan's kernel, and a CPU those of its reference.
-        parts = _PARTS[:-1] if model.layer_pattern else _PARTS
+        # The plan has the activations of the scan's kernel, and a CPU those of its reference; attention of shared rows
+        # keeps masks here.
+        parts = _PARTS[:-1] if model.layer_pattern or shares_rows else _PARTS
         found = {
             "weights": sum(weight.numel() * weight.element_size() for weight in weights),
             "gradients": sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,17 @@ from harness.errors import ConfigError
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.run.rehearsal import RankRehearsal, narrow, rehearse, usual_ranks
+from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
+from harness.thd import ThdBatch
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*node*.yaml"))
 LAYOUTS = sorted(path.stem for path in (CONFIGS / "parallel").glob("*.yaml"))
 
 
-def check(done: list[RankRehearsal], model: ModelConfig, parallel: ParallelConfig) -> None:
+def check(
+    done: list[RankRehearsal], model: ModelConfig, parallel: ParallelConfig, *, shares_rows: bool = False
+) -> None:
     stages = parallel.pipeline_parallel_size
     for one in done:
         assert one.layers == sum(map(len, parallel.chunks_of_stage(model.num_layers, one.place["pp"])))
@@ -29,9 +34,9 @@ def check(done: list[RankRehearsal], model: ModelConfig, parallel: ParallelConfi
         assert one.found["gradients"] == one.planned["gradients"]
         # The distributed optimizer pads its buffers, and cuts them where weights do not end.
         assert one.found["optimizer"] <= 1.05 * one.planned["optimizer"] + 100_000
-        # A scan keeps others on a CPU than its kernel.
-        assert ("activations" in one.found) == (model.layer_pattern is None)
-        if model.layer_pattern is None:
+        # A scan, and attention of shared rows, keep others on a CPU than their kernels.
+        assert ("activations" in one.found) == (model.layer_pattern is None and not shares_rows)
+        if "activations" in one.found:
             # Hidden states of 32 numbers are little beside a router's scores of 256 experts.
             rel = 0.05 if model.num_experts < 256 else 0.1
             assert one.found["activations"] == pytest.approx(one.planned["activations"], rel=rel)
@@ -85,6 +90,23 @@ def test_uneven_stages_of_61_layers_and_their_mtp_layer_have_the_planned_bytes_o
     check(done, model, parallel)
 
 
+def test_ranks_of_a_large_job_share_rows_and_have_groups_of_every_size(monkeypatch) -> None:
+    model = replace(compose_config("sft", SftConfig, ["model=llama3_8b"]).model, num_layers=4)
+    parallel = replace(DENSE, context_parallel_size=1)
+    groups: list[dict[int, int]] = []
+    train = MegatronStep.train
+
+    def see(step: MegatronStep, rows: list[ThdBatch], *arguments: Any) -> Any:
+        groups.append({size: group.size() for size, group in step._shared_groups.items()})
+        assert [row.shared_by for row in rows] == [16, 1, 1, 1]
+        return train(step, rows, *arguments)
+
+    monkeypatch.setattr(MegatronStep, "train", see)
+    done = rehearse(model, parallel, world_size=128, ranks=[0, 127], shares_rows=True)
+    check(done, model, parallel, shares_rows=True)
+    assert groups == [{size: size for size in (1, 2, 4, 8, 16)}] * 2
+
+
 def test_a_rehearsal_is_of_the_first_the_middle_and_the_last_rank() -> None:
     assert (usual_ranks(1), usual_ranks(2), usual_ranks(512)) == ([0], [0, 1], [0, 256, 511])
 
@@ -120,7 +142,9 @@ def test_every_experiment_s_ranks_train_a_step(name) -> None:
     config = compose_config("sft", SftConfig, [f"experiment={name}"])
     world_size = config.parallel.ranks
     assert world_size is not None
-    check(rehearse(config.model, config.parallel, world_size=world_size), config.model, config.parallel)
+    shares_rows = config.shares_rows
+    done = rehearse(config.model, config.parallel, world_size=world_size, shares_rows=shares_rows)
+    check(done, config.model, config.parallel, shares_rows=shares_rows)
 
 
 @pytest.mark.nightly

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 from long_tails import COST, TOKENS, lengths_of
 
 from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.plan import SftConfig
-from harness.plan.run_plan import compare_context_sizes
+from harness.plan.run_plan import AssumedPacks, compare_context_sizes, plan_run
+from harness.plan.search import search_layouts
+from harness.plan.waves import PlacedBatch
+from harness.plan.work import Machine
+from harness.schedule import schedule
+
+LONG = ["model=llama3_8b", "schedule=dynamic_context", "parallel.ranks=8", "schedule.max_tokens_per_rank=32768"]
 
 
 def test_one_size_that_holds_a_million_tokens_costs_chats_more_than_a_size_for_each() -> None:
@@ -46,3 +55,41 @@ def test_settings_that_rows_of_several_ranks_do_not_have_are_refused(settings: l
     config = compose_config("sft", SftConfig, ["schedule=dynamic_context", "model.vocab_size=300", *settings])
     with pytest.raises(ConfigError, match=message):
         config.check(4)
+
+
+def test_microbatches_of_a_plan_are_those_of_a_placed_batch() -> None:
+    config = compose_config("sft", SftConfig, [*LONG, "loader.global_batch_size=12"])
+    # Each sequence takes two ranks, which leaves a quarter of every row empty.
+    planned = plan_run(config, packs=AssumedPacks(120, 50_000, 50_000))
+    assert planned.work is not None
+    assert planned.work.microbatches == 3
+
+
+def test_layouts_of_a_search_hold_the_longest_sequence() -> None:
+    config = compose_config("sft", SftConfig, [*LONG, "loader.global_batch_size=16"])
+    packs = AssumedPacks(100, 131_072, sequence_tokens=131_072)
+    found = search_layouts(config, machine=Machine(), packs=packs, gpu_bytes=None)
+    assert {one.plan.dp_size for one in found.fitting} == {4, 8}
+
+
+def test_a_picture_shows_the_ranks_that_share_each_row_and_where_they_wait(tmp_path: Path) -> None:
+    lengths = np.array([4 * TOKENS, *[TOKENS] * 2, *[TOKENS // 2] * 4])
+    placed = schedule("dynamic_context", lengths, dp_size=4, max_tokens_per_rank=TOKENS, cost=COST)
+    batch = PlacedBatch("a run", lengths, placed, COST)
+    image = batch.waves(width=100)
+    assert image.shape == (4, 100)
+    assert (image[:, 0] == 2).all()  # four ranks, as a power of two
+    assert set(image[~np.isnan(image)]) == {0.0, 2.0}
+    assert np.isnan(image[:, -1]).sum() == 2
+    batch.draw(tmp_path / "waves.png")
+    assert (tmp_path / "waves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_draws_a_batch_of_every_schedule_but_packs_as_they_are(harness, tmp_path: Path) -> None:
+    usual = ["plan", "llama3_8b_1node", "packs=100", f"waves={tmp_path}/waves.png"]
+    code, printed, _ = harness(*usual)
+    assert (code, (tmp_path / "waves.png").exists()) == (0, True)
+    assert "a batch on its ranks" in printed
+    code, _, error = harness(*usual, "schedule=as_packed")
+    assert code == 2
+    assert "schedule=as_packed trains packs as they are" in error
