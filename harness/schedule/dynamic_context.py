@@ -8,9 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.records import Float64Array, Int64Array, Schedule
-from harness.schedule.batch import GlobalBatch, largest_share
+from harness.schedule.batch import GlobalBatch, largest_share, row_costs
 from harness.schedule.cost_balanced import EVEN, exchange_sequences, fill_rows, place_cost_balanced, rows_needed
 
+# Parts of a step that a sequence may take, in the order in which they are tried, until the busiest rank costs no more
+# than _GOOD times an even share.
+_SHARES, _GOOD = (1.0, np.inf, 0.5, 0.25, 0.125), 1.01
 # Sequences of one rank get this many times the rows that they need at least.
 _ROOM = 1.03
 
@@ -19,14 +22,31 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
     """Choose for each sequence the data-parallel ranks that share it, and give every rank the same cost.
 
     Sequences longer than a rank holds are shared by the fewest ranks that hold them, or by more, where these would
-    take longer than the whole step should. Each microbatch has those of about the same cost, the costliest first. The
-    others then fill the rows that are left, as far as their ranks lack cost, and are exchanged between rows and ranks
-    as in `cost_balanced`, which places batches without a long sequence.
+    take longer than the whole step should. Where ranks are not even then, shares of other sizes are tried. Each
+    microbatch has those of about the same cost, the costliest first. The others then fill the rows that are left, as
+    far as their ranks lack cost, and are exchanged between rows and ranks as in `cost_balanced`, which places batches
+    of which no sequence is shared.
     """
-    sizes = choose_ranks(batch)
+    fewest = fewest_ranks(batch)
+    ideal = float((batch.costs(fewest) * fewest).sum()) / batch.dp_size
+    chosen, least, tried = None, np.inf, set[bytes]()
+    for share in _SHARES:
+        sizes = divide_further(batch, fewest, share * ideal)
+        if sizes.tobytes() in tried:
+            continue
+        tried.add(sizes.tobytes())
+        placed = _place(batch, sizes) if (sizes > 1).any() else place_cost_balanced(batch)
+        busiest = float(row_costs(placed, batch.lengths, cost=batch.cost, media_cost=batch.media_cost).sum(0).max())
+        if busiest < least:
+            chosen, least = placed, busiest
+        if least <= _GOOD * ideal:
+            break
+    assert chosen is not None
+    return chosen
+
+
+def _place(batch: GlobalBatch, sizes: Int64Array) -> Schedule:
     is_shared = sizes > 1
-    if not is_shared.any():
-        return place_cost_balanced(batch)
     at, loads, counts = _place_shared(batch, sizes)
     short = np.flatnonzero(~is_shared)
     costs = batch.costs()[short]
@@ -49,21 +69,27 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
     return _joined(batch, placed, short, sizes, at)
 
 
-def choose_ranks(batch: GlobalBatch) -> Int64Array:
-    """Return the number of ranks that share each sequence, int64 [sequences], powers of two."""
-    most = largest_share(batch.dp_size, batch.cost.most_ranks)
+def fewest_ranks(batch: GlobalBatch) -> Int64Array:
+    """Return the fewest ranks that hold each sequence, int64 [sequences], powers of two."""
     sizes = np.ones_like(batch.lengths)
     # Of a shared sequence each rank has two chunks of the same length.
     held, is_long = batch.max_tokens_per_row // 2 * 2, batch.lengths > batch.max_tokens_per_row
     while is_long.any():
         sizes[is_long] *= 2
         is_long &= -(-batch.lengths // (2 * sizes)) * 2 > held
+    return sizes
+
+
+def divide_further(batch: GlobalBatch, sizes: Int64Array, cost: float) -> Int64Array:
+    """Return more ranks for sequences that cost more than `cost` on each of theirs, int64 [sequences].
+
+    They are doubled as long as that makes them cheaper.
+    """
+    most, sizes = largest_share(batch.dp_size, batch.cost.most_ranks), sizes.copy()
     costs = batch.costs(sizes)
-    # A sequence that takes longer than the step should is divided further, as long as that helps.
-    step = float((costs * sizes).sum()) / batch.dp_size
     while True:
         halves = batch.costs(2 * sizes)
-        pays = (costs > step) & (2 * sizes <= most) & (halves < costs)
+        pays = (costs > cost) & (2 * sizes <= most) & (halves < costs)
         if not pays.any():
             return sizes
         sizes[pays] *= 2

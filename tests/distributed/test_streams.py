@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from harness.errors import HarnessError
@@ -31,7 +33,8 @@ from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.plan.layout import ParallelConfig
 from harness.records import Pack
-from harness.schedule import ScheduleConfig
+from harness.schedule import ScheduleConfig, schedule
+from harness.thd import context_parallel_indices
 
 from .conftest import run_jobs
 from .forked import jobs_of
@@ -41,9 +44,14 @@ TWO = [
     ({"tensor_parallel_size": 2, "sequence_parallel": True}, "cost_balanced"),
     ({"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}, "dp_balanced"),
     ({"context_parallel_size": 2}, "dp_balanced"),
+    ({}, "default_dynamic_cp"),
 ]
 FOUR = [
     ({}, "cost_balanced"),
+    ({}, "default_dynamic_cp"),
+    ({"context_parallel_size": 2}, "default_dynamic_cp"),
+    ({"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}, "default_dynamic_cp"),
+    ({"tensor_parallel_size": 2, "sequence_parallel": True}, "default_dynamic_cp"),
     ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}, "dp_balanced"),
     ({"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}, "dp_balanced"),
 ]
@@ -69,7 +77,10 @@ def test_rows_of_a_stream_are_those_of_the_plan_and_a_broken_stream_stops_every_
             assert one["different"] == [], one
             assert one["rows"] >= 3, one
             assert one["ended"], one
-            assert one["error"] == ("planted" if rank == 0 else "rank 0: planted"), one
+            if one["schedule"] == "default_dynamic_cp":
+                assert {1, 2} <= {*one["sizes"]}, one
+            else:
+                assert one["error"] == ("planted" if rank == 0 else "rank 0: planted"), one
 
 
 PACKS = 8
@@ -123,7 +134,7 @@ def stream(packs: list[Pack], layout: RankLayout, *, steps: int, broken: bool = 
 
 
 def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]:
-    schedule = ScheduleConfig(name=name, max_tokens_per_rank=256)
+    settings = ScheduleConfig(name=name, max_tokens_per_rank=256)
     with runtime.start("cpu", timeout_s=60) as job:
         layout = join(parallel, job.world_size)
         reader = open_dataset(dataset)
@@ -131,7 +142,7 @@ def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]
         planned = Loader(
             reader,
             LoaderConfig(global_batch_size=PACKS, num_workers=0, shuffle=False),
-            schedule=schedule,
+            schedule=settings,
             layout=layout,
             num_steps=3,
         )
@@ -198,8 +209,82 @@ def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]
     return report
 
 
+def compare_shared(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]:
+    """Compare rows of dynamic context parallelism with the samples that the schedule places in them."""
+    with runtime.start("cpu", timeout_s=60) as job:
+        layout = join(parallel, job.world_size, shares_rows=True)
+        packs = list(open_dataset(dataset))[: 3 * PACKS]
+        ranks = layout.dp_size * layout.cp_size
+        rank, pad_to = parallel_state.get_data_parallel_rank(with_context_parallel=True), 2 * ranks * layout.tp_size
+        longest = max(int(pack.sequence_lengths.max()) - 1 for pack in packs)
+        tokens = -(-longest // (2 * pad_to)) * pad_to
+        virtual = parallel.virtual_pipeline_parallel_size
+        config = SimpleNamespace(
+            sequence_packing_scheduler=name,
+            dynamic_context_parallel=True,
+            max_seqlen_per_dp_cp_rank=tokens,
+            virtual_pipeline_model_parallel_size=virtual,
+            microbatch_group_size_per_vp_stage=layout.group_size,
+            sequence_parallel=parallel.sequence_parallel,
+        )
+        layout = replace(layout, pad_to_multiple=pad_to)
+        mine = stream(packs, layout, steps=3) if layout.tp_rank == 0 and layout.needs_tokens else None
+        mine = mine if virtual is None else [mine] * virtual
+        report: dict[str, Any] = {"rank": job.rank, "rows": 0, "different": [], "sizes": []}
+        for step in range(3):
+            iterator, count, *_ = wrap_data_iterator(mine, config, PACKS // layout.dp_size)
+            batch = packs[step * PACKS : (step + 1) * PACKS]
+            samples = [one for pack in batch for one in samples_of_pack(pack, pad_to_multiple=pad_to)]
+            placed = schedule(
+                "dynamic_context",
+                [int(one["padded_seq_len"]) for one in samples],
+                dp_size=ranks,
+                max_tokens_per_rank=tokens,
+                group_size=layout.group_size,
+            )
+            report["different"] += [] if count == placed.num_microbatches else [count]
+            for stage, rows in enumerate(iterator if virtual else [iterator]):
+                ends = layout.is_first_stage and stage == 0, layout.is_last_stage and stage == (virtual or 1) - 1
+                for number in range(count):
+                    got = get_batch_on_this_rank_for_sequence_packing(
+                        rows, vpp_size=virtual, vp_stage=stage if virtual else None, dynamic_cp=True, config=config
+                    )
+                    own, size = [samples[i] for i in placed.row(number, rank)], placed.ranks_of_row(number, rank)
+                    report["sizes"].append(size)
+                    report["rows"] += 1
+                    report["different"] += shared_differences(got, own, (size, rank % size), ends)
+        try:
+            wrap_data_iterator(mine, config, PACKS // layout.dp_size)
+        except StopIteration:
+            report["ended"] = True
+    return report
+
+
+def shared_differences(
+    got: tuple[Any, ...], samples: list[Any], place: tuple[int, int], ends: tuple[bool, bool]
+) -> list[str]:
+    """The names of what a rank's part of a row has other than these samples."""
+    values = dict(zip(("tokens", "labels", "loss_mask", "_", "position_ids"), got, strict=False))
+    group = got[5].cp_group
+    wrong = [] if got[5].local_cp_size == place[0] and (group is None or group.size() == place[0]) else ["cp_group"]
+    wrong += [] if (group is None) == (place[0] == 1) else ["cp_group"]
+    if not samples:
+        mask = values["loss_mask"]
+        return wrong + ([] if bool(got[6].all()) and (mask is None or not mask.any()) else ["empty"])
+    padded = np.cumsum([0, *(int(one["padded_seq_len"]) for one in samples)])
+    keep = torch.from_numpy(context_parallel_indices(padded, cp_size=place[0], cp_rank=place[1]))
+    for name in FIELDS:
+        whole = torch.cat([one[name] for one in samples])[keep][None]
+        wanted = ends[0] if name in ("tokens", "position_ids") else ends[1]
+        same = values[name] is not None and torch.equal(values[name], whole)
+        wrong += [] if (same if wanted else values[name] is None) else [name]
+    bounds = got[5].cu_seqlens_q_padded if got[5].cu_seqlens_q_padded is not None else got[5].cu_seqlens_q
+    return wrong + ([] if bounds.tolist()[: len(padded)] == padded.tolist() else ["bounds"])
+
+
 if __name__ == "__main__":
     for sizes, name in jobs_of(sys.argv[1]):
-        result = {"layout": sizes, "schedule": name, **compare(ParallelConfig(**sizes), name, sys.argv[2])}
+        run = compare_shared if name == "default_dynamic_cp" else compare
+        result = {"layout": sizes, "schedule": name, **run(ParallelConfig(**sizes), name, sys.argv[2])}
         with Path(f"{sys.argv[3]}.{result['rank']}").open("a") as file:
             file.write(json.dumps(result) + "\n")

@@ -10,12 +10,15 @@ PackedSeqParams and the mask of padding. An error of one rank is raised on every
 
 Differences from Megatron's: rows may be empty where it fails with "Not enough samples to move" (they train nothing), a
 sequence longer than a row is refused, `cost_balanced` balances ranks by cost, and attention gets the real bounds of
-sequences beside the padded ones. A row of more than `thd_max_packed_sequences` is refused, not divided. Not supported,
-and refused by name: dynamic context parallelism, its contiguous partitions, and fixed lengths of packed rows.
+sequences beside the padded ones. A row of more than `thd_max_packed_sequences` is refused, not divided. With dynamic
+context parallelism, ranks that share a sequence are those of the schedule `dynamic_context`. Not supported, and refused
+by name: contiguous partitions, a least size of dynamic context parallelism, and fixed lengths of packed rows.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -46,12 +49,12 @@ from harness.thd import context_parallel_indices, padding_multiple, visible_boun
 
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded")
 _OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens", "position_ids"), ("labels", "loss_mask")
+_SIZE = "local_cp_size"
 _FAILED = -1  # in place of a row's number of bounds
 _PHASE_2 = "get_batch_on_this_rank_for_sequence_packing"
 # Settings of newer configs, and the values with which rows are what this module makes.
 _NEEDED: dict[str, tuple[object, ...]] = {
-    "dynamic_context_parallel": (False, None),
-    "hybrid_context_parallel": (False, None),  # its earlier name
+    "min_dynamic_context_parallel_size": (1, None),
     "cp_partition_mode": ("zigzag", None),
     "linear_cp_layout": ("zigzag", None),
     "attention_cp_layout": ("zigzag", None),
@@ -74,7 +77,8 @@ class BasePackingScheduler:
     """Fetches a global batch, schedules it, and gives every rank its rows.
 
     A subclass has the name of a schedule of the harness, or its own `get_groups_and_subsamples`; put it into
-    `scheduler_map` under the name that `config.sequence_packing_scheduler` has.
+    `scheduler_map` under the name that `config.sequence_packing_scheduler` has. Where `shares_rows` is True, any power
+    of two of neighbors in the data- and context-parallel group may share a row.
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens that one rank holds; a row holds cp_size times as many.
@@ -86,6 +90,7 @@ class BasePackingScheduler:
     """
 
     name: ClassVar[str]
+    shares_rows: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -119,26 +124,25 @@ class BasePackingScheduler:
                 another row.
         """
         numbers = [number for number, _ in sample_id_seqlens]
+        ranks = self.dp_size * self.cp_size
+        cp_size = 1 if self.shares_rows else self.cp_size
         placed = schedule(
             self.name,
             np.asarray([length for _, length in sample_id_seqlens], dtype=np.int64),
-            dp_size=self.dp_size,
-            cp_size=self.cp_size,
+            dp_size=ranks // cp_size,
+            cp_size=cp_size,
             max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
             group_size=self.microbatch_group_size_per_vp_stage or 1,
         )
         most = max(
-            len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(self.dp_size)
+            len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(placed.dp_size)
         )
         if self.max_num_seqs is not None and most > self.max_num_seqs:
             what = f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}"
             fix = f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank"
             raise ScheduleError(what, where="config.thd_max_packed_sequences", fix=fix)
         return [
-            [
-                [numbers[index] for index in placed.row(microbatch, rank // self.cp_size).tolist()]
-                for rank in range(self.dp_size * self.cp_size)
-            ]
+            [[numbers[index] for index in placed.row(microbatch, rank // cp_size).tolist()] for rank in range(ranks)]
             for microbatch in range(placed.num_microbatches)
         ]
 
@@ -156,19 +160,18 @@ class BasePackingScheduler:
         """Fetch, schedule, route, pack and broadcast; returns and raises as `wrap_data_iterator` does."""
         if isinstance(data_iterator, (list, tuple)):  # one per virtual pipeline stage, all of the same data
             data_iterator = next((one for one in data_iterator if one is not None), None)
-        pad_to_multiple = padding_multiple(
-            cp_size=self.cp_size,
-            tp_size=tp_group.size(),
-            sequence_parallel=bool(getattr(config, "sequence_parallel", False)),
-        )
+        parts: dict[str, Any] = {
+            "tp_size": tp_group.size(),
+            "sequence_parallel": bool(getattr(config, "sequence_parallel", False)),
+        }
         error: Exception | None = None
         batch, placed, ended = None, [], False
         if data_iterator is not None:
             try:
                 batch = get_batch_and_global_seqlens(data_iterator, num_microbatches, dp_group)
-                _check_padding(batch[1], pad_to_multiple)
                 placed = self.get_groups_and_subsamples(batch[1])
                 self._check(placed, batch[1])
+                _check_padding(dict(batch[1]), placed, parts)
             except StopIteration:
                 ended = True
             except Exception as raised:
@@ -186,8 +189,13 @@ class BasePackingScheduler:
             mine = reroute_samples_to_dcp_ranks(
                 kept, ids, id_lengths, placed, offsets, dp_group, dp_cp_group=dp_cp_group
             )
-            own = [[mine[i] for i in group[dp_cp_group.rank()]] for group in placed]
-            rows = build_packed_microbatches(own, dev, fields=fields, pad_to_multiple=pad_to_multiple)
+            rank = dp_cp_group.rank()
+            own = [[mine[i] for i in group[rank]] for group in placed]
+            multiple = padding_multiple(cp_size=1 if self.shares_rows else self.cp_size, **parts)
+            rows = build_packed_microbatches(own, dev, fields=fields, pad_to_multiple=multiple)
+            if self.shares_rows:
+                for row, group in zip(rows, placed, strict=True):
+                    row[_SIZE] = torch.tensor(_sizes(group)[rank], dtype=torch.int32, device=dev)
             scalars = (len(rows), float(sum(lengths)), float(sum(length * length for length in lengths)))
         if tp_group.rank() == 0:
             rows, *of_stages = broadcast_to_pp_group(rows, *scalars, pp_group, dev)
@@ -198,25 +206,27 @@ class BasePackingScheduler:
         return create_data_iterator(rows, pp_group, tp_group, config), int(count), float(total), float(squared)
 
     def _check(self, placed: Groups, sample_id_seqlens: Sequence[tuple[int, int]]) -> None:
-        """Raise ScheduleError unless every sample is in one row, the same on its context-parallel ranks."""
-        wanted = sorted(number for number, _ in sample_id_seqlens)
-        rows = [group[:: self.cp_size] for group in placed]
-        found = sorted(number for group in rows for row in group for number in row)
-        shared = all(
-            len(group) == self.dp_size * self.cp_size
-            and all(list(row) == list(group[rank - rank % self.cp_size]) for rank, row in enumerate(group))
-            for group in placed
-        )
+        """Raise ScheduleError unless every sample is in one row, the same on the neighbors that share it."""
+        wanted, ranks = sorted(number for number, _ in sample_id_seqlens), self.dp_size * self.cp_size
+        found: list[int] = []
+        is_shared = all(len(group) == ranks for group in placed)
+        for group in placed if is_shared else []:
+            sizes = _sizes(group) if self.shares_rows else [self.cp_size] * ranks
+            for rank, (row, size) in enumerate(zip(group, sizes, strict=True)):
+                first = rank - rank % size
+                is_shared &= list(row) == list(group[first]) and (not self.shares_rows or size & (size - 1) == 0)
+                found += row if rank == first else []
         size = self.microbatch_group_size_per_vp_stage or 1
-        if found == wanted and shared and placed and len(placed) % size == 0:
+        if sorted(found) == wanted and is_shared and placed and len(placed) % size == 0:
             return
         lost = sorted({*wanted} - {*found})
+        neighbors = "a power of two of" if self.shares_rows else "context-parallel"
         raise ScheduleError(
             f"{type(self).__name__} placed {len(found):,} of {len(wanted):,} samples in {len(placed)} microbatches"
             + (f"; sample {lost[0]} was not placed" if lost else ""),
             where="get_groups_and_subsamples",
-            fix=f"place every sample once, in a multiple of {size} microbatches of {self.dp_size * self.cp_size} "
-            "ranks, of which context-parallel neighbors share a row",
+            fix=f"place every sample once, in a multiple of {size} microbatches of {ranks} ranks, of which {neighbors} "
+            "neighbors share a row",
         )
 
 
@@ -232,9 +242,16 @@ class CostBalancedScheduler(BasePackingScheduler):
     name = "cost_balanced"
 
 
+class DefaultDynamicCPScheduler(BasePackingScheduler):
+    """Lets as few ranks share a sequence as hold it, and balances the cost of ranks."""
+
+    name, shares_rows = "dynamic_context", True
+
+
 # Changeable, as Megatron's is: a scheduler of one's own is added here.
 scheduler_map: dict[str, type[BasePackingScheduler]] = {
-    kind.name: kind for kind in (DpBalancedScheduler, CostBalancedScheduler)
+    "default_dynamic_cp": DefaultDynamicCPScheduler,
+    **{kind.name: kind for kind in (DpBalancedScheduler, CostBalancedScheduler)},
 }
 
 
@@ -282,11 +299,15 @@ def wrap_data_iterator(
     name, tokens = config.sequence_packing_scheduler, config.max_seqlen_per_dp_cp_rank
     if name not in scheduler_map:
         what = f"packing scheduler {name!r} does not exist"
-        fix = f"choose one of {', '.join(scheduler_map)}: all rows have the same context-parallel size"
+        fix = f"choose one of {', '.join(scheduler_map)}"
         raise ConfigError(what, where="config.sequence_packing_scheduler", fix=fix)
     if not tokens:
         what = f"config.max_seqlen_per_dp_cp_rank is {tokens}"
         raise ConfigError(what, where="config", fix="set it to the maximum number of tokens per rank in a microbatch")
+    if scheduler_map[name].shares_rows != _is_dynamic(config):
+        what = f"{name} {'needs' if scheduler_map[name].shares_rows else 'does not use'} dynamic context parallelism"
+        fix = "set config.dynamic_context_parallel=True for default_dynamic_cp alone"
+        raise ConfigError(what, where="config.dynamic_context_parallel", fix=fix)
     virtual_stages = config.virtual_pipeline_model_parallel_size
     most = getattr(config, "thd_max_packed_sequences", None)
     scheduler = scheduler_map[name](
@@ -323,7 +344,9 @@ def get_batch_on_this_rank_for_sequence_packing(
         mtp_on_this_rank: this chunk predicts several tokens, so it reads tokens and labels wherever it is.
         pg_collection: process groups `tp`, `pp` and `cp`; None for those of Megatron's parallel state.
         config: the model's TransformerConfig, in which only what is not supported is looked for; None for none.
-        dynamic_cp, dynamic_cp_group_func, return_context_parallel_batch: of newer versions; only their defaults work.
+        dynamic_cp: rows have their own context-parallel size, and packed_seq_params its group.
+        dynamic_cp_group_func: returns the group of `group_size` neighbors; None for Megatron's parallel state.
+        return_context_parallel_batch: of newer versions; only its default works.
 
     Returns:
         tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params and padding_mask. Tensors are
@@ -336,8 +359,7 @@ def get_batch_on_this_rank_for_sequence_packing(
         ConfigError: an argument or the config asks for what is not supported (see the module).
         LoaderError: a row lacks what this chunk reads, or its length does not fit its bounds.
     """
-    newer = {"dynamic_cp": dynamic_cp, "dynamic_cp_group_func": dynamic_cp_group_func}
-    newer |= {"return_context_parallel_batch": return_context_parallel_batch}
+    newer = {"return_context_parallel_batch": return_context_parallel_batch}
     _check_call(newer | {f"pg_collection={pg_collection}": isinstance(pg_collection, bool)}, config)
     tp_group, pp_group, cp_group = _groups(pg_collection, "tp", "pp", "cp")
     device = device_of(tp_group)
@@ -346,7 +368,11 @@ def get_batch_on_this_rank_for_sequence_packing(
     is_first = pp_group.rank() == 0 and vp_stage in (None, 0)
     is_last = pp_group.rank() == pp_group.size() - 1 and vp_stage in (None, (vpp_size or 1) - 1)
     fields = (*_OF_FIRST_STAGE * (is_first or mtp_on_this_rank), *_OF_LAST_STAGE * (is_last or mtp_on_this_rank))
-    values, (ends, max_seqlen, total, padded) = _next_row(data_iterator, fields, tp_group, cp_group, device)
+    group_of = partial(_dynamic_group, dynamic_cp_group_func) if dynamic_cp else lambda _: cp_group
+    values, (ends, max_seqlen, total, padded, ranks) = _next_row(
+        data_iterator, fields, tp_group, group_of, device, dynamic_cp
+    )
+    of_row = group_of(ranks)
     source = torch.distributed.get_process_group_ranks(tp_group)[0]
 
     def shared(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -355,19 +381,25 @@ def get_batch_on_this_rank_for_sequence_packing(
         return tensor
 
     bounds, padded_bounds = (shared(name, (ends,), torch.int32) for name in _BOUNDS)
-    size = (1, total // cp_group.size())
+    size = (1, total // (1 if of_row is None else of_row.size()))
     row = {name: shared(name, size, FIELDS[name]) for name in fields}
     mask = shared("padding_mask", size, torch.bool)
     params = packed_seq_params(
-        cu_seqlens=bounds, cu_seqlens_padded=padded_bounds, max_seqlen=max_seqlen, is_padded=bool(padded)
+        cu_seqlens=bounds,
+        cu_seqlens_padded=padded_bounds,
+        max_seqlen=max_seqlen,
+        is_padded=bool(padded),
+        cp_group=of_row if dynamic_cp else None,
     )
+    if dynamic_cp:
+        params.local_cp_size = ranks
     return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params, mask
 
 
 def _check_call(refused: dict[str, Any], config: Any) -> None:
     for name in (name for name, value in refused.items() if value):
         fix = "pass arguments after vp_stage by name, because their order differs between versions, and omit those "
-        fix += "of newer ones: all rows have the same context-parallel size, and the tuple is returned"
+        fix += "of newer ones: the tuple is returned"
         raise ConfigError(f"{name} is not supported", where=_PHASE_2, fix=fix)
     if config is not None:
         _check_config(config)
@@ -377,21 +409,25 @@ def _next_row(
     data_iterator: Iterator[Any] | None,
     fields: Sequence[str],
     tp_group: ProcessGroup,
-    cp_group: ProcessGroup,
+    group_of: Callable[[int], ProcessGroup | None],
     device: torch.device,
+    is_dynamic: bool,
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Return the next row on the first tensor-parallel rank, and on all: bounds, longest sequence, tokens, padded."""
+    """Return the next row on the first tensor-parallel rank.
+
+    On all ranks, also its bounds, longest sequence and tokens, whether it is padded, and the ranks that share it.
+    """
     values: dict[str, torch.Tensor] = {}
-    header = [0, 0, 0, 0]
+    header = [0, 0, 0, 0, 0]
     error: Exception | None = None
     if tp_group.rank() == 0:
         try:
-            values = _own_slice(data_iterator, fields, cp_group, device)
+            values = _own_slice(data_iterator, fields, group_of, device, is_dynamic)
             is_padded = not torch.equal(values["cu_seqlens"], values["cu_seqlens_padded"])
             ends, total = values["cu_seqlens"].shape[0], int(values["cu_seqlens_padded"][-1])
-            header = [ends, int(values["max_seqlen"]), total, int(is_padded)]
+            header = [ends, int(values["max_seqlen"]), total, int(is_padded), int(values[_SIZE])]
         except (LoaderError, ScheduleError) as raised:
-            error, header = raised, [_FAILED, 0, 0, 0]
+            error, header = raised, [_FAILED, 0, 0, 0, 0]
     header = [int(value) for value in broadcast_scalars(header, tp_group, device, torch.int64)]
     if header[0] == _FAILED:
         raise_together(error, (tp_group,))
@@ -399,7 +435,11 @@ def _next_row(
 
 
 def _own_slice(
-    data_iterator: Iterator[Any] | None, fields: Sequence[str], cp_group: ProcessGroup, device: torch.device
+    data_iterator: Iterator[Any] | None,
+    fields: Sequence[str],
+    group_of: Callable[[int], ProcessGroup | None],
+    device: torch.device,
+    is_dynamic: bool,
 ) -> dict[str, torch.Tensor]:
     """Return the bounds of the next row and this rank's slice of its fields and of its padding mask, [1, T / cp]."""
     if data_iterator is None:
@@ -409,17 +449,22 @@ def _own_slice(
     if row is None:
         fix = "run as many microbatches as wrap_data_iterator returned, then call it again for the next global batch"
         raise LoaderError("the iterator of this global batch is exhausted", where=_PHASE_2, fix=fix)
-    needed = (*fields, *_BOUNDS, "max_seqlen")
+    needed = (*fields, *_BOUNDS, "max_seqlen", *[_SIZE] * is_dynamic)
+    if _SIZE in row and not is_dynamic:
+        fix = "pass dynamic_cp=True, as config.dynamic_context_parallel says"
+        raise LoaderError("a row has its own context-parallel size", where=_PHASE_2, fix=fix)
     if missing := [name for name in needed if row.get(name) is None]:
         what = f"a row has no {', '.join(missing)}; it has {', '.join(row)}"
         fix = "iterate over the result of wrap_data_iterator for this pipeline stage"
         raise LoaderError(what, where="the data iterator", fix=fix)
+    size = torch.as_tensor(row.get(_SIZE, 1))
+    cp_group = group_of(int(size))
     # Rows of another scheduler may have padding only at their end.
     real, padded = visible_bounds(*(row[name].cpu().reshape(-1) for name in _BOUNDS))
     values = {"cu_seqlens": torch.from_numpy(real).to(device), "cu_seqlens_padded": torch.from_numpy(padded).to(device)}
     total = int(padded[-1])
     keep = None
-    if cp_group.size() > 1:
+    if cp_group is not None and cp_group.size() > 1:
         own = context_parallel_indices(padded, cp_size=cp_group.size(), cp_rank=cp_group.rank())
         keep = torch.from_numpy(own).to(device)
     mask = row.get("padding_mask")
@@ -434,18 +479,44 @@ def _own_slice(
             fix = "the last cu_seqlens_padded of a row must be its length"
             raise LoaderError(what, where="the data iterator", fix=fix)
         values[name] = (value if keep is None else value.index_select(0, keep)).unsqueeze(0)
-    values["max_seqlen"] = torch.as_tensor(row["max_seqlen"])
-    return values
+    return values | {"max_seqlen": torch.as_tensor(row["max_seqlen"]), _SIZE: size}
 
 
-def _check_padding(id_lengths: Sequence[tuple[int, int]], pad_to_multiple: int) -> None:
-    wrong = [(number, length) for number, length in id_lengths if length % pad_to_multiple]
+def _sizes(group: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks that share the row of each rank; a row without samples is its own."""
+    counts = Counter(row[0] for row in group if row)
+    return [counts[row[0]] if row else 1 for row in group]
+
+
+def _check_padding(lengths: dict[int, int], placed: Groups, parts: dict[str, Any]) -> None:
+    multiples = {
+        number: padding_multiple(cp_size=size, **parts)
+        for group in placed
+        for row, size in zip(group, _sizes(group), strict=True)
+        for number in row
+    }
+    wrong = sorted(number for number, multiple in multiples.items() if lengths[number] % multiple)
     if wrong:
-        number, length = wrong[0]
-        what = f"sample {number} of the global batch has a padded_seq_len of {length}, and {len(wrong):,} of "
-        what += f"{len(id_lengths):,} are like it; the layout needs multiples of {pad_to_multiple}"
-        fix = f"pad samples to a multiple of {pad_to_multiple} (harness.thd.padding_multiple)"
+        number, multiple = wrong[0], math.lcm(*multiples.values())
+        what = f"sample {number} of the global batch has a padded_seq_len of {lengths[number]}, and {len(wrong):,} of "
+        what += f"{len(lengths):,} are like it; the layout needs multiples of {multiples[number]}"
+        fix = f"pad samples to a multiple of {multiple} (harness.thd.padding_multiple)"
         raise LoaderError(what, where="the data iterator", fix=fix)
+
+
+def _is_dynamic(config: Any) -> bool:
+    """Return True for dynamic context parallelism, under its name or the earlier one."""
+    return any(getattr(config, name, False) for name in ("dynamic_context_parallel", "hybrid_context_parallel"))
+
+
+def _dynamic_group(given: Callable[..., ProcessGroup] | None, size: int) -> ProcessGroup | None:
+    """Return the group of neighbors that share a row; None where a rank has its own."""
+    if size == 1:
+        return None
+    names = (f"get_{kind}_data_context_parallel_groups" for kind in ("dynamic", "hybrid"))  # the second is the earlier
+    get: Any = given or next(getattr(parallel_state, name) for name in names if hasattr(parallel_state, name))
+    found: ProcessGroup = get(group_size=size)
+    return found
 
 
 def _check_config(config: Any) -> None:

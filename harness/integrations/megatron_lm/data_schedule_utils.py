@@ -3,7 +3,8 @@
 A *sample* is one sequence as a dict of tensors: `tokens`, `labels`, `position_ids` (int64 [n]), `loss_mask` (float32
 [n]), `original_seq_len` and `padded_seq_len` (integers [1]; n is the padded length). A *row* is the samples of one
 microbatch laid end to end, with `cu_seqlens`, `cu_seqlens_padded` (int32 [S + 1]), `max_seqlen` (int32 scalar) and
-`padding_mask` (bool [T], True at tokens that are nobody's).
+`padding_mask` (bool [T], True at tokens that are nobody's); with dynamic context parallelism also `local_cp_size`
+(int32 scalar), the ranks that share it.
 
 Counts and sums travel as int64 or float64: float32 would round a count above 2^24.
 """
@@ -32,7 +33,7 @@ FIELDS: Mapping[str, torch.dtype] = MappingProxyType(
 )
 _LENGTHS = ("original_seq_len", "padded_seq_len")
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
-_OF_EVERY_STAGE = (*_BOUNDS, "padding_mask")
+_NUMBERS = (*_BOUNDS, "local_cp_size")
 _FAILED, _ENDED = -1, -2  # in place of the lengths of a rank's samples
 
 
@@ -285,17 +286,18 @@ def broadcast_to_pp_group(
     if pp_group.size() <= 2:
         return ours
     source = torch.distributed.get_process_group_ranks(pp_group)[0]
-    rows = [([row[name].tolist() for name in _BOUNDS], bool(row["padding_mask"].all())) for row in new_samples or []]
+    rows = [
+        ({name: row[name].tolist() for name in _NUMBERS if name in row}, bool(row["padding_mask"].all()))
+        for row in new_samples or []
+    ]
     carried: list[Any] = [rows, *ours[1:]]
     torch.distributed.broadcast_object_list(carried, src=source, group=pp_group, device=dev)
     rows, count, total, squared = carried
     if not rows or pp_group.rank() in (0, pp_group.size() - 1):  # no rows: the end of the streams
         return ours
     received = []
-    for bounds, is_empty in rows:
-        row = {
-            name: torch.tensor(each, dtype=torch.int32, device=dev) for name, each in zip(_BOUNDS, bounds, strict=True)
-        }
+    for numbers, is_empty in rows:
+        row = {name: torch.tensor(each, dtype=torch.int32, device=dev) for name, each in numbers.items()}
         row["padding_mask"] = padding_mask(row["cu_seqlens"], row["cu_seqlens_padded"], is_empty=is_empty)
         received.append(row)
     return received, count, total, squared
@@ -337,7 +339,7 @@ def create_data_iterator(
     whole[-1] |= pp_group.rank() == pp_group.size() - 1
     return [
         RerunDataIterator(
-            iter([{name: row[name] for name in (row if keep else _OF_EVERY_STAGE)} for row in new_samples])
+            iter([{name: row[name] for name in row if keep or name not in FIELDS} for row in new_samples])
         )
         for keep in whole
     ]

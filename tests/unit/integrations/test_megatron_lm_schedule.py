@@ -14,7 +14,9 @@ from harness.errors import ConfigError, LoaderError, ScheduleError
 from harness.integrations.megatron_lm import data_schedule
 from harness.integrations.megatron_lm.data_schedule import (
     BasePackingScheduler,
+    DefaultDynamicCPScheduler,
     DpBalancedScheduler,
+    _check_padding,
     get_batch_on_this_rank_for_sequence_packing,
     scheduler_map,
     wrap_data_iterator,
@@ -197,8 +199,6 @@ def test_rows_of_another_scheduler_get_the_padding_of_their_bounds(one_rank: Non
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"dynamic_cp": True}, "dynamic_cp is not supported"),
-        ({"dynamic_cp_group_func": max}, "dynamic_cp_group_func is not supported"),
         ({"return_context_parallel_batch": True}, "return_context_parallel_batch is not supported"),
         ({"pg_collection": False}, "pg_collection=False is not supported"),
         ({"config": config(cp_partition_mode="contiguous")}, "config.cp_partition_mode = 'contiguous'"),
@@ -226,10 +226,12 @@ def test_the_call_of_newer_versions_of_megatron_is_accepted(one_rank: None) -> N
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"dynamic_context_parallel": True}, "config.dynamic_context_parallel = True is not supported"),
-        ({"hybrid_context_parallel": True}, "config.hybrid_context_parallel = True is not supported"),
+        ({"dynamic_context_parallel": True}, "dp_balanced does not use dynamic context parallelism"),
+        ({"hybrid_context_parallel": True}, "dp_balanced does not use dynamic context parallelism"),
+        ({"sequence_packing_scheduler": "default_dynamic_cp"}, "default_dynamic_cp needs dynamic context parallelism"),
+        ({"min_dynamic_context_parallel_size": 2}, "config.min_dynamic_context_parallel_size = 2 is not supported"),
         ({"pad_packed_seq_alignment": "max"}, "config.pad_packed_seq_alignment = 'max' is not supported"),
-        ({"sequence_packing_scheduler": "default_dynamic_cp"}, "packing scheduler 'default_dynamic_cp' does not exist"),
+        ({"sequence_packing_scheduler": "other"}, "packing scheduler 'other' does not exist"),
         ({"max_seqlen_per_dp_cp_rank": None}, "max_seqlen_per_dp_cp_rank is None"),
     ],
 )
@@ -240,6 +242,28 @@ def test_a_configuration_without_its_scheduler_or_size_is_refused(
         wrap_data_iterator(iter([]), config(**changes), 1)
 
 
+def test_the_phases_agree_on_a_context_parallel_size_of_each_row(one_rank: None) -> None:
+    dynamic = config(sequence_packing_scheduler="default_dynamic_cp", dynamic_context_parallel=True)
+    rows, *_ = wrap_data_iterator(iter([sample(1, 2)]), dynamic, 1)
+    with pytest.raises(LoaderError, match="a row has its own context-parallel size"):
+        get_batch_on_this_rank_for_sequence_packing(rows, config=dynamic)
+    rows, *_ = wrap_data_iterator(iter([sample(1, 2)]), config(), 1)
+    with pytest.raises(LoaderError, match="a row has no local_cp_size"):
+        get_batch_on_this_rank_for_sequence_packing(rows, dynamic_cp=True)
+
+
+def test_ranks_that_share_a_row_are_neighbors_and_samples_have_their_chunks(one_rank: None) -> None:
+    scheduler = DefaultDynamicCPScheduler(8, 2, 2, None)
+    placed = scheduler.get_groups_and_subsamples(numbered(32, 12, 8, 8))
+    assert placed[0] == [[0]] * 4
+    scheduler._check(placed, numbered(32, 12, 8, 8))
+    for wrong in ([[0], [0], [0], [1]], [[1], [0], [0], [2]], [[0], [0], [1], [1, 2]], [[0]] * 3 + [[]]):
+        with pytest.raises(ScheduleError, match="a power of two of neighbors share a row"):
+            scheduler._check([wrong], numbered(16, 8, 8))
+    with pytest.raises(LoaderError, match=r"padded_seq_len of 30, .* the layout needs multiples of 8"):
+        _check_padding({0: 30}, [[[0]] * 4], {})
+
+
 def test_an_error_of_a_stream_is_raised_as_it_is_and_padding_that_does_not_fit_is_refused(one_rank: None) -> None:
     def stream() -> Iterator[Any]:
         yield sample(1)
@@ -248,4 +272,4 @@ def test_an_error_of_a_stream_is_raised_as_it_is_and_padding_that_does_not_fit_i
     with pytest.raises(ValueError, match="a reader failed"):
         wrap_data_iterator(stream(), config(), 2)
     with pytest.raises(LoaderError, match="sample 1 of the global batch has a padded_seq_len of 6"):
-        data_schedule._check_padding([(0, 8), (1, 6)], 4)
+        _check_padding({0: 8, 1: 6}, [[[0, 1]] * 2], {})

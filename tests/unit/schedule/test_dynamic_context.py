@@ -12,6 +12,7 @@ from harness.errors import ScheduleError
 from harness.records import Int64Array, Schedule
 from harness.schedule import Imbalance, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import largest_share
+from tests.benchmarks.context import megatron_costs
 
 
 def placed(lengths: Int64Array, dp_size: int, **changes: object) -> Schedule:
@@ -76,6 +77,18 @@ def test_ranks_are_even_and_keys_travel_no_further_than_they_must(kind: str, dp_
     # One size for all that holds the longest, if its ranks were perfectly even.
     fixed = fewest.max()
     assert found.rank_cost.max() <= 1.01 * (COST.of_rank(lengths, np.full_like(ranks, fixed)) * fixed).sum() / dp_size
+
+
+def test_the_busiest_rank_of_small_batches_is_no_busier_than_by_megatron_s_planner() -> None:
+    rng, ratios = np.random.default_rng(0), []
+    for _ in range(250):
+        dp_size = int(rng.choice([2, 4, 8]))
+        lengths = np.clip(rng.lognormal(np.log(3000), 1.5, rng.integers(dp_size, 64)), 16, TOKENS * dp_size)
+        theirs = megatron_costs(lengths.astype(np.int64), dp_size).sum(axis=0).max()
+        found = measured(placed(lengths.astype(np.int64), dp_size), lengths.astype(np.int64))
+        ratios.append(found.rank_cost.max() / theirs)
+    assert max(ratios) <= 1.01
+    assert np.mean(ratios) <= 0.92
 
 
 def test_ranks_are_even_with_the_encoding_of_media_that_each_sharing_rank_does() -> None:
