@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
-from harness.integrations.megatron_lm import data_schedule
 from harness.integrations.megatron_lm.data_schedule import (
     BasePackingScheduler,
     DefaultDynamicCPScheduler,
