@@ -39,8 +39,6 @@ MEMORY_BYTES = 2 << 30
 # The text of a conversation may be some times as long as its record where that is short, and little longer where it is
 # long: tokenizing takes this process up to 600 bytes of memory a character.
 _TIMES, _LONGER, _ALWAYS = 8, 4 << 20, 64 << 10
-# Of the texts of all sequences of a conversation together.
-_MAX_IN_ALL = 2 * MAX_CHARACTERS
 _MAX_DETAIL = 1000
 _FIX = "set another template with tokenizer.chat_template, or remove the conversation"
 _SERVE = f"""import os
@@ -257,15 +255,14 @@ def _sequences(masker: Masker, conversation: Conversation, cpu_s: float) -> Any:
 
 def _check_lengths(lengths: Sequence[int], given: Conversation | Sequence[Any]) -> None:
     """Raise BadRecordError for texts that are much longer than what they are made of."""
-    longest, in_all = max(lengths, default=0), sum(lengths)
-    if longest <= _ALWAYS and in_all <= _MAX_IN_ALL:
+    if (longest := max(lengths, default=0)) <= _ALWAYS:
         return
     record = given.as_record() if isinstance(given, Conversation) else given
     size = len(json.dumps(record, ensure_ascii=False, default=str))
     allowed = min(_TIMES * size, size + _LONGER) + _ALWAYS
-    if longest > allowed or in_all > _MAX_IN_ALL:
-        detail = f"the chat template writes {longest:,} characters ({in_all:,} in all sequences) for a record of"
-        detail += f" {size:,}, and may write {allowed:,} ({_MAX_IN_ALL:,}); set another template with "
+    if longest > allowed:
+        detail = f"the chat template writes {longest:,} characters for a record of {size:,}, and may write"
+        detail += f" {allowed:,}; set another template with "
         raise BadRecordError(BadReason.TEMPLATE_FAILED, f"{detail}tokenizer.chat_template, or divide the record")
 
 
