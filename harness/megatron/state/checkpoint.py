@@ -231,11 +231,7 @@ class CheckpointWriter:
         self._unfinished = folder
 
     def start(self, progress: Progress) -> None:
-        """Begin to write a checkpoint of the current state, after waiting for one that is still being written.
-
-        Raises:
-            CheckpointError: this checkpoint or the previous one cannot be written.
-        """
+        """Begin to write a checkpoint of the current state, after waiting for one that is still being written."""
         self.finish()
         self._writing = progress
         self._unfinished = on_rank_0(lambda: self._make_folder(progress))

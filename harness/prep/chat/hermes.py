@@ -20,10 +20,6 @@ def lift_calls(conversation: Conversation) -> Conversation:
 
     A call is `{"name": ..., "arguments": {...}}` in JSON or as Python writes it. Text before the first call stays the
     content of its turn, and tags inside the reasoning are text.
-
-    Raises:
-        BadRecordError: a call cannot be read, a tag is not closed, or text follows calls or surrounds results, whose
-            order calls and turns cannot keep.
     """
     turns: list[Message] = []
     for number, message in enumerate(conversation.messages, start=1):

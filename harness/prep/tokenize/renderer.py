@@ -69,9 +69,6 @@ class Renderer:
     Attributes:
         rule, why, end_tokens: of the `Masker`.
         uses_date: the template writes the date.
-
-    Raises:
-        ConfigError: the template is not valid, does not fit the mask rule, or exceeds the limits.
     """
 
     def __init__(
@@ -93,11 +90,7 @@ class Renderer:
         self.end_tokens: tuple[str, ...] = tuple(ends)
 
     def sequences(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | BadRecord]:
-        """Return the sequences of each conversation, or the reason why it has none.
-
-        Raises:
-            PrepError: the template exceeds the limits on one of them, which is named.
-        """
+        """Return the sequences of each conversation, or the reason why it has none."""
         if not conversations:
             return []
         try:
