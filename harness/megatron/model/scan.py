@@ -183,7 +183,7 @@ def _uses_kernels(device: torch.device, *, delta_rule: bool) -> bool:
 
 
 def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tensor]:
-    """Return the function that scans: mamba-ssm's on a GPU that has it, PyTorch's elsewhere and where bits must repeat."""
+    """Return the function that scans: mamba-ssm's on a GPU that has it, else, or where bits must repeat, PyTorch's."""
     if not _uses_kernels(device, delta_rule=False):
         return mamba_reference.mamba_split_conv1d_scan_combined
     if (reason := compat.why_no_packed_scan()) is not None:
