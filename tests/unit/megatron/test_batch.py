@@ -51,6 +51,7 @@ def test_a_scan_has_each_token_in_order_with_the_number_of_its_sequence(cp_size,
     # The tokens of all ranks, one slice after the other, come back in the order of the row.
     assert order is None if cp_size == 1 else np.concatenate(slices)[order.numpy()].tolist() == list(range(len(whole)))
     assert tensors.packed_seq_params.scan_order(cp_size)[1] is owners  # once for all layers
+    assert tensors.sources is None
 
 
 # Images of 4, 2 and 6 tokens, of which each token has two parts.
