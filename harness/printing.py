@@ -29,9 +29,11 @@ _ORDINARY = (
 _SECRET = (
     r"(?i:(?<![\w-])(?![\w-]*(?:[_-](?:file|path|dir)|error|exception)\b|invalid)"
     rf"(?!(?:[\w-]*[_-])?(?:{_ORDINARY})[_-](?:token|key)\b)"
-    r"(?:(?>[\w-]*?(?:password|passwd|passphrase|secret|credential|connection_string))[\w-]*+"
+    r"(?:(?>[\w-]*?(?:password(?!less)|passwd|passphrase|secret(?!ar[iy]|ion|ly)|credential(?!l?ed|l?ing)|connection_string))[\w-]*+"
     r"|[\w-]*(?:[^\W_][_-]|api|access|account|auth|private|refresh|session)(?:token|key(?:_?id)?)(?:_?\d+)?)(?![\w-]))"
 )
+# A value, not the first words of a sentence: "credentials: in the vault".
+_NO_PROSE = r"(?!(?<=: )(?:an?|are|at|by|from|in|is|no|not|on|see|the|via)[ \t]+[a-z])"
 _IS = r"[\"']?[ \t]*[=:](?![=:])[ \t]*"
 # Credentials by class, and what replaces them.
 _RULES = (
@@ -42,7 +44,7 @@ _RULES = (
     (r"(?i)\b(sig|signature|x-amz-[\w-]+|x-goog-[\w-]+|token)=[^&\s\"'<>\\,]+", r"\1=***"),
     (rf"(?i)\b(authorization{_IS}[\"']?(?:bearer|basic|token)[ \t]+)[^\s\"',}}]+", r"\1***"),
     (rf"(?i)\b((?:bearer|basic)[ \t]+|(?:authorization|token){_IS}[\"']?)(?=\S*\d)[\w.~+/=-]{{16,}}", r"\1***"),
-    (rf"({_SECRET}{_IS})(?:([\"'])(?:(?!\2).)+|[^\s\"',}}&]+)", r"\1\2***"),
+    (rf"({_SECRET}{_IS}){_NO_PROSE}(?:([\"'])(?:(?!\2).)+|[^\s\"',}}&]+)", r"\1\2***"),
 )
 
 

@@ -133,6 +133,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
     adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapters, in the format of PEFT")] = False,
     mtp: Annotated[bool, typer.Option("--mtp", help="also the unchanged MTP layers of the initial weights")] = False,
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="also a checkpoint without checksums.json")] = False,
 ) -> None:
     """Export a checkpoint for serving: weights, end tokens, tokenizer, chat template and model card."""
     if is_run(out) and not (is_run(source) or is_there(source / "run.json")):
@@ -143,7 +144,8 @@ def export(
     prepare_process()
     from harness.megatron.export.folder import export_checkpoint
 
-    done = export_checkpoint(source, out, adapters_only=adapter, keep_mtp=mtp, data_paths=context.obj.data.paths)
+    chosen = {"adapters_only": adapter, "keep_mtp": mtp, "unchecked": unchecked}
+    done = export_checkpoint(source, out, **chosen, data_paths=context.obj.data.paths)
     print_line(f"{out}: {count_of(done.num_weights, 'weight')} of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
     if done.end_tokens:
         print_line(f"  an answer ends at {' or '.join(done.end_tokens)}; padding is {done.pad_token}")

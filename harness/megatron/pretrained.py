@@ -79,11 +79,7 @@ class Pretrained:
 
 
 def find_pretrained(model: ModelConfig) -> Pretrained | None:
-    """Return the weights that `model.init_from` names, or None.
-
-    Raises:
-        ConfigError: there is no such model, or it does not have the sizes of `model`.
-    """
+    """Return the weights that `model.init_from` names, or None."""
     if model.init_from is None:
         return None
     folder = find_weights(model.init_from)

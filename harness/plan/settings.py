@@ -287,6 +287,7 @@ class RunConfig(CheckedSettings, ABC):
         runs: folder that contains the numbered runs.
         run_dir: folder of the run. Null uses `<runs>/<name>-NNN`: the next number, or the newest when resuming.
         resume: false, true, or auto (resume if there is a checkpoint).
+        resume_unchecked: resume even from a checkpoint without `checksums.json`.
     """
 
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -298,6 +299,7 @@ class RunConfig(CheckedSettings, ABC):
     runs: str = "runs"
     run_dir: str | None = None
     resume: str = "false"
+    resume_unchecked: bool = False
 
     job_rules = (*_DTYPES, *_FP8, *OF_DISTRIBUTED, *_ON_A_GPU)
 

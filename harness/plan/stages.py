@@ -20,10 +20,6 @@ def read_stages(layout: str) -> tuple[str, ...]:
 
     `Et|(tt|)*2mL` gives `Et`, `tt`, `tt` and `mL`: E is the embedding, t a layer, m a layer that predicts a further
     token, and L the loss.
-
-    Raises:
-        ConfigError: the first chunk is not the embedding and layers, the last not layers and the loss, or one between
-            them not layers alone.
     """
     letters = layout.replace(",", "")
     for pattern in _REPEATED:

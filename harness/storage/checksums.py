@@ -66,11 +66,7 @@ def list_size_problems(folder: Path, files: Iterable[StoredFile]) -> list[Proble
 
 
 def list_hash_problems(folder: Path, files: Sequence[StoredFile]) -> list[Problem]:
-    """Name the files whose bytes are not those that were written. Reads all content, some files at a time.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Name the files whose bytes are not those that were written. Reads all content, some files at a time."""
     if not files:
         return []
     with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:

@@ -48,11 +48,7 @@ def open_stream(place: Place) -> BinaryIO:
 
 
 def list_objects(folder: ObjectPath) -> dict[str, Stamp]:
-    """Return the stamps of all objects below a prefix, by their keys below it, with times as versions.
-
-    Raises:
-        FormatError: the bucket does not exist, or may not be listed.
-    """
+    """Return the stamps of all objects below a prefix, by their keys below it, with times as versions."""
     stamps = {name: one.stamp for name, one in list_below(folder).items()}
     if not stamps:
         check_bucket(folder)

@@ -72,11 +72,7 @@ Place = Path | ObjectPath
 
 
 def relative_path(place: Place, base: Place) -> str:
-    """Return the path of a place from a folder: relative if both can be moved together, else the whole URI.
-
-    Raises:
-        ConfigError: the place is on a disk, and the folder in object storage.
-    """
+    """Return the path of a place from a folder: relative if both can be moved together, else the whole URI."""
     if isinstance(place, Path) and isinstance(base, Path):
         return Path(os.path.relpath(place.resolve(), base.resolve())).as_posix()
     if isinstance(place, Path):

@@ -93,14 +93,17 @@ def write_run_file(
 
 
 def read_progress(path: Path) -> Progress:
-    """Return the progress in a checkpoint; see `read_checkpoint`."""
-    return read_checkpoint(path)[0]
+    """Return the progress in a checkpoint that has been accepted; see `read_checkpoint`."""
+    return read_checkpoint(path, unchecked=True)[0]
 
 
-def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
+def read_checkpoint(path: Path, *, unchecked: bool = False) -> tuple[Progress, list[StoredFile]]:
     """Return the progress in a checkpoint, and its files with their hashes.
 
     Checks the sizes of all files and the hash of `run.json`; `list_hash_problems` checks the other hashes.
+
+    Args:
+        unchecked: accept a checkpoint without checksums, and return no files of it.
 
     Raises:
         CheckpointError: a file is missing, damaged, or has another size than was written, or there are no checksums.
@@ -114,14 +117,15 @@ def read_checkpoint(path: Path) -> tuple[Progress, list[StoredFile]]:
             what = f"the checkpoint's {RUN_FILE} has format {number}, but this version supports formats up to {FORMAT}"
             raise ConfigError(what, where=str(path), fix="use the version of the harness that wrote it, or a newer one")
         files = read_checksums(path)
-        if files is None:
-            raise FormatError(f"{CHECKSUMS_FILE} is missing", fix=CHECKPOINT_FIX)
-        own = [file for file in files if file.path == RUN_FILE]
-        if not own:
+        if files is None and not unchecked:
+            fix = f"accept unchecked files with resume_unchecked=true or `harness export --unchecked`; {CHECKPOINT_FIX}"
+            raise CheckpointError(f"the checkpoint's {CHECKSUMS_FILE} is missing", where=str(path), fix=fix)
+        own = [file for file in files or () if file.path == RUN_FILE]
+        if files is not None and not own:
             raise FormatError(f"{CHECKSUMS_FILE} does not list {RUN_FILE}", fix=CHECKPOINT_FIX)
-        for problem in [*list_size_problems(path, files), *list_hash_problems(path, own)]:
+        for problem in [*list_size_problems(path, files or ()), *list_hash_problems(path, own)]:
             raise FormatError(problem.what.removeprefix("the "), fix=CHECKPOINT_FIX)
-        return Progress(int(document["step"]), LoaderState.from_json(document["loader"])), files
+        return Progress(int(document["step"]), LoaderState.from_json(document["loader"])), files or []
     except FormatError as error:
         raise CheckpointError(f"the checkpoint's {error.what}", where=str(path), fix=CHECKPOINT_FIX) from error
     except (OSError, LoaderError, *MISREAD) as error:

@@ -44,10 +44,6 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
         run_dir: a folder, or None for `<runs>/<name>-NNN`: to resume, the newest with a whole checkpoint (a run that
             failed before its first has nothing to resume from); else the next number.
         resume: `false` starts a new run, `true` resumes, `auto` resumes if there is a checkpoint.
-
-    Raises:
-        ConfigError: an unknown value of `resume`, a name that cannot name a folder, nothing to resume, or a folder
-            that has a run already; if that run is still active, the error names its process.
     """
     require_choice(resume, RESUME, setting="resume")
     numbered = numbered_runs(Path(runs), name)
@@ -121,9 +117,6 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[I
 
     Yield the identity of the attempt. If the settings of an earlier part differ, they are kept as
     `config.before-N.yaml`.
-
-    Raises:
-        ConfigError: another run has just taken the folder, or is still writing to it.
     """
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         _refuse_if_running(folder)

@@ -143,6 +143,47 @@ def test_export_and_resume_run_no_planted_code(run: Path, dataset: Path, tmp_pat
     assert not (tmp_path / "marker").exists()
 
 
+@pytest.mark.parametrize("part", ["weights", "common.pt"])
+def test_a_checkpoint_without_checksums_is_used_when_asked_for_unless_a_bit_of_a_tensor_differs(
+    run: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    folder, ask = shutil.copytree(run, tmp_path / "run"), "resume_unchecked=true"
+    checkpoint = folder / CHECKPOINTS / "step-00000002"
+
+    def resume(*settings: str) -> None:
+        run_here(sft, SftConfig, overrides_of(dataset, folder, *SETTINGS, "trainer.steps=3", "resume=true", *settings))
+
+    export_checkpoint(folder, tmp_path / "checked", unchecked=True)
+    (checkpoint / CHECKSUMS_FILE).unlink()
+    for use in (resume, lambda: export_checkpoint(folder, tmp_path / "never")):
+        error = refused(use, "checksums.json is missing")
+        assert ask in error.fix
+        assert "harness export --unchecked" in error.fix
+    assert "unchecked" not in capsys.readouterr().err
+
+    export_checkpoint(checkpoint, tmp_path / "model", unchecked=True)
+    assert (tmp_path / "model/model.safetensors").read_bytes() == (tmp_path / "checked/model.safetensors").read_bytes()
+    warned = "unchecked: damage of .metadata and run.json is not found without checksums.json\n  where: "
+    assert f"{warned}{checkpoint}\n" in capsys.readouterr().err
+
+    if part == "weights":
+        places = _metadata(checkpoint).storage_data.items()
+        stored = next(info for index, info in places if index.fqn.endswith("embedding.word_embeddings.weight"))
+        name, at = stored.relative_path, stored.offset + stored.length // 2
+    else:
+        name = part if compat.COMMON_VALUES_HAVE_A_FILE else ".metadata"
+        at = (checkpoint / name).read_bytes().index(b"lr") if name == part else 0
+    data = bytearray((checkpoint / name).read_bytes())
+    data[at] ^= 1
+    (checkpoint / name).write_bytes(data)
+    for use in (lambda: resume(ask), lambda: export_checkpoint(folder, tmp_path / "never", unchecked=True)):
+        refused(use, name)
+    data[at] ^= 1
+    (checkpoint / name).write_bytes(data)
+    resume(ask)
+    assert (folder / CHECKPOINTS / "step-00000003" / CHECKSUMS_FILE).is_file()
+
+
 def test_planted_code_runs_where_nothing_refuses_it(tmp_path: Path) -> None:
     """The attack of this file is a real one."""
     pickle.loads(pickle.dumps(Planted(tmp_path / "marker")))

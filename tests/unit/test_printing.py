@@ -139,6 +139,8 @@ def test_the_value_of_an_authorization_is_hidden(header: str) -> None:
         *("tokenizer.pad_token='<pad>'", "'end_token': '<|im_end|>'", "max_tokens_per_rank=8192", "keys: a, b"),
         *("monkey: 5", "keyboard=us", "token: 7", "unexpected token: }", "pad_token_id=0", "sort_key=name"),
         *("token_dispatcher=alltoall", "token_type_ids: 1", "key_padding_mask=true", "hidden_size=5", "secretary x"),
+        *("secretary: bob", "secretaries=2", "Secretariat: UN", "passwordless: true", "passwordless_login=yes"),
+        *("secretly: so", "secretion=low", "credentialed: yes"),
         *("experts_per_token=8", "control_tokens=allow", "natural_key: a", "resume_key=b", "pack_key == other"),
         *("CredentialRetrievalError: no file", "InvalidAccessKeyId: The id", "password_file=/x", "HF_TOKEN is not set"),
         *("bearer authentication is required", "basic configuration of 2024", "authorization: denied"),
@@ -149,6 +151,23 @@ def test_ordinary_words_are_printed_as_they_are(text: str) -> None:
     assert redact(text) == text
     name, _, value = text.replace(" ", "").partition("=" if "=" in text else ":")
     assert redact_all({name: value}) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        *((f"{name}: {words}", "") for name in ("credentials", "password") for words in ("in the vault", "not set")),
+        *(("the secret: see the manual", ""), ("HF_TOKEN: from the environment", "")),
+        # A value of one such word, in quotes, or after another mark is a value.
+        *(("credentials: in", "in"), ("password: 'in the vault'", "in the vault"), ("password=in the vault", "in")),
+        *(("password: inthe vault", "inthe"), ("secret_key: a9 ok", "a9"), ("credentials: in 4 steps", "in")),
+        *(("secretary_password: bob", "bob"), ("passwordless_secret=x1", "x1"), ("secretId: x1", "x1")),
+        *(("secret_ary: x1", "x1"), ("credentials_led: x1", "x1"), ("SECRETS=x1", "x1"), ("passwords: x1", "x1")),
+    ],
+)
+def test_a_sentence_after_the_name_of_a_credential_is_no_value(text: str, hidden: str) -> None:
+    expected = text if not hidden else text.replace(f" {hidden}", " ***").replace(f"={hidden}", "=***")
+    assert redact(text) == (expected if "'" not in text else text.replace(hidden, "***"))
 
 
 def test_settings_keep_text_that_only_looks_like_a_credential() -> None:

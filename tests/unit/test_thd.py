@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from harness.errors import ScheduleError
 from harness.records import SequenceView
 from harness.thd import (
+    RowMedia,
     ThdBatch,
     build_thd_batch,
     context_parallel_indices,
@@ -32,6 +33,46 @@ def view(ids: list[int], mask: list[int]) -> SequenceView:
 
 
 TWO = [view([11, 12, 13, 14], [0, 1, 1, 0]), view([21, 22, 23], [1, 0, 0])]
+
+
+# Two sequences of 8 and 12 tokens: images of 2 by 2 tokens in the first, and of 1 by 2 and 3 by 2 in the second.
+MEDIA_BOUNDS = np.array([0, 8, 20], np.int32)
+MEDIA = RowMedia(
+    sequences=np.array([0, 1, 1]),
+    starts=np.array([2, 1, 5]),
+    tokens=np.array([4, 2, 6]),
+    digests=np.arange(3, dtype=np.uint64),
+    arrays={"image_grid_thw": np.array([[1, 4, 4], [1, 2, 4], [1, 6, 4]]), "pixels": np.arange(24).reshape(24, 1)},
+)
+
+
+def test_media_have_the_places_of_their_tokens_in_the_padded_row() -> None:
+    assert MEDIA.places(MEDIA_BOUNDS).tolist() == [2, 3, 4, 5, 9, 10, 13, 14, 15, 16, 17, 18]
+
+
+def test_positions_follow_the_rows_and_columns_of_images_and_the_text_after_continues_at_the_longer_side() -> None:
+    position_ids = np.concatenate([np.arange(8), np.arange(12)])
+    expected = [
+        [0, 1, 2, 2, 2, 2, 4, 5, 0, 1, 1, 3, 4, 5, 5, 5, 5, 5, 5, 8],
+        [0, 1, 2, 2, 3, 3, 4, 5, 0, 1, 1, 3, 4, 5, 5, 6, 6, 7, 7, 8],
+        [0, 1, 2, 3, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 6, 5, 6, 5, 6, 8],
+    ]
+    found = MEDIA.positions(position_ids, MEDIA_BOUNDS)
+    assert found is not None
+    assert found.tolist() == expected
+    assert position_ids.tolist() == [*range(8), *range(12)]
+    assert replace(MEDIA, arrays={"pixels": MEDIA.arrays["pixels"]}).positions(position_ids, MEDIA_BOUNDS) is None
+
+
+@pytest.mark.parametrize(
+    ("media", "pixels"), [([], []), ([1], [*range(8, 12)]), ([0, 2], [*range(8), *range(12, 24)]), ([0, 1, 2], None)]
+)
+def test_some_of_the_media_have_their_own_grids_and_parts(media: list[int], pixels: list[int] | None) -> None:
+    arrays = MEDIA.arrays_of(np.array(media, np.int64))
+    assert list(arrays) == ["image_grid_thw", "pixels"]
+    assert arrays["image_grid_thw"].tolist() == MEDIA.arrays["image_grid_thw"][media].tolist()
+    assert arrays["pixels"].ravel().tolist() == ([*range(24)] if pixels is None else pixels)
+    assert all(array.flags.c_contiguous for array in arrays.values())
 
 
 def test_tokens_labels_and_mask_are_shifted_inside_each_sequence() -> None:

@@ -82,11 +82,7 @@ def shared_kind(kind: type, fetch: Fetch | None) -> Any:
 
 
 class SharedIndices:
-    """The indices at a URI, and copies of those that this machine needs.
-
-    Raises:
-        ConfigError: the URI is malformed, or of object storage without conditional requests.
-    """
+    """The indices at a URI, and copies of those that this machine needs."""
 
     def __init__(self, uri: str) -> None:
         self._place = ObjectPath.parse(uri)

@@ -57,7 +57,13 @@ class Exported:
 
 
 def export_checkpoint(
-    source: Path, out: Path, *, adapters_only: bool = False, keep_mtp: bool = False, data_paths: Sequence[str] = ()
+    source: Path,
+    out: Path,
+    *,
+    adapters_only: bool = False,
+    keep_mtp: bool = False,
+    data_paths: Sequence[str] = (),
+    unchecked: bool = False,
 ) -> Exported:
     """Write a checkpoint as a folder that serves. Needs memory for one copy of the weights, on the CPU.
 
@@ -71,6 +77,7 @@ def export_checkpoint(
         keep_mtp: write the layers that predict further tokens (MTP) too, as the initial weights have them: they were
             not trained, and a server that drafts with them accepts fewer of their tokens.
         data_paths: where the run's data is now, in the order of its settings; empty for where it was.
+        unchecked: export even a checkpoint without `checksums.json`.
 
     Raises:
         ConfigError: `source` is not a run, `out` is not empty, the run has no adapters to write alone, its initial
@@ -79,7 +86,7 @@ def export_checkpoint(
     """
     if not _marker_of(out).path.exists():
         _refuse_used(out)
-    path, settings = _find_checkpoint(source)
+    path, settings = _find_checkpoint(source, unchecked=unchecked)
     progress = read_progress(path)
     data = find_data(settings, progress.loader, data_paths)
     # PyTorch's layers have the weights of all others, and a CPU runs them.
@@ -220,7 +227,7 @@ def _refuse_used(out: Path) -> None:
         raise ConfigError("the folder already exists", where=str(out), fix="choose a new folder")
 
 
-def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
+def _find_checkpoint(source: Path, *, unchecked: bool) -> tuple[Path, dict[str, Any]]:
     is_checkpoint = (source / RUN_FILE).is_file()
     run = source.resolve().parents[1] if is_checkpoint else source
     config = run / SETTINGS_FILE
@@ -230,10 +237,10 @@ def _find_checkpoint(source: Path) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(what, where=str(source), fix=fix)
     path: Path | None = source
     if is_checkpoint:
-        if (damage := find_damage(source)) is not None:
+        if (damage := find_damage(source, unchecked=unchecked)) is not None:
             raise damage
     else:
-        path, passed_over = find_newest(run / CHECKPOINTS)
+        path, passed_over = find_newest(run / CHECKPOINTS, unchecked=unchecked)
         for error in passed_over:
             print_text(f"skipped: {error.what}\n  where: {error.where}", file=sys.stderr)
     if path is None:

@@ -17,11 +17,7 @@ _PACKAGES = {"fuse_weight_gradient": _ADDING_KERNEL, "fuse_permutation": _ENGINE
 
 
 def choose_fusions(model: ModelConfig, device: torch.device) -> dict[str, bool]:
-    """Return Megatron's settings of the fusions of a model: what is `on`, and on a GPU what is `auto` and there.
-
-    Raises:
-        ConfigError: one that is `on` cannot be had.
-    """
+    """Return Megatron's settings of the fusions of a model: what is `on`, and on a GPU what is `auto` and there."""
     model, is_gpu = model.on(device.type), device.type == "cuda"
     for name, package in _PACKAGES.items():
         if getattr(model, name) == "on" and (missing := _why_not(package, device)):

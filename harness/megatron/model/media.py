@@ -80,11 +80,7 @@ class MediaEncoder(nn.Module):
             return features
 
     def merge(self, embedded: torch.Tensor) -> torch.Tensor:
-        """Return [T / cp, 1, hidden_size] with features in the places of the row's media.
-
-        Raises:
-            LoaderError: the encoder gives more or fewer features than the media have placeholder tokens.
-        """
+        """Return [T / cp, 1, hidden_size] with features in the places of the row's media."""
         if self.row is None:
             return embedded
         features = self(**self.row.arrays).to(embedded.dtype)

@@ -183,11 +183,7 @@ def _uses_kernels(device: torch.device, *, delta_rule: bool) -> bool:
 
 
 def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tensor]:
-    """Return the function that scans: mamba-ssm's on a GPU that has it, PyTorch's elsewhere and where bits must repeat.
-
-    Raises:
-        ConfigError: installed versions would ignore where sequences begin, or cannot scan so many features.
-    """
+    """Return the function that scans: mamba-ssm's on a GPU that has it, else, or where bits must repeat, PyTorch's."""
     if not _uses_kernels(device, delta_rule=False):
         return mamba_reference.mamba_split_conv1d_scan_combined
     if (reason := compat.why_no_packed_scan()) is not None:
@@ -208,11 +204,7 @@ def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tens
 
 
 def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the gated delta rule and the convolution before it, of fla or PyTorch as `choose_scan` does.
-
-    Raises:
-        ConfigError: the installed version would ignore where sequences begin.
-    """
+    """Return the gated delta rule and the convolution before it, of fla or PyTorch as `choose_scan` does."""
     if not _uses_kernels(device, delta_rule=True):
         return delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
     from fla.modules.convolution import causal_conv1d

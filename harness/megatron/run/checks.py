@@ -79,11 +79,7 @@ def list_warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
 
 
 def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | None = None) -> int:
-    """Return the vocabulary size; refuse what cannot train, before any rank waits for another.
-
-    Raises:
-        ConfigError: pack sizes, vocabulary or tokenizer do not fit.
-    """
+    """Return the vocabulary size; refuse what cannot train, before any rank waits for another."""
     if isinstance(data, RunData) and data.blend is not None and (steps := config.with_steps().trainer.steps):
         data.blend.check_lasts(steps * config.loader.global_batch_size)
     for reader in (data.train, data.validation, *data.evaluation.values()):

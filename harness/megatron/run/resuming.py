@@ -41,7 +41,7 @@ def find_start(config: RunConfig, folder: Path) -> tuple[Path | None, list[Check
     """Return the checkpoint to resume from, and the damage of newer ones, which it prints."""
     if config.resume == "false":
         return None, []
-    newest, passed_over = find_newest(folder / CHECKPOINTS)
+    newest, passed_over = find_newest(folder / CHECKPOINTS, unchecked=config.resume_unchecked)
 
     def report() -> None:
         for error in passed_over:

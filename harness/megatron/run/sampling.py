@@ -101,11 +101,7 @@ Answering = tuple[ChatTokenizer, Sequence[int]]
 
 
 def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
-    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use.
-
-    Raises:
-        ConfigError: it is not on this machine, or prompts and answers are longer than the model's sequences.
-    """
+    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use."""
     tokenizer = data.tokenizer if isinstance(data, LiveData) else None
     if tokenizer is not None:
         ends = tokenizer.ends

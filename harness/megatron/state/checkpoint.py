@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,8 +46,9 @@ from harness.megatron.state.loading import (
     sharded_weights,
 )
 from harness.megatron.step import MegatronStep
+from harness.printing import print_text
 from harness.storage import StoredFile, make_folder
-from harness.storage.checksums import list_hash_problems, share_of
+from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems, share_of
 from harness.storage.files import sync_path, sync_tree
 from harness.train import Progress
 from harness.train.checkpoints import (
@@ -108,7 +110,7 @@ def stored_moments(path: Path) -> str | None:
     return None
 
 
-def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
+def find_newest(folder: Path, *, unchecked: bool = False) -> tuple[Path | None, list[CheckpointError]]:
     """Return the newest checkpoint below `folder` whose every byte is as written, and the errors of newer ones.
 
     In a job every rank takes part, reads a share of the files, and gets the same answer.
@@ -120,7 +122,7 @@ def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
     """
     passed_over: list[CheckpointError] = []
     for path in on_rank_0(lambda: list_checkpoints(folder))[::-1]:
-        error = find_damage(path)
+        error = find_damage(path, unchecked=unchecked)
         if error is None:
             return path, passed_over
         passed_over.append(error)
@@ -132,15 +134,19 @@ def find_newest(folder: Path) -> tuple[Path | None, list[CheckpointError]]:
     return None, []
 
 
-def find_damage(path: Path) -> CheckpointError | None:
+def find_damage(path: Path, *, unchecked: bool = False) -> CheckpointError | None:
     """Return the first damage of a checkpoint, None if it is whole; as for `find_newest`, every rank takes part.
 
-    A file that a rank cannot read is damage, whose remedy is the file system of that rank's node.
+    A file that a rank cannot read is damage, whose remedy is the file system of that rank's node. A checkpoint without
+    checksums is too, unless `unchecked`; loading then compares the tensors with the checksums of `torch.save`.
     """
     try:
-        files = on_rank_0(lambda: read_checkpoint(path)[1])
+        files = on_rank_0(lambda: read_checkpoint(path, unchecked=unchecked)[1])
     except CheckpointError as error:
         return error
+    if not files:
+        what = f"unchecked: damage of .metadata and run.json is not found without {CHECKSUMS_FILE}\n  where: {path}"
+        on_rank_0(lambda: print_text(what, file=sys.stderr))
     rank, size = place_among_ranks()
     found: list[CheckpointError] = []
     try:
@@ -225,11 +231,7 @@ class CheckpointWriter:
         self._unfinished = folder
 
     def start(self, progress: Progress) -> None:
-        """Begin to write a checkpoint of the current state, after waiting for one that is still being written.
-
-        Raises:
-            CheckpointError: this checkpoint or the previous one cannot be written.
-        """
+        """Begin to write a checkpoint of the current state, after waiting for one that is still being written."""
         self.finish()
         self._writing = progress
         self._unfinished = on_rank_0(lambda: self._make_folder(progress))

@@ -7,10 +7,12 @@ written out. An honest pickle fills a value before it refers to it, so one pass 
 
 from __future__ import annotations
 
+import io
 import pickle
 import pickletools
 import re
 import zipfile
+import zlib
 from typing import IO, Any
 
 import torch
@@ -54,11 +56,15 @@ class _Value:
         self.can_have_state = False
 
 
-def check_archive(file: IO[bytes]) -> None:
+def check_archive(file: IO[bytes], *, compare: bool = False) -> None:
     """Check a file of `torch.save`, which `torch.load` may then read within memory and time like its size.
 
+    Args:
+        compare: compare all bytes with the checksums of its records, which torch does not.
+
     Raises:
-        pickle.UnpicklingError: its records claim more bytes than it has, or its pickle is refused by `check_pickle`.
+        pickle.UnpicklingError: its records claim more bytes than it has, or its pickle is refused by `check_pickle`, or
+            a record differs from its checksum.
     """
     num_bytes = file.seek(0, 2)
     file.seek(0)
@@ -73,8 +79,12 @@ def check_archive(file: IO[bytes]) -> None:
             sizes = [record.file_size for record in zipfile.ZipFile(file).infolist()]
         if sum(sizes) > num_bytes:
             raise pickle.UnpicklingError(f"its {len(sizes)} records claim {sum(sizes):,} bytes of {num_bytes:,}")
+        if compare:
+            file.seek(0)
+            if (name := zipfile.ZipFile(io.BytesIO(file.read())).testzip()) is not None:
+                raise pickle.UnpicklingError(f"the bytes of {name} differ from their checksum")
         data = reader.get_record("data.pkl")
-    except (RuntimeError, zipfile.BadZipFile) as error:
+    except (RuntimeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise pickle.UnpicklingError(str(error).partition("\n")[0]) from None
     check_pickle(data, _BUILDERS)
     file.seek(0)

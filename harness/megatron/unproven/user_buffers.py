@@ -16,10 +16,6 @@ def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, device: torc
     """Register the buffers of layers whose hidden states are those of rows of `tokens` tokens; every rank takes part.
 
     Layers look for them when they first compute. Those of a model before are given back.
-
-    Raises:
-        ConfigError: there is no GPU, the tensor-parallel ranks are on several nodes, or this machine or version of
-            Transformer Engine cannot have them.
     """
     ranks, here = parallel.tensor_parallel_size, os.environ.get("LOCAL_WORLD_SIZE")
     reason = "" if _has_user_buffers(device) else f"the device is {device.type}"

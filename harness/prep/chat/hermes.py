@@ -10,6 +10,8 @@ from dataclasses import replace
 from harness.prep.chat.records import BadReason, Conversation, Message, ToolCall
 from harness.prep.chat.values import BadRecordError, load_json, parse_call
 
+# Characters of a call as Python writes it, whose syntax tree takes 500 bytes for each.
+_MAX_LITERAL = 1 << 18
 _TAGS = {tag: re.compile(f"<{tag}>(.*?)</{tag}>", re.DOTALL) for tag in ("tool_call", "tool_response")}
 
 
@@ -18,10 +20,6 @@ def lift_calls(conversation: Conversation) -> Conversation:
 
     A call is `{"name": ..., "arguments": {...}}` in JSON or as Python writes it. Text before the first call stays the
     content of its turn, and tags inside the reasoning are text.
-
-    Raises:
-        BadRecordError: a call cannot be read, a tag is not closed, or text follows calls or surrounds results, whose
-            order calls and turns cannot keep.
     """
     turns: list[Message] = []
     for number, message in enumerate(conversation.messages, start=1):
@@ -53,6 +51,8 @@ def _parse(text: str, what: str) -> ToolCall:
         call = load_json(text)
     except (ValueError, RecursionError) as error:
         try:
+            if len(text) > _MAX_LITERAL:
+                raise ValueError from None
             call = ast.literal_eval(text.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is not JSON: {error}") from None

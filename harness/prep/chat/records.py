@@ -45,6 +45,7 @@ class BadReason(StrEnum):
     NO_END = "no_end"
     NOTHING_TRAINED = "nothing_trained"
     TOO_SHORT = "too_short"
+    TOO_LONG = "too_long"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, MediaPart, Message, ToolCall
 from harness.prep.tokenize.chats import FORMS, RenderedChat, shared_length
-from harness.prep.tokenize.config import TokenizerConfig
+from harness.prep.tokenize.config import MAX_CHARACTERS, TokenizerConfig
 from harness.prep.tokenize.known_forms import KnownForm, KnownForms, not_written
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule
@@ -37,6 +37,8 @@ from harness.records import HUNDREDTHS
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
 
+# Of the texts of all sequences of a conversation together.
+_MAX_IN_ALL = 2 * MAX_CHARACTERS
 _INLINE_REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 # Variables by which templates keep the reasoning of earlier turns.
 _KEEPING_SWITCHES: tuple[tuple[str, bool], ...] = (
@@ -255,7 +257,7 @@ class Masker:
         self, chat: RenderedChat, trained: list[int], spans_of: Callable[[int], list[Span]]
     ) -> list[Rendered]:
         """Put turns into as few sequences as show each of them as it is served, the last turn first."""
-        text, found = chat.whole, []
+        text, found, in_all = chat.whole, [], 0
         spans: list[Span] = []
         weights: list[int] = []
         # The beginning of the text is that of the conversation up to this turn.
@@ -282,6 +284,12 @@ class Masker:
                 if spans:
                     found.append(Rendered(text, spans, weights))
                 text, spans, weights, placed = own, [], [], turn_spans
+                in_all += len(own)
+                if in_all > _MAX_IN_ALL:
+                    detail = f"its {len(trained):,} trained turns have more than {_MAX_IN_ALL:,} characters: the chat "
+                    detail += "template writes each differently once others follow; set tokenizer.history=kept or "
+                    detail += "tokenizer.train_on=last_turn, or divide the record"
+                    raise BadRecordError(BadReason.TEMPLATE_FAILED, detail)
             spans, weights = placed + spans, turn_weights[: len(placed)] + weights
         if spans:
             found.append(Rendered(text, spans, weights))

@@ -39,8 +39,6 @@ MEMORY_BYTES = 2 << 30
 # The text of a conversation may be some times as long as its record where that is short, and little longer where it is
 # long: tokenizing takes this process up to 600 bytes of memory a character.
 _TIMES, _LONGER, _ALWAYS = 8, 4 << 20, 64 << 10
-# Of the texts of all sequences of a conversation together.
-_MAX_IN_ALL = 2 * MAX_CHARACTERS
 _MAX_DETAIL = 1000
 _FIX = "set another template with tokenizer.chat_template, or remove the conversation"
 _SERVE = f"""import os
@@ -71,9 +69,6 @@ class Renderer:
     Attributes:
         rule, why, end_tokens: of the `Masker`.
         uses_date: the template writes the date.
-
-    Raises:
-        ConfigError: the template is not valid, does not fit the mask rule, or exceeds the limits.
     """
 
     def __init__(
@@ -95,11 +90,7 @@ class Renderer:
         self.end_tokens: tuple[str, ...] = tuple(ends)
 
     def sequences(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | BadRecord]:
-        """Return the sequences of each conversation, or the reason why it has none.
-
-        Raises:
-            PrepError: the template exceeds the limits on one of them, which is named.
-        """
+        """Return the sequences of each conversation, or the reason why it has none."""
         if not conversations:
             return []
         try:
@@ -257,15 +248,14 @@ def _sequences(masker: Masker, conversation: Conversation, cpu_s: float) -> Any:
 
 def _check_lengths(lengths: Sequence[int], given: Conversation | Sequence[Any]) -> None:
     """Raise BadRecordError for texts that are much longer than what they are made of."""
-    longest, in_all = max(lengths, default=0), sum(lengths)
-    if longest <= _ALWAYS and in_all <= _MAX_IN_ALL:
+    if (longest := max(lengths, default=0)) <= _ALWAYS:
         return
     record = given.as_record() if isinstance(given, Conversation) else given
     size = len(json.dumps(record, ensure_ascii=False, default=str))
     allowed = min(_TIMES * size, size + _LONGER) + _ALWAYS
-    if longest > allowed or in_all > _MAX_IN_ALL:
-        detail = f"the chat template writes {longest:,} characters ({in_all:,} in all sequences) for a record of"
-        detail += f" {size:,}, and may write {allowed:,} ({_MAX_IN_ALL:,}); set another template with "
+    if longest > allowed:
+        detail = f"the chat template writes {longest:,} characters for a record of {size:,}, and may write"
+        detail += f" {allowed:,}; set another template with "
         raise BadRecordError(BadReason.TEMPLATE_FAILED, f"{detail}tokenizer.chat_template, or divide the record")
 
 

@@ -33,6 +33,8 @@ from harness.records import HUNDREDTHS, Int32Array, Medium, SequenceView, UInt8A
 _JSON = json.JSONEncoder(ensure_ascii=False)
 # Characters that are encoded at once: an encoding takes up to 600 bytes for each.
 _TOGETHER = 1 << 20
+# Of one sequence, which is encoded at once: within 4 GB, and more than a million tokens.
+_MAX_CHARACTERS = 6 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +290,8 @@ class ChatTokenizer:
             cast(Conversation, one).without_data() for one, made in zip(parsed, known, strict=True) if made is None
         ]
         rendered = iter(self._renderer.sequences(unknown))
-        return [next(rendered) if made is None else made for made in known]
+        made = (next(rendered) if one is None else one for one in known)
+        return [_bounded(record.where, one) for record, one in zip(parsed, made, strict=True)]
 
     def _known(self, conversation: Conversation) -> list[Rendered] | BadRecord | None:
         """Return what does not depend on the template."""
@@ -303,6 +306,14 @@ class ChatTokenizer:
             return None
         whole = conversation.text + (self.hf.eos_token or "")
         return [Rendered(whole, [(0, len(whole))])]
+
+
+def _bounded(where: str, made: list[Rendered] | BadRecord) -> list[Rendered] | BadRecord:
+    longest = 0 if isinstance(made, BadRecord) else max((len(sequence.text) for sequence in made), default=0)
+    if longest <= _MAX_CHARACTERS:
+        return made
+    detail = f"has {longest:,} characters, and may have {_MAX_CHARACTERS:,}, each of which takes up to 600 bytes of "
+    return BadRecord(where, BadReason.TOO_LONG, f"{detail}memory while it is tokenized; divide the record")
 
 
 class _Media:

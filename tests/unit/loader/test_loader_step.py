@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +24,8 @@ from harness.loader import (
     build_batch,
 )
 from harness.loader.blend import BlendOrder
-from harness.loader.plan import BatchReader
-from harness.records import Int32Array, Int64Array, Pack
+from harness.loader.plan import BatchReader, row_media
+from harness.records import Int32Array, Int64Array, Medium, Pack
 from harness.schedule import DYNAMIC, SCHEDULERS, ScheduleConfig, SequenceCost
 from harness.thd import ThdBatch, build_thd_batch, padding_multiple, rows_from_arrays
 from tests.samples.small_packs import batch_digest
@@ -321,3 +322,81 @@ def test_a_loader_takes_a_data_parallel_rank_instead_of_a_layout():
             assert digests == [batch_digest(batch) for batch in by_layout]
     with pytest.raises(ConfigError, match="together with a layout"):
         Loader(data, config, layout=RankLayout(), dp_rank=1, dp_size=2)
+
+
+def test_media_of_a_row_have_the_places_of_their_sequences_and_a_file_that_is_shown_twice_counts_once() -> None:
+    image, other = Medium("image", 2, 4, b"abc"), Medium("image", 1, 6, b"defgh")
+    asked: list[list[Medium]] = []
+    again = dataclasses.replace(image, start=9)
+    row = row_media([(image,), (), (other, again)], lambda media: asked.append(media) or {"x": 1})
+    assert row is not None
+    assert (row.sequences.tolist(), row.starts.tolist(), row.tokens.tolist()) == ([0, 2, 2], [2, 1, 9], [4, 6, 4])
+    assert row.digests.tolist() == [xxhash.xxh3_64_intdigest(data) for data in (b"abc", b"defgh", b"abc")]
+    assert (row.digests.dtype, row.starts.dtype) == (np.uint64, np.int64)
+    assert row.num_bytes == len(b"abc" + b"defgh")
+    assert (row.arrays, asked) == ({"x": 1}, [[image, other, again]])
+    assert row_media([(), ()], lambda media: {}) is None
+
+
+def test_each_row_of_a_step_gets_its_own_media() -> None:
+    raw = reader(MemorySource([pack(30), pack(30)]), capacity=32).read(BatchRange(0, 0, 0, 2))
+    media = row_media([(Medium("image", 1, 2, b"abc"),)], lambda media: {})
+    raw = dataclasses.replace(raw, media=(None, media))
+    made = build_batch(raw, layout=RankLayout(), before=LoaderState(seed=3), num_packs=2)
+    assert [row.media for row in made.rows] == [None, media]
+
+
+class MediaSource(MemorySource):
+    """Packs in a list, of which some sequences show images."""
+
+    has_media = True
+
+    def __init__(self, packs: list[Pack], media: dict[int, Medium]) -> None:
+        super().__init__(packs)
+        self.media = media
+        self.read_tokens = super().read
+
+    def read(self, indices: list[int]) -> list[Pack]:
+        raise AssertionError("the files of all media would be read")
+
+    def read_media(self, sequences: Int64Array) -> list[tuple[Medium, ...]]:
+        return [(self.media[number],) if number in self.media else () for number in sequences.tolist()]
+
+    def media_tokens(self, sequences: Int64Array) -> tuple[Int64Array, Int64Array]:
+        shown = [(place, number) for place, number in enumerate(sequences.tolist()) if number in self.media]
+        return np.array([place for place, _ in shown]), np.array([self.media[number].tokens for _, number in shown])
+
+
+def media_reader(layout: RankLayout, cost: SequenceCost | None = None, **given: Any) -> BatchReader:
+    image = Medium("image", 1, 4, b"abc")
+    data = MediaSource([pack(10)] * 4, {0: image, 2: dataclasses.replace(image, data=b"defgh")})
+    config, balanced = LoaderConfig(global_batch_size=4, block_packs=4), ScheduleConfig("cost_balanced", 36)
+    return BatchReader(data, config, schedule=balanced, layout=layout, cost=cost, **given)
+
+
+def test_a_rank_reads_the_media_of_its_own_sequences_and_a_stage_without_encoder_none() -> None:
+    files: dict[int, bytes] = {0: b"abc", 2: b"defgh"}
+    for rank in (0, 1):
+        layout = RankLayout(dp_rank=rank, dp_size=2)
+        raw = media_reader(layout, features=lambda media: {"files": [one.data for one in media]}).read(
+            BatchRange(0, 0, 0, 4)
+        )
+        shown = [[files[number] for number in row.tolist() if number in files] for row in raw.sequence_ids]
+        assert [media.arrays["files"] if media is not None else [] for media in raw.media] == shown
+    later = RankLayout(is_first_stage=False)
+    assert media_reader(later).read(BatchRange(0, 0, 0, 4)).media == ()
+    with pytest.raises(ConfigError, match="this trainer or model has no encoder for them"):
+        media_reader(RankLayout())
+
+
+def test_a_schedule_weighs_the_work_of_encoding_media() -> None:
+    cost = SequenceCost(encode=lambda tokens: 1e9 * (tokens - 3))
+    rows = {}
+    for name, used in (("without", None), ("with", cost)):
+        made = media_reader(RankLayout(dp_size=2), used, features=lambda media: {})
+        made._source.media = {0: made._source.media[0]}  # type: ignore[attr-defined]
+        _, sequences, placed, _ = made.plan(BatchRange(0, 0, 0, 4))
+        rows[name] = sorted(len(placed.row(0, rank)) for rank in (0, 1))
+        alone = [sequences[placed.row(0, rank)].tolist() for rank in (0, 1) if len(placed.row(0, rank)) == 1]
+    assert rows == {"without": [2, 2], "with": [1, 3]}
+    assert alone == [[0]]

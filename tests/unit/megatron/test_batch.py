@@ -17,6 +17,7 @@ from harness.megatron.model.gpt import build_model
 from harness.plan import ModelConfig, ParallelConfig
 from harness.records import SequenceView
 from harness.thd import (
+    RowMedia,
     build_thd_batch,
     context_parallel_indices,
     loss_weights,
@@ -50,6 +51,47 @@ def test_a_scan_has_each_token_in_order_with_the_number_of_its_sequence(cp_size,
     # The tokens of all ranks, one slice after the other, come back in the order of the row.
     assert order is None if cp_size == 1 else np.concatenate(slices)[order.numpy()].tolist() == list(range(len(whole)))
     assert tensors.packed_seq_params.scan_order(cp_size)[1] is owners  # once for all layers
+    assert tensors.sources is None
+
+
+# Images of 4, 2 and 6 tokens, of which each token has two parts.
+MEDIA = RowMedia(
+    sequences=np.array([0, 1, 1]),
+    starts=np.array([2, 1, 5]),
+    tokens=np.array([4, 2, 6]),
+    digests=np.arange(3, dtype=np.uint64),
+    arrays={"pixels": np.arange(24).reshape(24, 1)},
+)
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "cp_rank", "places", "features", "tokens", "pixels"),
+    [
+        (1, 0, [2, 3, 4, 5, 9, 10, *range(13, 19)], [*range(12)], 12, [*range(24)]),
+        (2, 0, [5, 6, 7, 8], [0, 1, 6, 7], 8, [*range(8, 24)]),
+        (2, 1, [0, 1, 2, 3, 6, 7, 8, 9], [*range(8)], 10, [*range(8), *range(12, 24)]),
+    ],
+)
+def test_a_slice_of_a_row_has_the_media_that_it_shows_and_where(
+    cp_size, cp_rank, places, features, tokens, pixels
+) -> None:
+    views = [SequenceView(np.arange(n + 1, dtype=np.int32), np.ones(n + 1, np.uint8)) for n in (8, 12)]
+    whole = replace(build_thd_batch(views, pad_to_multiple=4), media=MEDIA)
+    params = to_device(whole, torch.device("cpu"), cp_size=cp_size, cp_rank=cp_rank).packed_seq_params
+    assert params.media.places.tolist() == places
+    assert params.media.features.tolist() == features
+    assert params.media.tokens == tokens
+    assert params.media.arrays["pixels"].ravel().tolist() == pixels
+
+
+def test_a_slice_that_shows_no_media_has_none_and_each_slice_has_its_padding() -> None:
+    first = {name: getattr(MEDIA, name)[:1] for name in ("sequences", "starts", "tokens", "digests")}
+    media = RowMedia(**first, arrays={"pixels": np.arange(8).reshape(8, 1)})
+    views = [SequenceView(np.arange(n + 1, dtype=np.int32), np.ones(n + 1, np.uint8)) for n in (8, 3)]
+    whole = replace(build_thd_batch(views, pad_to_multiple=4), media=media)
+    ranks = [to_device(whole, torch.device("cpu"), cp_size=2, cp_rank=rank).packed_seq_params for rank in (0, 1)]
+    assert [rank.media is None for rank in ranks] == [True, False]
+    assert [rank.padding_mask.flatten().tolist() for rank in ranks] == [[False] * 5 + [True], [False] * 6]
 
 
 def test_a_row_is_copied_before_the_one_before_it_is_computed() -> None:

@@ -52,6 +52,26 @@ def test_metadata_that_claims_more_than_its_bytes_is_refused(data: bytes, proble
     assert error.value.fix
 
 
+def test_a_flipped_bit_anywhere_in_a_file_of_torch_is_found_by_comparing_or_changes_nothing() -> None:
+    saved, value = io.BytesIO(), {"weights": torch.arange(6.0), "steps": [1, "x"]}
+    torch.save(value, saved)
+    data, refused = bytearray(saved.getvalue()), 0
+    for place in range(len(data)):
+        bit = 1 << place % 8
+        data[place] ^= bit
+        file = io.BytesIO(bytes(data))
+        data[place] ^= bit
+        try:
+            check_archive(file, compare=True)
+            loaded = torch.load(file, weights_only=True)
+        except pickle.UnpicklingError:
+            refused += 1
+        else:
+            assert torch.equal(loaded["weights"], value["weights"]), place
+            assert loaded["steps"] == value["steps"], place
+    assert refused > len(data) // 3
+
+
 def archive(value: Any, *, pickled: bytes = b"", method: int = zipfile.ZIP_STORED) -> io.BytesIO:
     """A file of torch.save, written again with another pickle or compressed."""
     saved, out = io.BytesIO(), io.BytesIO()

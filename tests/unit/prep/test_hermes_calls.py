@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message, RecordReader, ToolCall
@@ -83,6 +85,26 @@ def test_what_cannot_be_read_is_a_bad_record_and_not_text(turn, words):
     assert isinstance(bad, BadRecord)
     assert bad.reason == BadReason.BAD_TOOLS
     assert words in bad.detail
+
+
+@pytest.mark.parametrize("opening", ["'", "["])
+def test_a_call_as_python_writes_it_of_megabytes_is_refused_before_its_syntax_tree_is_built(opening: str) -> None:
+    """Of 1 MiB, a list of numbers takes 0.5 GB."""
+
+    def call(length: int) -> str:
+        filled = "x" * length + "'" if opening == "'" else "1," * (length // 2) + "]"
+        return f"<tool_call>{{'name': 'f', 'arguments': {{'a': {opening}{filled}}}}}</tool_call>"
+
+    made = parse(("user", "Hi"), ("assistant", call(1 << 17)))
+    assert isinstance(made, Conversation)
+    tracemalloc.start()
+    bad = parse(("user", "Hi"), ("assistant", call(1 << 21)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert isinstance(bad, BadRecord)
+    assert bad.reason == BadReason.BAD_TOOLS
+    assert "of turn 2 (assistant) is not JSON" in bad.detail
+    assert peak < 32 << 20
 
 
 def test_calls_in_the_fields_and_in_the_text_are_refused():

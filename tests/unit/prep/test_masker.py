@@ -17,7 +17,7 @@ from stock_templates import SHAPES, call, result, stock_templates, turn
 from harness.conformance.chat_checks import control_tokens, end_token
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, parse_record
-from harness.prep.tokenize import TokenizerConfig
+from harness.prep.tokenize import TokenizerConfig, masks
 from harness.prep.tokenize.masks import Masker
 from harness.prep.tokenize.rendering import Template
 from harness.prep.tokenize.templates.builtin import load_template
@@ -317,6 +317,30 @@ def test_a_chat_that_cannot_be_trained_is_refused_with_its_turn_and_what_to_set(
     template: str, settings: dict[str, Any], chat: Conversation, reason: BadReason, detail: str
 ) -> None:
     assert refusal(masker(template, "<|im_end|>", "<|endoftext|>", **settings), chat) == (reason, detail)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "built in qwen3"])
+def test_a_record_of_many_turns_that_each_have_a_sequence_is_refused_early_with_what_to_set(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All renderings of n turns have n * n characters."""
+    template = load_template("qwen3") if name.startswith("built") else STOCK[name]
+    chat, ends = talk(*(str(number) for number in range(80))), ("<|im_end|>", "<|im_start|>")
+    whole = masker(template, *ends).sequences(chat)
+    assert len(whole) == 40
+    monkeypatch.setattr(masks, "_MAX_IN_ALL", sum(len(one.text) for one in whole[:-1]))
+    assert masker(template, *ends).sequences(chat) == whole
+    monkeypatch.setattr(masks, "_MAX_IN_ALL", len(whole[-1].text) * 3)
+    rendered: list[int] = []
+    render = Template.render
+    monkeypatch.setattr(Template, "render", lambda *given, **named: rendered.append(1) or render(*given, **named))
+    reason, detail = refusal(masker(template, *ends), chat)
+    assert reason == BadReason.TEMPLATE_FAILED
+    assert detail.startswith(f"its 40 trained turns have more than {len(whole[-1].text) * 3:,} characters: the chat")
+    assert detail.endswith("; set tokenizer.history=kept or tokenizer.train_on=last_turn, or divide the record")
+    assert len(rendered) < 20
+    for settings in ({"history": "kept"}, {"train_on": "last_turn"}):
+        assert len(masker(template, *ends, **settings).sequences(chat)) == 1
 
 
 def test_a_tokenizer_without_an_end_has_none_to_suggest() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.prep import Member, StreamPacker, pack_of
-from harness.records import SequenceView
+from harness.records import Medium, SequenceView
 
 
 def member(key: int, length: int) -> Member[int]:
@@ -75,3 +75,11 @@ def test_a_pack_joins_its_members_end_to_end() -> None:
     pack = pack_of([member(7, 3), member(9, 2)])
     assert pack.input_ids.tolist() == [7, 7, 7, 9, 9]
     assert pack.seq_start_id.tolist() == [0, 3]
+
+
+def test_media_of_joined_sequences_are_counted_from_the_first_token_of_the_pack() -> None:
+    image = Medium("image", 1, 2, b"abc")
+    shown = SequenceView(np.zeros(4, np.int32), np.zeros(4, np.uint8), (image,))
+    joined = pack_of([member(1, 3), Member(2, shown, 4), Member(3, shown, 4)])
+    assert [one.start for one in joined.media] == [4, 8]
+    assert {one.data for one in joined.media} == {b"abc"}

@@ -12,6 +12,7 @@ import pytest
 from harness.errors import ConfigError
 from harness.prep.chat import Conversation, Message
 from harness.prep.tokenize import CHAT_TEMPLATE, ChatTokenizer, TokenBytes, TokenizerConfig, token_mask, train_bpe
+from harness.prep.tokenize import tokenizer as module
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.\n",
@@ -132,6 +133,24 @@ def test_a_rendering_with_nothing_to_predict_is_refused(folder, tmp_path, answer
     template = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
     bad = encode(with_template(folder, tmp_path, template, train_end_of_turn=False), chat("", answer))
     assert bad.reason == reason
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_a_sequence_of_more_characters_than_memory_is_there_for_is_a_bad_record(tokenizer, monkeypatch, is_text):
+    answer = "\u00e9" * 400
+    long = Conversation((), "l, line 1", text=answer) if is_text else chat("Hi", answer)
+    short = chat("Hi", "Hello")
+    ((made,), _) = fitting = tokenizer.encode_each([long, short])
+    monkeypatch.setattr(module, "_MAX_CHARACTERS", len(made.text))
+    assert [[one.text for one in each] for each in tokenizer.encode_each([long, short])] == [
+        [one.text for one in each] for each in fitting
+    ]
+    monkeypatch.setattr(module, "_MAX_CHARACTERS", len(made.text) - 1)
+    bad, other = tokenizer.encode_each([long, short])
+    assert (bad.reason, bad.where) == ("too_long", long.where)
+    assert bad.detail.startswith(f"has {len(made.text)} characters, and may have {len(made.text) - 1}, each of which")
+    assert bad.detail.endswith("; divide the record")
+    assert [one.text for one in other] == [one.text for one in fitting[1]]
 
 
 def test_tokenizers_and_templates_have_hashes_of_their_own_and_a_copy_has_the_same(tokenizer, folder, tmp_path):

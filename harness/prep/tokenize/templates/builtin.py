@@ -91,9 +91,6 @@ def load_template(name: str) -> str:
 
     Args:
         name: of a built-in template, or a path. A built-in name wins over a file of that name.
-
-    Raises:
-        ConfigError: there is neither, or the file cannot be read.
     """
     if name in BUILT_IN:
         return files(__package__).joinpath(f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
