@@ -46,53 +46,44 @@ _NAMES_ELSEWHERE = (
     "optimizer.lr:learning_rate,lr optimizer.min_lr_ratio:cosine_min_lr_ratio optimizer.decay_steps:lr_decay_iters "
     "optimizer.weight_decay:weight_decay optimizer.beta1:adam_beta1 optimizer.beta2:adam_beta2 "
     "optimizer.eps:adam_epsilon,adam_eps optimizer.clip_grad:max_grad_norm,grad_clip,gradient_clipping "
-    "optimizer.decay:lr_scheduler_type,lr_scheduler,lr_decay_style "
-    "optimizer.warmup_ratio:warmup_ratio,lr_warmup_fraction optimizer.warmup_steps:lr_warmup_iters,num_warmup_steps "
-    "loader.global_batch_size:train_batch_size,batch_size,global_batch_size,gbs "
-    "loader.num_workers:dataloader_num_workers loader.shuffle:shuffle_merged_datasets,dataset_shuffle "
-    "data.over_long:truncation_strategy,excess_length_strategy "
-    "data.num_workers:num_proc,dataset_num_proc,preprocessing_num_workers "
-    "data.validation_fraction:val_size,val_set_size,split_dataset_ratio "
-    "data.path:dataset_prepared_path,tokenized_path,cached_dataset data.overwrite:overwrite_cache "
-    "source.path:dataset,datasets,dataset_name,dataset_path,train_file,train_dataset source.split:dataset_train_split "
-    "source.subset:dataset_config,dataset_config_name source.limit:max_samples "
-    "tokenizer.name:tokenizer_name,tokenizer_name_or_path,tokenizer_model "
-    "tokenizer.chat_template:template,chat_template,chat_template_jinja,chat_template_path "
-    "tokenizer.train_on=last_turn:mask_history tokenizer.train_on:loss_scale "
+    "optimizer.decay:lr_scheduler_type,lr_scheduler optimizer.warmup_ratio:warmup_ratio,lr_warmup_fraction "
+    "optimizer.warmup_steps:lr_warmup_iters,num_warmup_steps loader.global_batch_size:train_batch_size,batch_size,"
+    "global_batch_size,gbs loader.num_workers:dataloader_num_workers loader.shuffle:shuffle_merged_datasets "
+    "data.over_long:truncation_strategy,excess_length_strategy data.num_workers:num_proc,dataset_num_proc,"
+    "preprocessing_num_workers data.validation_fraction:val_size,val_set_size,split_dataset_ratio "
+    "data.path:dataset_prepared_path,cached_dataset data.overwrite:overwrite_cache source.path:dataset,datasets,"
+    "dataset_name,dataset_path,train_file,train_dataset source.split:dataset_train_split "
+    "source.subset:dataset_config,dataset_config_name source.limit:max_samples tokenizer.name:tokenizer_name,"
+    "tokenizer_name_or_path,tokenizer_model tokenizer.chat_template:template,chat_template,chat_template_jinja,"
+    "chat_template_path tokenizer.train_on=last_turn:mask_history tokenizer.train_on:loss_scale "
     "model.init_from:model_name_or_path,base_model,pretrained_checkpoint "
-    "model.max_sequence_length:max_position_embeddings model.init_std:init_method_std "
-    "model.tie_embeddings=false:untie_embeddings_and_output_weights "
-    "model.train_encoder=false:freeze_vit,freeze_vision_tower model.experts_per_token:moe_router_topk "
-    "model.aux_loss:moe_aux_loss_coeff model.fp8:fp8_format model.dtype=bfloat16:bf16 "
-    "model.dtype:torch_dtype,precision "
+    "model.max_sequence_length:max_position_embeddings model.tie_embeddings=false:untie_embeddings_and_output_weights "
+    "model.train_encoder=false:freeze_vit model.experts_per_token:moe_router_topk model.aux_loss:moe_aux_loss_coeff "
+    "model.fp8:fp8_format model.dtype=bfloat16:bf16 model.dtype:torch_dtype,precision "
     "model.attention:attn_implementation,flash_attention,flash_attn,use_flash_attn,attention_backend,attn_impl "
     "model.recompute:recompute_granularity,recompute_method,recompute_activations,gradient_checkpointing,"
     "activation_checkpointing model.lora_rank:r,lora_r,lora_rank model.lora_alpha:lora_alpha "
     "model.lora_targets:lora_target_modules,target_modules,lora_target,lora_target_linear "
-    "parallel.tensor_parallel_size:tp,tensor_model_parallel_size "
-    "parallel.pipeline_parallel_size:pp,pipeline_model_parallel_size "
-    "parallel.virtual_pipeline_parallel_size:vpp,virtual_pipeline_model_parallel_size "
-    "parallel.pipeline_layout:pipeline_model_parallel_layout "
-    "parallel.context_parallel_size:cp,sequence_parallel_degree,sequence_parallel_size "
-    "parallel.expert_parallel_size:ep,expert_model_parallel_size parallel.expert_tensor_parallel_size:etp "
-    "parallel.overlap_gradients:overlap_grad_reduce parallel.overlap_weights:overlap_param_gather "
-    "parallel.ranks:num_gpus,gpus,nproc_per_node,num_processes,world_size "
-    "parallel.distributed_optimizer:use_distributed_optimizer "
-    "parallel.distributed_optimizer=true:deepspeed,fsdp,fsdp_config "
-    "trainer.epochs:num_train_epochs,num_epochs,max_epochs,epochs trainer.loss_average:calculate_per_token_loss "
-    "trainer.timeout_s:ddp_timeout trainer.early_stop:early_stopping_patience trainer.sample_tokens:max_new_tokens "
-    "trainer.steps:max_steps,train_iters trainer.eval_interval:eval_steps trainer.eval_batches:eval_iters "
+    "parallel.tensor_parallel_size:tp,tensor_model_parallel_size parallel.pipeline_parallel_size:pp,"
+    "pipeline_model_parallel_size parallel.virtual_pipeline_parallel_size:vpp,virtual_pipeline_model_parallel_size "
+    "parallel.pipeline_layout:pipeline_model_parallel_layout parallel.context_parallel_size:cp,"
+    "sequence_parallel_degree,sequence_parallel_size parallel.expert_parallel_size:ep,expert_model_parallel_size "
+    "parallel.expert_tensor_parallel_size:etp parallel.overlap_gradients:overlap_grad_reduce "
+    "parallel.overlap_weights:overlap_param_gather parallel.ranks:num_gpus,gpus,nproc_per_node,num_processes,"
+    "world_size parallel.distributed_optimizer:use_distributed_optimizer "
+    "parallel.distributed_optimizer=true:deepspeed,fsdp,fsdp_config trainer.epochs:num_train_epochs,num_epochs,"
+    "max_epochs,epochs trainer.loss_average:calculate_per_token_loss trainer.timeout_s:ddp_timeout "
+    "trainer.early_stop:early_stopping_patience trainer.sample_tokens:max_new_tokens trainer.steps:max_steps,"
+    "train_iters trainer.eval_interval:eval_steps trainer.eval_batches:eval_iters "
     "trainer.checkpoint_interval:save_steps,save_interval trainer.keep_checkpoints:save_total_limit "
-    "trainer.trackers:report_to,wandb_project,tensorboard_dir,logging_dir "
-    "schedule.name:sequence_packing_scheduler nodes:nnodes,num_nodes tolerance.loss:tolerance,atol,rtol name:run_name "
-    "resume=true:resume_from_checkpoint"
+    "trainer.trackers:report_to,wandb_project,tensorboard_dir,logging_dir schedule.name:sequence_packing_scheduler "
+    "nodes:nnodes,num_nodes tolerance.loss:tolerance,atol,rtol name:run_name resume=true:resume_from_checkpoint"
 )
 # Answers to further names: a text, or settings of which the command has one; of several, the first counts.
 _ANSWERS = {
     "optimizer.min_lr_ratio is the final learning rate as a share of optimizer.lr": "min_lr",
-    "loader.global_batch_size is the number of packs per step over all ranks, and schedule.max_tokens_per_rank the "
-    "number of tokens per rank and microbatch": "per_device_train_batch_size per_device_eval_batch_size "
-    "eval_batch_size gradient_accumulation_steps",
+    "loader.global_batch_size is packs per step; schedule.max_tokens_per_rank limits microbatches": "eval_batch_size "
+    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps",
     "data.micro_batch_size|microbatches are planned from the lengths of sequences: schedule.max_tokens_per_rank is "
     "the number of tokens per rank and microbatch": "micro_batch_size",
     "loader.seed|data.seed": "seed",
@@ -102,8 +93,7 @@ _ANSWERS = {
     "pad_to_sequence_len eval_packing eval_sample_packing neat_packing packing_strategy group_by_length",
     "source.columns names the fields of records": "dataset_text_field field_messages message_property_mappings",
     "source.mix lists sources, and data.blend lists datasets with weights": "mix_strategy interleave_probs",
-    "data.validation_fraction divides the chats, and data.validation_path is another dataset": "eval_dataset "
-    "val_dataset test_datasets",
+    "data.validation_path is another prepared dataset": "eval_dataset val_dataset test_datasets",
     "datasets are always streamed, and data.live.path trains on data that is still being generated": "streaming",
     "data.blend[].weight|source.mix[].epochs": "weight",
     "special tokens are those of the tokenizer": "special_tokens eos_token pad_token",
@@ -113,7 +103,7 @@ _ANSWERS = {
     "tokenizer.train_on selects turns": "assistant_only_loss completion_only_loss mask_prompt train_on_inputs "
     "train_on_responses_only train_on_prompt roles_to_train",
     "with resume=true, the run in run_dir continues; model.init_from starts from weights": "load checkpoint",
-    "code of a model's folder is never run": "trust_remote_code",
+    "code in a model's folder is never run": "trust_remote_code",
     "model.fuse_swiglu and model.fuse_cross_entropy select fused kernels": "use_liger_kernel liger_kernel",
     "float16 is not supported, because it requires loss scaling; model.dtype with the value bfloat16 does not": "fp16",
     "quantized weights are not supported; model.lora_rank trains adapters on weights in model.dtype": "load_in_4bit "
@@ -125,8 +115,7 @@ _ANSWERS = {
     "train_type tuner_type finetuning_type freeze_trainable_layers",
     "the ranks that the other sizes leave are data-parallel; parallel.ranks is the number of all ranks": "dp dp_size "
     "data_parallel_size",
-    "cluster.gpu_gib|gpu_gib": "gpu_memory gpu_mem gpu_memory_gb vram",
-    "a run is evaluated before its first step": "eval_on_start",
+    "cluster.gpu_gib|gpu_gib": "gpu_memory gpu_mem vram",
     "every step is printed and kept in the run's metrics.jsonl": "logging_steps log_interval logging_strategy",
     "every run plots its losses in loss.png": "plot_loss",
     "run_dir|data.path": "output_dir save",

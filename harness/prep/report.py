@@ -37,10 +37,7 @@ _MUCH_REPETITION = 1.5
 _WATCH_S, _LOG_S = 0.5, 1.0
 # Kinds of conversations that are kept and worth a look.
 _KINDS = {
-    "repeated_tokens": (
-        "tokens repeated",
-        "tokens repeat a conversation's beginning before a turn of its own sequence",
-    ),
+    "repeated_tokens": ("tokens repeated", "tokens repeat the conversation before a turn with its own sequence"),
     "truncated": ("cut", "conversations were cut"),
     "split": ("split", "conversations are longer than a pack and were divided"),
     "partial": ("kept in part", "conversations lost sequences that are longer than a pack"),
@@ -317,17 +314,10 @@ def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
 
 def render_page(report: PrepareReport, samples: Sequence[Sample]) -> str:
     """Return the page; every text of the data is escaped."""
-    return (
-        open_templates(Path(__file__).parent)
-        .get_template("report.html.j2")
-        .render(
-            name=Path(report.path).name,
-            report=report,
-            lengths={name: make_histogram("tokens", split.length_counts) for name, split in report.splits.items()},
-            max_sources=_MAX_SOURCES,
-            samples=samples,
-        )
-    )
+    lengths = {name: make_histogram("tokens", split.length_counts) for name, split in report.splits.items()}
+    values = {"report": report, "lengths": lengths, "max_sources": _MAX_SOURCES, "samples": samples}
+    template = open_templates(Path(__file__).parent).get_template("report.html.j2")
+    return template.render(name=Path(report.path).name, **values)
 
 
 def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
@@ -346,9 +336,8 @@ class Stage:
         self.summary, self.doing, self.left, self.total, self.shown = "", doing, "", int(total or 0), 0.0
         self.measure: Callable[[], float] = lambda: 0.0
         self._bar, self._task, self._report = bar, bar.add_task(doing, total=total, left=""), report
-        self._done, self._earlier = 0.0, 0.0
+        self._done, self._earlier, self._lock = 0.0, 0.0, threading.Lock()
         self._first: tuple[float, float] | None = None
-        self._lock = threading.Lock()
         self.advance(0)
 
     def advance(self, step: float, *, is_earlier: bool = False) -> None:
@@ -361,7 +350,7 @@ class Stage:
     def next_part(self, doing: str) -> None:
         """Show another part of the stage, of unknown length, with a moving bar."""
         with self._lock:
-            self.doing, self.total, self._first = doing, 0, None
+            self.doing, self.total = doing, 0
             self._bar.update(self._task, visible=False)
             self._task = self._bar.add_task(doing, total=None, left="")
 
@@ -374,19 +363,13 @@ class Stage:
             with self._lock:
                 self._show(self._done + self.measure())
 
-    def _left(self) -> str:
-        """Return the time left, going by the work of this run; empty while that is unknown."""
-        now, own = time.perf_counter(), self.shown - self._earlier
-        if own <= 0 or self.shown >= self.total:
-            return ""
-        began, before = self._first = self._first or (now, own)
-        if own == before:
-            return ""
-        return f"about {duration((now - began) * (self.total - self.shown) / (own - before))} left"
-
     def _show(self, done: float) -> None:
-        self.shown = max(self.shown, done)  # less for a part that ended, and is not yet in `_done`
-        self.left = self._left()
+        self.shown, self.left = max(self.shown, done), ""  # less for a part that ended, and is not yet in `_done`
+        now, own = time.perf_counter(), self.shown - self._earlier
+        if own > 0 and self.shown < self.total:
+            self._first = began, before = self._first or (now, own)
+            speed = (own - before) / (now - began or 1)
+            self.left = f"about {duration((self.total - self.shown) / speed)} left" if speed else ""
         self._bar.update(self._task, completed=self.shown, left=self.left)
         self._report(self)
 

@@ -319,8 +319,7 @@ def _counts_of(left_out: Counter[str]) -> str:
 
 def split_streams(fingerprint: str, num_folders: int) -> list[str]:
     """Return the names of the streams of all folders, given what `join_streams` made; empty where none is known."""
-    names = fingerprint.split(_BETWEEN)
-    return [*names, *[""] * num_folders][:num_folders]
+    return [*fingerprint.split(_BETWEEN), *[""] * num_folders][:num_folders]
 
 
 def join_streams(names: Sequence[str]) -> str:

@@ -151,9 +151,8 @@ class _Run(Hooks):
         self._layout = layout = join(
             config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s, shares_rows=config.shares_rows
         )
-        training, self.validation = task.feeds(layout, self._progress, ranks)
-        self.training = training
-        self._stack.enter_context(training)
+        self.training, self.validation = task.feeds(layout, self._progress, ranks)
+        self._stack.enter_context(self.training)
         runtime.on_rank_0(lambda: check_validations(config, self.validation))
         at(first_step, "building the model")
         sizes = {"vocab_size": task.vocab_size, "dp_size": layout.dp_size}
