@@ -108,7 +108,7 @@ _ANSWERS = {
     "float16 is not supported, because it requires loss scaling; model.dtype with the value bfloat16 does not": "fp16",
     "quantized weights are not supported; model.lora_rank trains adapters on weights in model.dtype": "load_in_4bit "
     "load_in_8bit quantization_bit",
-    "with model.recompute=full, model.recompute_layers is the number of layers": "recompute_num_layers",
+    "model.recompute_layers applies to model.recompute with the value full": "recompute_num_layers",
     "noise on embeddings is not supported": "neftune_noise_alpha",
     "models and adapters are trained without dropout": "lora_dropout attention_dropout hidden_dropout",
     "model.lora_rank trains LoRA adapters; without it, all weights are trained": "adapter use_lora use_peft "
