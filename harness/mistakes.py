@@ -388,6 +388,9 @@ class KnownSettings:
         if missing := _NO_FILE.search(message):
             if missing[1].endswith("_schema"):
                 return self.other_recipe(root)
+            if missing[1].startswith("hydra/"):
+                fix = "install its plugin: pip install 'megatron-sft-harness[slurm]' for submitit"
+                return ConfigError(f"Hydra has no file {missing[1]!r}", where=where, fix=fix)
             try:
                 self.check_file(missing[1], where=where)
             except ConfigError as refused:

@@ -176,8 +176,7 @@ class LiveLoader:
             )
             shares = StepShares(self._plan, after)
             ahead = self._read(shares)
-            placement = place(packs, self._plan)
-            yield self._batch(mine, placement, packs)
+            yield self._batch(mine, place(packs, self._plan), packs)
 
     def _look(self, offers: Sequence[Offer], shares: StepShares) -> None:
         """Raise what any rank refuses, and report what all have, the same on each rank."""

@@ -8,9 +8,10 @@ from harness.cli.launch import PlanSettings
 from harness.cli.parity import CompareRunsSettings
 from harness.config import TRAINING
 from harness.launch.cluster import SubmitConfig
-from harness.mistakes import SYNONYMS
+from harness.mistakes import SYNONYMS, KnownSettings
+from harness.plan import SftConfig
 from harness.prep import PrepareConfig
-from harness.settings import explain_settings
+from harness.settings import CONFIGS, explain_settings
 
 # Of TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift.
 WORDS = (
@@ -109,3 +110,10 @@ def test_a_word_that_is_the_name_of_a_setting_stands_for_it():
 
 def test_the_words_that_people_use_are_known():
     assert [word for word in WORDS if word not in SYNONYMS] == []
+
+
+def test_a_missing_plugin_of_hydra_is_named_with_its_extra():
+    known = KnownSettings("harness train sft", SftConfig, [CONFIGS])
+    error = known.explain(ValueError("Could not find 'hydra/launcher/submitit_slurm'"), "sft", [])
+    assert error.what == "Hydra has no file 'hydra/launcher/submitit_slurm'"
+    assert "pip install 'megatron-sft-harness[slurm]'" in error.fix
