@@ -37,76 +37,92 @@ _NOISE = (
 )
 
 # Commands that have the settings of a section; all others are those of a training run.
-_HOMES = dict.fromkeys(("data", "source", "tokenizer"), "harness prepare")
-# Settings by their names in TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift. The first of several that the
-# command has is the one; a text with spaces is the answer where it has none.
-_NAMES_ELSEWHERE = {
-    "optimizer.lr": "learning_rate lr",
+_HOMES = {
+    **dict.fromkeys(("data", "source", "tokenizer"), "harness prepare"),
+    **{"tolerance": "harness compare RUN RUN", "gpu_gib": "harness plan sft", "nodes": "harness submit sft"},
+}
+# Settings, and their fixed values, by their names in TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift.
+_NAMES_ELSEWHERE = (
+    "optimizer.lr:learning_rate,lr optimizer.min_lr_ratio:cosine_min_lr_ratio optimizer.decay_steps:lr_decay_iters "
+    "optimizer.weight_decay:weight_decay optimizer.beta1:adam_beta1 optimizer.beta2:adam_beta2 "
+    "optimizer.eps:adam_epsilon,adam_eps optimizer.clip_grad:max_grad_norm,grad_clip,gradient_clipping "
+    "optimizer.decay:lr_scheduler_type,lr_scheduler optimizer.warmup_ratio:warmup_ratio,lr_warmup_fraction "
+    "optimizer.warmup_steps:lr_warmup_iters,num_warmup_steps loader.global_batch_size:train_batch_size,batch_size,"
+    "global_batch_size,gbs loader.num_workers:dataloader_num_workers loader.shuffle:shuffle_merged_datasets "
+    "data.over_long:truncation_strategy,excess_length_strategy data.num_workers:num_proc,dataset_num_proc,"
+    "preprocessing_num_workers data.validation_fraction:val_size,val_set_size,split_dataset_ratio "
+    "data.path:dataset_prepared_path,cached_dataset data.overwrite:overwrite_cache source.path:dataset,datasets,"
+    "dataset_name,dataset_path,train_file,train_dataset source.split:dataset_train_split "
+    "source.subset:dataset_config,dataset_config_name source.limit:max_samples tokenizer.name:tokenizer_name,"
+    "tokenizer_name_or_path,tokenizer_model tokenizer.chat_template:template,chat_template,chat_template_jinja,"
+    "chat_template_path tokenizer.train_on=last_turn:mask_history tokenizer.train_on:loss_scale "
+    "model.init_from:model_name_or_path,base_model,pretrained_checkpoint "
+    "model.max_sequence_length:max_position_embeddings model.tie_embeddings=false:untie_embeddings_and_output_weights "
+    "model.train_encoder=false:freeze_vit model.experts_per_token:moe_router_topk model.aux_loss:moe_aux_loss_coeff "
+    "model.fp8:fp8_format model.dtype=bfloat16:bf16 model.dtype:torch_dtype,precision "
+    "model.attention:attn_implementation,flash_attention,flash_attn,use_flash_attn,attention_backend,attn_impl "
+    "model.recompute:recompute_granularity,recompute_method,recompute_activations,gradient_checkpointing,"
+    "activation_checkpointing model.lora_rank:r,lora_r,lora_rank model.lora_alpha:lora_alpha "
+    "model.lora_targets:lora_target_modules,target_modules,lora_target,lora_target_linear "
+    "parallel.tensor_parallel_size:tp,tensor_model_parallel_size parallel.pipeline_parallel_size:pp,"
+    "pipeline_model_parallel_size parallel.virtual_pipeline_parallel_size:vpp,virtual_pipeline_model_parallel_size "
+    "parallel.pipeline_layout:pipeline_model_parallel_layout parallel.context_parallel_size:cp,"
+    "sequence_parallel_degree,sequence_parallel_size parallel.expert_parallel_size:ep,expert_model_parallel_size "
+    "parallel.expert_tensor_parallel_size:etp parallel.overlap_gradients:overlap_grad_reduce "
+    "parallel.overlap_weights:overlap_param_gather parallel.ranks:num_gpus,gpus,nproc_per_node,num_processes,"
+    "world_size parallel.distributed_optimizer:use_distributed_optimizer "
+    "parallel.distributed_optimizer=true:deepspeed,fsdp,fsdp_config trainer.epochs:num_train_epochs,num_epochs,"
+    "max_epochs,epochs trainer.loss_average:calculate_per_token_loss trainer.timeout_s:ddp_timeout "
+    "trainer.early_stop:early_stopping_patience trainer.sample_tokens:max_new_tokens trainer.steps:max_steps,"
+    "train_iters trainer.eval_interval:eval_steps trainer.eval_batches:eval_iters "
+    "trainer.checkpoint_interval:save_steps,save_interval trainer.keep_checkpoints:save_total_limit "
+    "trainer.trackers:report_to,wandb_project,tensorboard_dir,logging_dir schedule.name:sequence_packing_scheduler "
+    "nodes:nnodes,num_nodes tolerance.loss:tolerance,atol,rtol name:run_name resume=true:resume_from_checkpoint"
+)
+# Answers to further names: a text, or settings of which the command has one; of several, the first counts.
+_ANSWERS = {
     "optimizer.min_lr_ratio is the final learning rate as a share of optimizer.lr": "min_lr",
-    "optimizer.weight_decay": "weight_decay",
-    "optimizer.beta1": "adam_beta1",
-    "optimizer.beta2": "adam_beta2",
-    "optimizer.eps": "adam_epsilon adam_eps",
-    "optimizer.clip_grad": "max_grad_norm grad_clip gradient_clipping",
-    "optimizer.decay": "lr_scheduler_type lr_scheduler lr_decay_style",
-    "optimizer.warmup_ratio": "warmup_ratio lr_warmup_fraction",
-    "optimizer.warmup_steps": "lr_warmup_iters num_warmup_steps",
-    "loader.global_batch_size": "train_batch_size batch_size global_batch_size gbs",
-    "loader.global_batch_size is the number of packs per step over all ranks, and schedule.max_tokens_per_rank the "
-    "number of tokens per rank and microbatch": "per_device_train_batch_size gradient_accumulation_steps",
-    "data.micro_batch_size|microbatches are planned from the lengths of sequences: "
-    "schedule.max_tokens_per_rank is the number of tokens per rank and microbatch": "micro_batch_size",
-    "loader.num_workers": "dataloader_num_workers",
+    "loader.global_batch_size is packs per step; schedule.max_tokens_per_rank limits microbatches": "eval_batch_size "
+    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps",
+    "data.micro_batch_size|microbatches are planned from the lengths of sequences: schedule.max_tokens_per_rank is "
+    "the number of tokens per rank and microbatch": "micro_batch_size",
     "loader.seed|data.seed": "seed",
-    "data.sequence_length|data.pack_size": "max_length max_seq_length max_seq_len seq_length sequence_len cutoff_len",
-    "conversations are always packed, into packs of data.pack_size tokens": "packing sample_packing",
-    "data.num_workers": "num_proc dataset_num_proc preprocessing_num_workers",
-    "source.path": "dataset datasets dataset_name dataset_path train_file train_dataset",
-    "source.limit": "max_samples",
+    "data.sequence_length|data.pack_size": "max_length max_seq_length max_seq_len seq_length sequence_len cutoff_len "
+    "pack_size",
+    "conversations are always packed, into packs of data.pack_size tokens": "packing sample_packing padding_free "
+    "pad_to_sequence_len eval_packing eval_sample_packing neat_packing packing_strategy group_by_length",
+    "source.columns names the fields of records": "dataset_text_field field_messages message_property_mappings",
+    "source.mix lists sources, and data.blend lists datasets with weights": "mix_strategy interleave_probs",
+    "data.validation_path is another prepared dataset": "eval_dataset val_dataset test_datasets",
+    "datasets are always streamed, and data.live.path trains on data that is still being generated": "streaming",
     "data.blend[].weight|source.mix[].epochs": "weight",
-    "data.validation_fraction": "val_size val_set_size split_dataset_ratio",
-    "tokenizer.name": "tokenizer_name tokenizer_name_or_path",
-    "tokenizer.chat_template": "template chat_template",
+    "special tokens are those of the tokenizer": "special_tokens eos_token pad_token",
+    "the system prompt is a message of each conversation": "system system_prompt",
+    "a record sets it in its chat_template_kwargs": "enable_thinking",
     "only tokens that the assistant generates are trained; tokenizer.mask with the value all trains every token, and "
-    "tokenizer.train_on selects turns": "assistant_only_loss completion_only_loss mask_prompt "
-    "train_on_inputs train_on_responses_only train_on_prompt roles_to_train",
-    "model.init_from": "model_name_or_path base_model pretrained_checkpoint",
-    "model.dtype=bfloat16": "bf16",
-    "model.dtype": "torch_dtype precision",
+    "tokenizer.train_on selects turns": "assistant_only_loss completion_only_loss mask_prompt train_on_inputs "
+    "train_on_responses_only train_on_prompt roles_to_train",
+    "with resume=true, the run in run_dir continues; model.init_from starts from weights": "load checkpoint",
+    "code in a model's folder is never run": "trust_remote_code",
+    "model.fuse_swiglu and model.fuse_cross_entropy select fused kernels": "use_liger_kernel liger_kernel",
     "float16 is not supported, because it requires loss scaling; model.dtype with the value bfloat16 does not": "fp16",
-    "model.attention": "attn_implementation flash_attention flash_attn use_flash_attn attention_backend",
-    "model.recompute": "recompute_granularity gradient_checkpointing activation_checkpointing",
-    "model.lora_rank": "r lora_r lora_rank",
     "quantized weights are not supported; model.lora_rank trains adapters on weights in model.dtype": "load_in_4bit "
     "load_in_8bit quantization_bit",
+    "model.recompute_layers applies to model.recompute with the value full": "recompute_num_layers",
     "noise on embeddings is not supported": "neftune_noise_alpha",
-    "model.lora_alpha": "lora_alpha",
-    "model.lora_targets": "lora_target_modules target_modules",
-    "LoRA adapters are trained without dropout": "lora_dropout",
-    "model.lora_rank trains LoRA adapters; without it, all weights are trained": "adapter use_lora train_type",
-    "parallel.tensor_parallel_size": "tp tensor_model_parallel_size",
-    "parallel.pipeline_parallel_size": "pp pipeline_model_parallel_size",
-    "parallel.pipeline_layout": "pipeline_model_parallel_layout",
-    "parallel.context_parallel_size": "cp",
-    "parallel.expert_parallel_size": "ep expert_model_parallel_size",
+    "models and adapters are trained without dropout": "lora_dropout attention_dropout hidden_dropout",
+    "model.lora_rank trains LoRA adapters; without it, all weights are trained": "adapter use_lora use_peft "
+    "train_type tuner_type finetuning_type freeze_trainable_layers",
     "the ranks that the other sizes leave are data-parallel; parallel.ranks is the number of all ranks": "dp dp_size "
     "data_parallel_size",
-    "parallel.ranks": "num_gpus nproc_per_node num_processes",
-    "parallel.distributed_optimizer": "use_distributed_optimizer",
-    "parallel.distributed_optimizer=true": "deepspeed fsdp",
-    "trainer.epochs": "num_train_epochs num_epochs epochs",
-    "trainer.steps": "max_steps train_iters",
-    "trainer.eval_interval": "eval_steps",
-    "trainer.eval_batches": "eval_iters",
-    "trainer.checkpoint_interval": "save_steps save_interval",
-    "trainer.keep_checkpoints": "save_total_limit",
-    "trainer.trackers": "report_to",
-    "every step is printed and kept in the run's metrics.jsonl": "logging_steps",
-    "run_dir|data.path": "output_dir",
-    "trainer.eval_interval and trainer.checkpoint_interval are numbers of steps": "eval_strategy save_strategy",
-    "AdamW is the only optimizer": "optim",
-    "name": "run_name",
-    "resume=true": "resume_from_checkpoint",
+    "cluster.gpu_gib|gpu_gib": "gpu_memory gpu_mem vram",
+    "every step is printed and kept in the run's metrics.jsonl": "logging_steps log_interval logging_strategy",
+    "every run plots its losses in loss.png": "plot_loss",
+    "run_dir|data.path": "output_dir save",
+    "`harness export` writes a folder, which `hf upload` publishes": "push_to_hub",
+    "trainer.eval_interval and trainer.checkpoint_interval are numbers of steps": "eval_strategy save_strategy "
+    "evals_per_epoch saves_per_epoch",
+    "AdamW is the only optimizer": "optim optimizer",
 }
 # Our values of a setting, each with those of other tools that it stands for. A list has all that stand for a word.
 _VALUES = {
@@ -115,13 +131,22 @@ _VALUES = {
     "model.dtype": "bfloat16=bf16,bf16-mixed,bf16-true float32=fp32,32,32-true auto",
     "model.attention": "flash=true,fa2,flash_attention_2,flash_attention_3 torch=false,eager,sdpa fused unfused auto",
     "model.recompute": "full=true,unsloth none=false,null selective",
+    "model.fp8": "off=false,null tensorwise blockwise mxfp8",
+    "data.over_long": "drop=delete cut=truncate,right split",
+    "tokenizer.train_on": "last_turn=last_round all_assistant=default",
+    "trainer.loss_average": "token=true conversation",
+    "schedule.name": "as_packed dp_balanced cost_balanced dynamic_context",
     "trainer.trackers": "=none tensorboard=all wandb=all mlflow=all",
     "model.lora_targets": "linear_qkv=q_proj,k_proj,v_proj,qkv_proj,in_proj,all,all-linear "
     "linear_proj=o_proj,out_proj,all,all-linear linear_fc1=gate_proj,up_proj,gate_up_proj,all,all-linear "
     "linear_fc2=down_proj,all,all-linear",
 }
 _LISTS = ("trainer.trackers", "model.lora_targets")
-SYNONYMS = {word: setting for setting, words in _NAMES_ELSEWHERE.items() for word in words.split()}
+SYNONYMS = {word: answer for answer, words in _ANSWERS.items() for word in words.split()} | {
+    word: setting
+    for setting, _, words in (row.partition(":") for row in _NAMES_ELSEWHERE.split())
+    for word in words.split(",")
+}
 # Settings that take a name or a path, by the group of files that it is easily given to.
 _NAMES = {
     "data": ("source.path", "data.path"),
@@ -158,7 +183,7 @@ def suggest_setting(key: str, value: str, known: Collection[str]) -> str:
     setting = _assigned(setting, _value_of(setting, value) if not fixed else "" if value.lower() == "false" else fixed)
     if name is not None:
         return f"did you mean {setting}? "
-    return f"`{_HOMES.get(setting.partition('.')[0], 'harness train sft')} {setting}` sets it; "
+    return f"`{_HOMES.get(re.split('[.=]', setting)[0], 'harness train sft')} {setting}` sets it; "
 
 
 def _assigned(setting: str, value: str) -> str:
@@ -247,7 +272,8 @@ class KnownSettings:
             return value
         is_map = any(kind.startswith("map of ") and key.startswith(f"{name}.") for name, kind in self.types.items())
         if key in self.sections and not (self.folders and value.startswith("{")):
-            raise self.error(f"{key} is a section of settings, not one of them", where=text, fix=f"{key}.NAME=VALUE; ")
+            fix = suggest_setting(key, value, self.types) if key in SYNONYMS else f"{key}.NAME=VALUE; "
+            raise self.error(f"{key} is a section of settings, not one of them", where=text, fix=fix)
         if key not in self.types and key not in self.sections and not is_map:
             raise self.unknown(key, value, where=text)
         if prefix and not (self.folders and (prefix == "++" or is_map)):
@@ -362,6 +388,9 @@ class KnownSettings:
         if missing := _NO_FILE.search(message):
             if missing[1].endswith("_schema"):
                 return self.other_recipe(root)
+            if missing[1].startswith("hydra/"):
+                fix = "install its plugin: pip install 'megatron-sft-harness[slurm]' for submitit"
+                return ConfigError(f"Hydra has no file {missing[1]!r}", where=where, fix=fix)
             try:
                 self.check_file(missing[1], where=where)
             except ConfigError as refused:

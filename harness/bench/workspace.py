@@ -58,8 +58,7 @@ def make_packs(count: int, pack_size: int, *, seed: int = 0) -> Iterator[Pack]:
     """
     lengths, offsets = _packed_lengths(count, pack_size, seed)
     frequency = 1 / np.arange(1, _VOCABULARY + 1)
-    shares = np.cumsum(frequency) / frequency.sum()
-    ids = np.searchsorted(shares, (np.arange(_TABLE) + 0.5) / _TABLE)
+    ids = np.searchsorted(np.cumsum(frequency) / frequency.sum(), (np.arange(_TABLE) + 0.5) / _TABLE)
     # Each token as often as Zipf's law has it. Frequent ones have ids anywhere, like those of a tokenizer.
     table = np.random.default_rng(0).permutation(_VOCABULARY).astype(np.int32)[ids]
     random = np.random.default_rng(seed)

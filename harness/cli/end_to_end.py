@@ -99,7 +99,7 @@ def sft(
     exported = stages.out / f"model-step-{read_progress(newest[0]).step}"
     commands.append(["export", str(stages.run), str(exported)])
     if exported.exists():
-        print_line(f"{exported} is exported already.")
+        print_line(f"{exported} is already exported.")
     else:
         _run(commands[-1])
     report, place = out / "report.md", shlex.quote(str(exported.resolve()))

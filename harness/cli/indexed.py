@@ -107,7 +107,9 @@ def family(
 
     settings: FamilySettings = context.obj
     if bool(sources) == bool(settings.shards) or (settings.shards and settings.split):
-        raise ConfigError("the shards of each split are not clear", where="SRC", fix="give SRC, or shards.SPLIT=SRC")
+        raise ConfigError(
+            "it is unclear which shards belong to which split", where="SRC", fix="give SRC, or shards.SPLIT=SRC"
+        )
     splits = dict.fromkeys(settings.shards, 1.0) or settings.split or {"train": 1.0}
     made = TokenFamily(name=name, splits=splits, source=settings.source())
     with progress_bar("converting", quiet=as_json) as advance:

@@ -45,7 +45,7 @@ class AssumedData(CheckedSettings, section="data"):
 
 @dataclass
 class PlanSettings(CheckedSettings):
-    """Settings of `harness plan`; `gpus`, or `parallel.ranks` of the recipe, are those of all nodes, 8 by default.
+    """Settings of `harness plan`; `parallel.ranks` of the recipe is the number of GPUs of all nodes, 8 by default.
 
     Attributes:
         gpu_gib: memory of a GPU in GiB; the exit code is 1 if the run does not fit. Null skips the check.

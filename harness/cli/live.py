@@ -110,8 +110,7 @@ def produce(
     folder: Folder,
     append: Annotated[bool, typer.Option("--append", help="append SRC to the chunks in the folder")] = False,
     leave_rest: Annotated[
-        bool,
-        typer.Option("--leave-rest", help="with --append: even if the previous input was not read completely"),
+        bool, typer.Option("--leave-rest", help="with --append: even if the previous input was not read completely")
     ] = False,
     leave_open: Annotated[bool, typer.Option("--leave-open", help="keep the stream open for --append")] = False,
 ) -> None:

@@ -136,8 +136,7 @@ def copy(
 
 @preflight_app.command(cls=class_of(JudgeSettings))
 def judge(
-    context: typer.Context,
-    nodes: Annotated[str, typer.Argument(help="names of the job's nodes, separated by commas")],
+    context: typer.Context, nodes: Annotated[str, typer.Argument(help="names of the job's nodes, separated by commas")]
 ) -> None:
     """Read the nodes' JSON lines from stdin and name the nodes with problems.
 

@@ -165,7 +165,7 @@ def requeue(
     from harness.train.folder import has_run
 
     if not run_dir.is_dir():
-        raise ConfigError("there is no such run", where=str(run_dir), fix="use the folder of a run")
+        raise ConfigError("the run does not exist", where=str(run_dir), fix="use the folder of a run")
     settings: RequeueSettings = context.obj
     # In the job that has the run, its ranks have ended; elsewhere it may be at work.
     with nullcontext() if has_run(run_dir) else alone_in(run_dir):

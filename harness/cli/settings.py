@@ -123,7 +123,7 @@ def require_training(what: str) -> None:
     """Raise HarnessError with the extra to install if torch or Megatron-Core is missing."""
     if missing := [name for name in ("torch", "megatron") if importlib.util.find_spec(name) is None]:
         fix = "pip install 'megatron-sft-harness[train]'"
-        raise HarnessError(f"{what} needs {' and '.join(missing)}, not installed here", where=sys.executable, fix=fix)
+        raise HarnessError(f"{what} requires {' and '.join(missing)} (not installed)", where=sys.executable, fix=fix)
 
 
 def complete_keys(schema: type[Any], incomplete: str) -> list[str]:

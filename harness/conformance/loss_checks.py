@@ -75,8 +75,7 @@ def labels_at_boundaries(kit: Kit) -> str:
     Labels are usually given for every token. If the label of a conversation's first token is kept in a packed row, the
     model learns to continue one conversation with the beginning of an unrelated one.
     """
-    data = conversations((20, 35, 28), trained=1.0)
-    whole = [{**one, "labels": list(one["input_ids"])} for one in data]
+    whole = [{**one, "labels": list(one["input_ids"])} for one in conversations((20, 35, 28), trained=1.0)]
     return kit.compare(kit.build(whole, pack_size=_PACK)(whole), kit.reference.step(whole), _leaks(kit, whole))
 
 

@@ -359,6 +359,4 @@ def _explained(error: OSError | MemoryError | FormatError, place: Place) -> Form
         return FormatError("requires more memory than is available: damaged or too large", where=str(place))
     if isinstance(error, OSError):
         return FormatError(f"reading failed: {error.strerror or error}", where=str(error.filename or place))
-    if error.where:
-        return error
-    return FormatError(error.what, where=str(place), fix=error.fix)
+    return error if error.where else FormatError(error.what, where=str(place), fix=error.fix)

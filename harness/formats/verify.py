@@ -179,6 +179,4 @@ def diff_readers(a: PackReader, b: PackReader) -> PackDifference | None:
                 return PackDifference(pack_id, field, at, int(one[at]), int(other[at]))
             if one.shape[0] != other.shape[0]:
                 return PackDifference(pack_id, f"{field}.length", None, one.shape[0], other.shape[0])
-    if len(a) != len(b):
-        return PackDifference(None, "num_packs", None, len(a), len(b))
-    return None
+    return PackDifference(None, "num_packs", None, len(a), len(b)) if len(a) != len(b) else None

@@ -31,12 +31,7 @@ class FixedRows:
     """
 
     def __init__(
-        self,
-        stream: RankStream,
-        *,
-        rows_per_step: int,
-        pad_rows_to: int | None = None,
-        one_epoch: bool = False,
+        self, stream: RankStream, *, rows_per_step: int, pad_rows_to: int | None = None, one_epoch: bool = False
     ) -> None:
         self.rows_per_step = rows_per_step
         self._stream = stream

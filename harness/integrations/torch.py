@@ -161,8 +161,7 @@ class PackedDataset(IterableDataset[Row]):
             for index, row in enumerate(batch.rows):
                 if index < first:
                     continue
-                is_last = index + 1 == len(batch.rows)
-                fresh = self._place(self._kind.of(row)), batch.state if is_last else None
+                fresh = self._place(self._kind.of(row)), batch.state if index + 1 == len(batch.rows) else None
                 if self._device is None:
                     yield fresh
                     continue

@@ -154,9 +154,7 @@ class Blend:
 
     def ends_after(self) -> int | None:
         """Return the packs after which the epochs of a source are used up; None where no source is limited."""
-        if self.weights is None or not any(self.limits):
-            return None
-        return sum(self._counts_at_end())
+        return None if self.weights is None or not any(self.limits) else sum(self._counts_at_end())
 
     def used_up(self) -> LoaderError:
         """Return the error for a blend with weights that reached its end."""

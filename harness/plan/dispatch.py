@@ -47,8 +47,7 @@ def _alltoall(model: ModelConfig, parallel: ParallelConfig, own: float, joins: b
     given = etp * sent * (1 + sorts)  # what experts give, and the same in the order in which it came
     # Their sum over the ranks of an expert is in float32, as the router's scores are.
     shared = ((etp * sent + sent) * 4 / item if item < 4 else sent) if etp > 1 else 0
-    came_back = sent * (1 + (ep > 1))
-    return held + max(given + shared, etp * sent * (1 + joins), came_back)
+    return held + max(given + shared, etp * sent * (1 + joins), sent * (1 + (ep > 1)))
 
 
 def _allgather(model: ModelConfig, parallel: ParallelConfig, own: float, joins: bool) -> float:

@@ -111,8 +111,7 @@ def _count_omni(values: Mapping[str, Any], hidden: int) -> int:
     audio = values["audio_config"]
     size, mels, inner = (int(audio[name]) for name in ("d_model", "num_mel_bins", "downsample_hidden_size"))
     layers = _count_layers(int(audio["encoder_layers"]), size, int(audio["encoder_ffn_dim"]), 4)
-    halved = -(-mels // 8)
-    joined = 9 * inner * (1 + 2 * inner) + 3 * inner + inner * halved * size
+    joined = 9 * inner * (1 + 2 * inner) + 3 * inner + inner * -(-mels // 8) * size
     return layers + joined + (size + 1) * (size + hidden)
 
 

@@ -364,8 +364,7 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
     turned = 3 if model.rotated_size else 2
     attended = item * turned * (query + key) + (0 if "core_attn" in again else 4 * heads)
     if model.kv_lora_rank:
-        latent = (model.q_lora_rank or 0) + model.kv_lora_rank
-        whole += (item + kept) * latent
+        whole += (item + kept) * ((model.q_lora_rank or 0) + model.kv_lora_rank)
         attended = item * ((0 if "latent" in again else 4 * query) + model.value_size) + 4 * heads
     # Of a gate of the output, its sigmoid in float32, and the product.
     divided += attended + (4 + item) * query * model.traits.has_output_gate

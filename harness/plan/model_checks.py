@@ -363,8 +363,7 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def balanced_layout(model: ModelConfig, chunks: int) -> str | None:
     """Return the value of `parallel.pipeline_layout` whose chunks have the most even work; None for too few layers."""
-    layers = range(model.num_layers + model.mtp_layers)
-    work = list(map(model.active_weights, layers))
+    work = list(map(model.active_weights, range(model.num_layers + model.mtp_layers)))
     output = (1 + model.mtp_layers) * model.hidden_size * (model.vocab_size or 0) + sum(work[model.num_layers :])
     return balance_stages(
         model.num_layers,

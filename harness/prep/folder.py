@@ -77,7 +77,7 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
 
 
 def upload(
-    prepared: Path, folder: BucketFolder, settings: dict[str, Any], advance: Callable[[int], None], *, overwrite: bool
+    prepared: Path, folder: BucketFolder, settings: dict[str, Any], advance: Callable[..., None], *, overwrite: bool
 ) -> int:
     """Upload a finished preparation: each dataset's manifest after its shards, the report last.
 
@@ -85,7 +85,7 @@ def upload(
     process has finished the same preparation. Files of an earlier one are removed, its report and its manifests first.
 
     Args:
-        advance: called with the bytes of each file.
+        advance: called with the bytes of each file, and `is_earlier` for one that was there.
 
     Returns:
         the bytes that were sent.
@@ -110,8 +110,9 @@ def upload(
                 folder.remove(name)
             for name in [*names, REPORT]:
                 num_bytes = paths[name].stat().st_size
-                sent += num_bytes * folder.upload(name, paths[name])
-                advance(num_bytes)
+                is_sent = folder.upload(name, paths[name])
+                sent += num_bytes * is_sent
+                advance(num_bytes, is_earlier=not is_sent)
         is_whole = True
         return sent
     finally:

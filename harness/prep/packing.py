@@ -166,8 +166,7 @@ def _best_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -
     sizes = np.flatnonzero(counts)[::-1]
     placed = best_fit_decreasing(sizes, counts[sizes], pack_size)
     pack_of_place = shuffled(placed.total_bins, seed=seed, stream=_STREAM_PACKS)
-    per_pack = placed.items_per_bin()
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(per_pack[pack_of_place])])
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(placed.items_per_bin()[pack_of_place])])
     bin_starts = np.empty(placed.total_bins, np.int64)
     bin_starts[pack_of_place] = offsets[:-1]
     return PackPlan(offsets, placed.assign(_by_length(lengths, pack_size, order), bin_starts))

@@ -29,7 +29,7 @@ from harness.prep.folder import PreparedFolder, files_digest, settings_hash
 from harness.prep.media import MediaLimits
 from harness.prep.packing import PackingConfig, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
-from harness.prep.report import PrepareReport, Stages, choose_samples, render_page, render_report, to_markdown
+from harness.prep.report import PrepareReport, Stage, Stages, choose_samples, render_page, render_report, to_markdown
 from harness.prep.shards import PARTIAL, VERSION, Receipt, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.mix import PreparedSource, find_sources
@@ -359,8 +359,7 @@ class Preparation:
             on_bad=source.on_bad,
         )
         with self.stages.stage("tokens", "tokenizing", total=self.num_bytes) as stage:
-            with stage.watch(lambda: bytes_in_progress(Path(job.folder))):
-                done = self._do_shards(job, stage.advance)
+            done = self._do_shards(job, stage)
             for shard, folder, receipt, of in done:
                 report.add_shard(of.name or shard.path, receipt)
                 for name in (layout.BAD_RECORDS, layout.TO_REPAIR) if receipt.counts.bad else ():
@@ -402,9 +401,7 @@ class Preparation:
                 raise PrepError(what, where=self.config.source.name, fix=fix)
             self.report.add_split(name, split)
 
-    def _do_shards(
-        self, job: ShardJob, advance: Callable[[float], None]
-    ) -> list[tuple[SourceShard, Path, Receipt, PreparedSource]]:
+    def _do_shards(self, job: ShardJob, stage: Stage) -> list[tuple[SourceShard, Path, Receipt, PreparedSource]]:
         """Tokenize the sources shard by shard, and return each with its folder; raise PrepError if a file changes."""
         stamps = _stamps(self.files)
         text_bytes = sum(
@@ -424,12 +421,13 @@ class Preparation:
         folder = Path(job.folder)
         folder.mkdir(exist_ok=True)
         _remove(entry for entry in folder.iterdir() if "." in entry.name and not (entry / PARTIAL).exists())
+        stage.watch(lambda: bytes_in_progress(folder))
         engine, num_workers, done = self.config.engine, self.config.data.num_workers, []
         made = do_shards(job, shards(), engine=engine, num_workers=num_workers, source_bytes=text_bytes)
         for number, receipt in enumerate(made):
             shard, of = cut[number]
             done.append((shard, job.shard_folder(number), receipt, of))
-            advance(shard.num_bytes)
+            stage.advance(shard.num_bytes, is_earlier=receipt.was_there)
         _remove(set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done})  # of other settings
         # Between the cutting and the reading of a shard, too.
         for place, before, after in zip(self.files, stamps, _stamps(self.files), strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from harness.errors import PrepError
@@ -37,10 +37,7 @@ _MUCH_REPETITION = 1.5
 _WATCH_S, _LOG_S = 0.5, 1.0
 # Kinds of conversations that are kept and worth a look.
 _KINDS = {
-    "repeated_tokens": (
-        "tokens repeated",
-        "tokens repeat a conversation's beginning before a turn of its own sequence",
-    ),
+    "repeated_tokens": ("tokens repeated", "tokens repeat the conversation before a turn with its own sequence"),
     "truncated": ("cut", "conversations were cut"),
     "split": ("split", "conversations are longer than a pack and were divided"),
     "partial": ("kept in part", "conversations lost sequences that are longer than a pack"),
@@ -317,17 +314,10 @@ def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
 
 def render_page(report: PrepareReport, samples: Sequence[Sample]) -> str:
     """Return the page; every text of the data is escaped."""
-    return (
-        open_templates(Path(__file__).parent)
-        .get_template("report.html.j2")
-        .render(
-            name=Path(report.path).name,
-            report=report,
-            lengths={name: make_histogram("tokens", split.length_counts) for name, split in report.splits.items()},
-            max_sources=_MAX_SOURCES,
-            samples=samples,
-        )
-    )
+    lengths = {name: make_histogram("tokens", split.length_counts) for name, split in report.splits.items()}
+    values = {"report": report, "lengths": lengths, "max_sources": _MAX_SOURCES, "samples": samples}
+    template = open_templates(Path(__file__).parent).get_template("report.html.j2")
+    return template.render(name=Path(report.path).name, **values)
 
 
 def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
@@ -336,48 +326,52 @@ def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
 
 
 class Stage:
-    """A running stage; `summary` is printed at the end."""
+    """A running stage, shown every half second; `summary` is printed at the end.
 
-    def __init__(self, bar: Progress, doing: str, total: float | None, report: Callable[[int, int], None]) -> None:
-        self.summary = ""
-        self._bar, self._task, self._report = bar, bar.add_task(doing, total=total), report
-        self._total, self._done, self._shown = int(total or 0), 0.0, 0.0
-        self._lock = threading.Lock()
+    Attributes:
+        measure: returns the progress of what is still running.
+    """
+
+    def __init__(self, bar: Progress, doing: str, total: float | None, report: Callable[[Stage], None]) -> None:
+        self.summary, self.doing, self.left, self.total, self.shown = "", doing, "", int(total or 0), 0.0
+        self.measure: Callable[[], float] = lambda: 0.0
+        self._bar, self._task, self._report = bar, bar.add_task(doing, total=total, left=""), report
+        self._done, self._earlier, self._lock = 0.0, 0.0, threading.Lock()
+        self._first: tuple[float, float] | None = None
         self.advance(0)
 
-    def advance(self, step: float) -> None:
-        self._done += step
-        self._show(0)
+    def advance(self, step: float, *, is_earlier: bool = False) -> None:
+        """Add progress; that of an earlier run is left out of the estimate."""
+        with self._lock:
+            self._done += step
+            self._earlier += step * is_earlier
+            self._show(self._done)
 
     def next_part(self, doing: str) -> None:
         """Show another part of the stage, of unknown length, with a moving bar."""
-        self._bar.update(self._task, visible=False)
-        self._bar.add_task(doing, total=None)
-
-    @contextmanager
-    def watch(self, measure: Callable[[], float]) -> Iterator[None]:
-        """Show every half second, from a thread, the progress that `measure` returns of what is still running."""
-        ended = threading.Event()
-
-        def work() -> None:
-            while not ended.wait(_WATCH_S):
-                self._show(measure())
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def _show(self, more: float) -> None:
         with self._lock:
-            if self._done + more < self._shown:  # a part that ended, and is not yet in `_done`
-                return
-            self._shown = self._done + more
-            self._bar.update(self._task, completed=self._shown)
-            self._report(int(self._shown), self._total)
+            self.doing, self.total = doing, 0
+            self._bar.update(self._task, visible=False)
+            self._task = self._bar.add_task(doing, total=None, left="")
+
+    def watch(self, measure: Callable[[], float]) -> None:
+        """Show the progress that `measure` returns, too; what it returns now is of an earlier run."""
+        self._earlier, self.measure = self._earlier + measure(), measure
+
+    def keep_showing(self, ended: threading.Event) -> None:
+        while not ended.wait(_WATCH_S):
+            with self._lock:
+                self._show(self._done + self.measure())
+
+    def _show(self, done: float) -> None:
+        self.shown, self.left = max(self.shown, done), ""  # less for a part that ended, and is not yet in `_done`
+        now, own = time.perf_counter(), self.shown - self._earlier
+        if own > 0 and self.shown < self.total:
+            self._first = began, before = self._first or (now, own)
+            speed = (own - before) / (now - began or 1)
+            self.left = f"about {duration((self.total - self.shown) / speed)} left" if speed else ""
+        self._bar.update(self._task, completed=self.shown, left=self.left)
+        self._report(self)
 
 
 @dataclass
@@ -397,25 +391,31 @@ class Stages:
     @contextmanager
     def stage(self, name: str, doing: str, *, total: float | None = None) -> Iterator[Stage]:
         """Show `doing` with a bar (a moving one if `total` is None), then a line with the time it took."""
-        title, left = (TextColumn(text, markup=False) for text in ("{task.description}", "left"))
-        columns = (title, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), left, TimeRemainingColumn())
-        hidden = not self.console.is_terminal
+        title, left = (TextColumn(f"{{task.{text}}}", markup=False) for text in ("description", "fields[left]"))
+        columns = (title, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), left)
+        hidden, ended = not self.console.is_terminal, threading.Event()
         began = written = time.perf_counter()
 
-        def report(done: int, total: int) -> None:
+        def report(stage: Stage) -> None:
             nonlocal written
             if self.progress is not None:
-                self.progress(name, done, total)
+                self.progress(name, int(stage.shown), stage.total)
             now = time.perf_counter()
             # In a log: every second at first, then after a twentieth of the time so far.
-            if hidden and done < total and now - written >= max(_LOG_S, (now - began) / 20):
-                written, left = now, bar.tasks[0].time_remaining
-                more = "" if left is None else f", about {duration(left)} left"
-                self.show(f"{name:<10}{now - began:7.1f} s  {done / total:.1%}{more}")
+            if hidden and now - written >= max(_LOG_S, (now - began) / 20):
+                written, share = now, f"{stage.shown / stage.total:.1%}" if stage.total else ""
+                text = ", ".join(filter(None, (stage.doing, share, stage.left)))
+                self.show(f"{name:<10}{now - began:7.1f} s  {text}")
 
         with Progress(*columns, console=self.console, transient=True, disable=hidden) as bar:
             stage = Stage(bar, doing, total, report)
-            yield stage
+            thread = threading.Thread(target=stage.keep_showing, args=(ended,), daemon=True)
+            thread.start()
+            try:
+                yield stage
+            finally:
+                ended.set()
+                thread.join()
         self.seconds[name] = round(time.perf_counter() - began, 3)
         self.show(f"{name:<10}{self.seconds[name]:7.1f} s  {stage.summary}")
 

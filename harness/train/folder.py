@@ -112,11 +112,11 @@ def _completed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, An
 
 
 @contextmanager
-def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[Identity]:
+def open_run_folder(folder: Path, *, settings: str, resumes: bool, trains: bool = True) -> Iterator[Identity]:
     """Create the folder of a run that is about to train, write its settings, and keep other runs out of it.
 
     Yield the identity of the attempt. If the settings of an earlier part differ, they are kept as
-    `config.before-N.yaml`.
+    `config.before-N.yaml`. Without `trains`, nothing is left to train, and readable settings stay those that trained.
     """
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         _refuse_if_running(folder)
@@ -125,6 +125,10 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool) -> Iterator[I
         make_folder(folder)
     with alone_in(folder):
         path = folder / SETTINGS_FILE
+        if not trains:
+            with suppress(OSError, ValueError):
+                read_settings(path)
+                settings = path.read_text()
         with os_errors_as(ConfigError, "the run's settings cannot be written", where=path, fix=_ROOM):
             if not path.exists() or (before := path.read_bytes()) != settings.encode():
                 if path.exists():

@@ -110,8 +110,7 @@ class EventFile:
     def add(self, values: Mapping[str, float], step: int) -> None:
         """Append the values of a step by the names of their curves."""
         points = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        summary = self._summary(value=points)
-        self._write(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=points)))
 
     def close(self) -> None:
         self._file.close()

@@ -189,7 +189,7 @@ def test_a_users_own_experiment_is_planned_and_submitted_from_any_folder(prep, d
 
 def test_training_without_its_packages_names_what_is_missing(prep):
     printed = prep.run("harness", "train", "sft", code=2)
-    assert "training needs torch" in printed
+    assert "training requires torch" in printed
     assert "Traceback" not in printed
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -157,10 +158,55 @@ def test_progress_moves_inside_the_only_shard_and_a_log_has_the_time_left(tmp_pa
     assert (seen[0], seen[-1]) == ((0, len(LINES)), (len(LINES), len(LINES)))
     assert len(set(seen)) > 4
     lines = (tmp_path / "log").read_text().splitlines()
-    moves = [line for line in lines if re.fullmatch(r"tokens +[\d.]+ s  [\d.]+%(, about [\d a-z]+ left)?", line)]
-    assert len({line.partition("%")[0].rpartition(" ")[2] for line in moves}) > 4
-    assert moves[-1].endswith(" left")
-    assert lines.index(moves[-1]) < next(n for n, line in enumerate(lines) if "tokens of" in line)
+    shown = re.compile(
+        r"token\w+ +[\d.]+ s  (reading|tokenizing|training the tokenizer$)[^%]*?([\d.]+%)?(, about [\d a-z]+ left)?"
+    )
+    moves = [match for line in lines if (match := shown.fullmatch(line))]
+    assert len({move[2] for move in moves if move[1] == "tokenizing"}) > 4
+    assert "training the tokenizer" in {move[1] for move in moves}
+    assert [move[2] for move in moves if move[1] == "tokenizing" and move[3]][-1] not in (None, "100.0%")
+    assert lines.index(moves[-1][0]) < next(n for n, line in enumerate(lines) if "tokens of" in line)
+
+
+def test_the_time_left_is_estimated_from_the_work_of_this_run_alone(tmp_path, monkeypatch):
+    """An earlier run finished 60 of 100 and saved 20 more of a shard; since then, each part takes 10 seconds."""
+    now = [0.0]
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(report, "_WATCH_S", 1e6)
+    with (
+        (tmp_path / "log").open("w") as log,
+        report.Stages(Console(file=log)).stage("tokens", "tokenizing", total=100) as stage,
+    ):
+        stage.watch(lambda: 20.0)
+        for second, step, is_earlier in ((1, 60, True), (11, 21, False), (21, 1, False), (31, 2, False)):
+            now[0] = float(second)
+            stage.advance(step, is_earlier=is_earlier)
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "tokens        1.0 s  tokenizing, 60.0%",
+        "tokens       11.0 s  tokenizing, 81.0%",
+        "tokens       21.0 s  tokenizing, 82.0%, about 3 min left",
+        "tokens       31.0 s  tokenizing, 84.0%, about 1 min 47 s left",
+        "tokens       31.0 s  ",
+    ]
+
+
+def test_a_preparation_that_continues_counts_the_shards_of_an_earlier_one_as_such(tmp_path, prepared, monkeypatch):
+    path, process = tmp_path / "d", start(prepared, tmp_path / "d", "data.num_workers=0")
+    while process.poll() is None and len(receipts(path)) < 2:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before, counted, advance = receipts(path), [], report.Stage.advance
+
+    def count(stage: report.Stage, step: float, *, is_earlier: bool = False) -> None:
+        counted.append(is_earlier)
+        advance(stage, step, is_earlier=is_earlier)
+
+    monkeypatch.setattr(report.Stage, "advance", count)
+    source, named = SourceConfig(path=str(prepared / "a.jsonl.gz"), shard_bytes=1), str(prepared / "d" / "tokenizer")
+    prepare(source, TokenizerConfig(name=named), path, pack_size=256, num_workers=0, console=Console(quiet=True))
+    assert sum(counted) == len(before) >= 2
+    assert content(path) == content(prepared / "whole")
 
 
 def test_progress_moves_inside_a_chunk_of_slow_records(tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ def test_a_killed_command_continues_with_its_checkpoint_to_a_model_and_a_report_
     monkeypatch.setattr(end_to_end, "run_command", lambda command: stages.append(command[3]))
     code, printed, _ = harness(*again[3:])
     assert (code, stages) == (0, ["prepare", "train"])
-    assert f"{model} is exported already" in " ".join(printed.split())
+    assert f"{model} is already exported" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize(

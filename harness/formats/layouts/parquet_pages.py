@@ -84,8 +84,7 @@ def read_footer(source: ByteSource) -> bytes:
 
 def read_row_groups(source: ByteSource) -> list[RowGroup]:
     """Read the row groups from the footer without pyarrow, which crashes on some damage; raise FormatError for any."""
-    footer = _Compact(read_footer(source)).struct(0)
-    groups = footer.get(4, [])
+    groups = _Compact(read_footer(source)).struct(0).get(4, [])
     if not isinstance(groups, list):
         raise FormatError("the footer is damaged: it has no row groups")
     row_groups = []

@@ -94,9 +94,7 @@ def datasets_provider(
         args = get_args()
         _check(args)
         sizes = {"cp_size": args.context_parallel_size, "tp_size": args.tensor_model_parallel_size}
-        layout = place_in_groups(
-            pad_to_multiple=padding_multiple(**sizes, sequence_parallel=args.sequence_parallel),
-        )
+        layout = place_in_groups(pad_to_multiple=padding_multiple(**sizes, sequence_parallel=args.sequence_parallel))
         config = loader or LoaderConfig(seed=args.seed, num_workers=args.num_workers)
         training = _open(
             _only(args.train_data_path or args.data_path, "--data-path") if data is None else data,

@@ -78,8 +78,7 @@ def _text_of(gpu: ElementTree.Element, path: str) -> str:
 
 
 def _gpu_faults(gpu: ElementTree.Element) -> list[str]:
-    texts = [text.strip() for text in gpu.itertext()]
-    words = [text for text in texts if _LOST_GPU.fullmatch(text)]
+    words = [text for text in map(str.strip, gpu.itertext()) if _LOST_GPU.fullmatch(text)]
     words += [text for text in [_text_of(gpu, "fb_memory_usage/used")] if _NO_ANSWER.fullmatch(text)]
     faults = [f"it does not answer: nvidia-smi prints {word!r}" for word in dict.fromkeys(words)]
     # Those of earlier days (aggregate) were repaired by a reset; one that is volatile was not.

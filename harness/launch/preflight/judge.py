@@ -235,8 +235,7 @@ def _slow_ranks(ranks: Sequence[dict[str, Any]], limits: PreflightConfig) -> Ite
         ("copy_gb_s", "its memory copies", 0.0, "GB/s"),
         ("from_host_gb_s", "copies from the host reach", 0.0, "GB/s"),
     ):
-        rates = [entry[name] for entry in ranks if name in entry]
-        least = _least(rates, lowest) if on_gpus else lowest
+        least = _least([entry[name] for entry in ranks if name in entry], lowest) if on_gpus else lowest
         for rank, entry in enumerate(ranks):
             if entry.get(name, least) < least:
                 fix = "check its temperature, power limit and clocks (nvidia-smi -q -d PERFORMANCE), or drain the node"

@@ -176,8 +176,7 @@ class LiveLoader:
             )
             shares = StepShares(self._plan, after)
             ahead = self._read(shares)
-            placement = place(packs, self._plan)
-            yield self._batch(mine, placement, packs)
+            yield self._batch(mine, place(packs, self._plan), packs)
 
     def _look(self, offers: Sequence[Offer], shares: StepShares) -> None:
         """Raise what any rank refuses, and report what all have, the same on each rank."""
@@ -319,8 +318,7 @@ def _counts_of(left_out: Counter[str]) -> str:
 
 def split_streams(fingerprint: str, num_folders: int) -> list[str]:
     """Return the names of the streams of all folders, given what `join_streams` made; empty where none is known."""
-    names = fingerprint.split(_BETWEEN)
-    return [*names, *[""] * num_folders][:num_folders]
+    return [*fingerprint.split(_BETWEEN), *[""] * num_folders][:num_folders]
 
 
 def join_streams(names: Sequence[str]) -> str:

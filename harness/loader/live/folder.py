@@ -320,8 +320,7 @@ class LiveChunk:
             with suppress(ValueError, TypeError, RecursionError):
                 line = self._lines.line(0)
                 # Packs may have longer lines than conversations, and begin with one of their lists.
-                is_long = len(line) > MAX_RECORD_BYTES
-                columns = ["input_ids"] if is_long else list(json.loads(line))
+                columns = ["input_ids"] if len(line) > MAX_RECORD_BYTES else list(json.loads(line))
         if "input_ids" in columns and "messages" not in columns:
             return PACKS
         if _READER.columns_to_read(columns):

@@ -259,8 +259,7 @@ class SampleReader:
         if self.boundary is None:
             return np.asarray([tokens.shape[0]], np.int64)
         after = np.flatnonzero(tokens == self.boundary) + 1
-        cuts = np.unique(np.concatenate([[0], after, [tokens.shape[0]]]))
-        return np.diff(cuts).astype(np.int64)
+        return np.diff(np.unique(np.concatenate([[0], after, [tokens.shape[0]]]))).astype(np.int64)
 
     def _imbalance(self, rows: list[list[Int64Array]]) -> Imbalance:
         lengths = [padded_lengths(_end_to_end(row) + 1, self.layout.pad_to_multiple) for row in rows]

@@ -151,9 +151,8 @@ class _Run(Hooks):
         self._layout = layout = join(
             config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s, shares_rows=config.shares_rows
         )
-        training, self.validation = task.feeds(layout, self._progress, ranks)
-        self.training = training
-        self._stack.enter_context(training)
+        self.training, self.validation = task.feeds(layout, self._progress, ranks)
+        self._stack.enter_context(self.training)
         runtime.on_rank_0(lambda: check_validations(config, self.validation))
         at(first_step, "building the model")
         sizes = {"vocab_size": task.vocab_size, "dp_size": layout.dp_size}
@@ -179,7 +178,8 @@ class _Run(Hooks):
         at(first_step, "opening the run's folder")
         # The device that `auto` chose is a fact of the run, which a baseline recorded from it needs.
         self._settings = replace(config, trainer=replace(self._trainer, device=ranks.device.type))
-        opened = open_run_folder(self.folder, settings=to_yaml(self._settings), resumes=config.resume != "false")
+        kinds = {"resumes": config.resume != "false", "trains": first_step <= self._trainer.last_step}
+        opened = open_run_folder(self.folder, settings=to_yaml(self._settings), **kinds)
         self._identity = runtime.on_rank_0(lambda: self._stack.enter_context(opened))
         self._watchdog.training_begins(self.folder, limit_s=self._trainer.timeout_s)
         self.validated = runtime.on_rank_0(lambda: resuming.read_validations(self.folder, first_step))

@@ -352,9 +352,7 @@ def record_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _detect(record: Mapping[str, Any]) -> str:

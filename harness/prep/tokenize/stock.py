@@ -33,8 +33,7 @@ class StockRule:
         """Return the character of a generation prompt from which on a turn is trained; None if it has no header."""
         if not self.opens:
             return len(prompt)
-        places = [(prompt.rfind(text), text) for text in self.opens]
-        place, text = max(places, default=(-1, ""))
+        place, text = max(((prompt.rfind(text), text) for text in self.opens), default=(-1, ""))
         return None if place < 0 else place if self.inclusive else place + len(text)
 
 

@@ -136,8 +136,11 @@ def test_a_command_refuses_by_name_or_holds_exactly(command, share):
 
 
 TRAINED = ("prepare", "sft", "pretrain")
-# Accepted with another setting only: several pipeline stages, a packed dataset.
-DEPENDING = {"parallel.pipeline_layout=some/name", "trainer.epochs=8"}
+# Accepted with another setting only: several pipeline stages, a packed dataset, experts, chats of one's own.
+DEPENDING = {
+    *("parallel.pipeline_layout=some/name", "parallel.virtual_pipeline_parallel_size=8", "trainer.epochs=8"),
+    *("model.experts_per_token=8", "model.aux_loss=0.5", "source.split=some/name", "source.subset=some/name"),
+}
 VALUES = {"int": ("8",), "float": ("0.5",), "bool": ("true",), "str": ("some/name",)}
 
 

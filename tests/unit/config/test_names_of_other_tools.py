@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from harness.cli.launch import PlanSettings
+from harness.cli.parity import CompareRunsSettings
 from harness.config import TRAINING
-from harness.mistakes import SYNONYMS
+from harness.launch.cluster import SubmitConfig
+from harness.mistakes import SYNONYMS, KnownSettings
+from harness.plan import SftConfig
 from harness.prep import PrepareConfig
-from harness.settings import explain_settings
+from harness.settings import CONFIGS, explain_settings
 
 # Of TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift.
 WORDS = (
@@ -20,6 +24,9 @@ WORDS = (
     *("epochs", "batch_size", "max_seq_len", "dataset_name", "num_proc", "num_gpus", "adapter", "dp", "r", "fp16"),
     *("recompute_granularity", "attn_implementation", "load_in_4bit", "neftune_noise_alpha", "flash_attention"),
     *("target_modules", "fsdp", "completion_only_loss", "assistant_only_loss", "train_on_inputs", "optim"),
+    *("tolerance", "gpu_memory", "eval_dataset", "truncation_strategy", "special_tokens", "lora_target", "fp8_format"),
+    *("finetuning_type", "tuner_type", "padding_free", "neat_packing", "trust_remote_code", "recompute_activations"),
+    *("virtual_pipeline_model_parallel_size", "moe_aux_loss_coeff", "world_size", "loss_scale", "wandb_project"),
 )
 
 
@@ -62,6 +69,16 @@ WORDS = (
         ("repack a b --max-length 2048", "did you mean data.pack_size=2048? "),
         ("repack a b --seed=3", "did you mean data.seed=3? "),
         ("convert a b npy cutoff_len=2048", "did you mean data.pack_size=2048? "),
+        ("compare a b tolerance=1e-9", "did you mean tolerance.loss=1e-9? "),
+        ("compare a b --rtol 1e-9", "did you mean tolerance.loss=1e-9? "),
+        ("plan sft_tiny gpu_memory=24", "did you mean gpu_gib=24? "),
+        ("submit sft_tiny gpu_memory=24", "did you mean cluster.gpu_gib=24? "),
+        ("submit sft_tiny nnodes=2", "did you mean nodes=2? "),
+        ("train sft gpu_memory=24", "`harness plan sft gpu_gib=24` sets it; "),
+        ("train sft vpp=2", "did you mean parallel.virtual_pipeline_parallel_size=2? "),
+        ("train sft load=x", "with resume=true, the run in run_dir continues; "),
+        ("train sft untie_embeddings_and_output_weights=true", "did you mean model.tie_embeddings=false? "),
+        ("prepare truncation_strategy=delete", "did you mean data.over_long=drop? "),
         ("train sft model=Qwen/Qwen3-0.6B", "did you mean model.init_from=Qwen/Qwen3-0.6B? "),
         ("train sft model=qwen3_8bb", "did you mean model=qwen3_8b? "),
         ("train sft data=chats.jsonl", "did you mean data.path=chats.jsonl? "),
@@ -75,14 +92,15 @@ def test_a_setting_of_another_tool_is_refused_with_our_name_and_its_value(harnes
     assert f"fix:   {fix}" in error
 
 
-SETTINGS = {setting.key for schema in (*TRAINING.values(), PrepareConfig) for setting in explain_settings(schema)}
+SCHEMAS = (*TRAINING.values(), PrepareConfig, PlanSettings, SubmitConfig, CompareRunsSettings)
+SETTINGS = {setting.key for schema in SCHEMAS for setting in explain_settings(schema)}
 
 
 def test_every_name_of_another_tool_stands_for_a_setting_that_exists():
     texts = [text for texts in SYNONYMS.values() for text in texts.split("|")]
     meant = {text.partition("=")[0] for text in texts if " " not in text}
     named = {word for text in texts if " " in text for word in text.replace(",", "").split() if "." in word}
-    assert {name for name in meant | named if name not in SETTINGS and name != "metrics.jsonl"} == set()
+    assert {name for name in meant | named if name not in SETTINGS} == {"metrics.jsonl", "loss.png"}
 
 
 def test_a_word_that_is_the_name_of_a_setting_stands_for_it():
@@ -92,3 +110,10 @@ def test_a_word_that_is_the_name_of_a_setting_stands_for_it():
 
 def test_the_words_that_people_use_are_known():
     assert [word for word in WORDS if word not in SYNONYMS] == []
+
+
+def test_a_missing_plugin_of_hydra_is_named_with_its_extra():
+    known = KnownSettings("harness train sft", SftConfig, [CONFIGS])
+    error = known.explain(ValueError("Could not find 'hydra/launcher/submitit_slurm'"), "sft", [])
+    assert error.what == "Hydra has no file 'hydra/launcher/submitit_slurm'"
+    assert "pip install 'megatron-sft-harness[slurm]'" in error.fix

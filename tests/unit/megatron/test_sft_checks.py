@@ -149,6 +149,15 @@ def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_rec
     assert (folder / "config.before-1.yaml").read_bytes() == b"model: \xff"
 
 
+def test_a_resume_that_has_nothing_to_train_keeps_the_settings_that_trained(tmp_path, data):
+    made = data(vocab_size=96)
+    run(tmp_path, made)
+    folder = tmp_path / "runs" / "sft-001"
+    before = (folder / "config.yaml").read_bytes()
+    run(tmp_path, made, resume="true", max_tokens_per_rank=128)
+    assert ((folder / "config.yaml").read_bytes(), list(folder.glob("config.before-*"))) == (before, [])
+
+
 def test_the_records_of_a_step_are_on_disk_before_the_checkpoint_after_it_has_its_name(tmp_path, data, monkeypatch):
     stored = DataConfig(path=str(data(vocab_size=96).train.path))
     made = small(tmp_path / "run", stored, steps=2, checkpoint_interval=1, record_digests=True)
