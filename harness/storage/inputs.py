@@ -53,7 +53,7 @@ def list_objects(folder: ObjectPath) -> dict[str, Stamp]:
     Raises:
         FormatError: the bucket does not exist, or may not be listed.
     """
-    stamps = {name: one.stamp for name, one in list_below(folder).items()}
+    stamps = {name: stamp for name, (stamp, _) in list_below(folder).items()}
     if not stamps:
         check_bucket(folder)
     return stamps
