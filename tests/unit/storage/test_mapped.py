@@ -36,7 +36,9 @@ def test_a_process_that_reads_past_the_end_of_a_cut_file_names_it(tmp_path: Path
         os.truncate(path, 5000)
         out, errors = process.communicate("read\n")
     assert (process.returncode, out) == (code, "")
-    assert errors.startswith("FormatError: the file was truncated to 5,000 bytes while it was read; byte 12,")
+    assert errors.startswith(
+        "FormatError: the file was truncated or removed, or its disk failed, while it was read: byte 12,"
+    )
     assert f"\n  where: {path}\n  fix:   copy the file again" in errors
 
 
@@ -47,9 +49,6 @@ def test_the_cause_is_taken_from_the_mapped_file(tmp_path: Path) -> None:
         data = mmap.mmap(file.fileno(), 0)
     address = np.frombuffer(data, np.uint8).ctypes.data
     error = bus_error_at(address + 9000)
-    assert error.what == "byte 9,000 cannot be read: the disk is failing, or the file was truncated temporarily"
+    assert error.what.endswith("while it was read: byte 9,000 is missing")
     assert error.where == str(path)
-    path.unlink()
-    path.write_bytes(b"another file of this name")
-    assert "removed or truncated, or its disk failed" in bus_error_at(address + 9000).what
     assert bus_error_at(8).what == "a memory page cannot be read"
