@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.errors import FormatError
+from harness.storage.arrays import map_npy
 from harness.storage.mapped import bus_error_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SIGBUS is named on Linux")
@@ -40,6 +42,13 @@ def test_a_process_that_reads_past_the_end_of_a_cut_file_names_it(tmp_path: Path
         "FormatError: the file was truncated or removed, or its disk failed, while it was read: byte 12,"
     )
     assert f"\n  where: {path}\n  fix:   copy the file again" in errors
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_a_list_of_numbers_is_no_array_of_another_number_of_dimensions(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    np.save(tmp_path / "array.npy", np.zeros(shape, np.int32))
+    with pytest.raises(FormatError, match="holds int32"):
+        map_npy(tmp_path / "array.npy", np.dtype(np.int32))
 
 
 def test_the_cause_is_taken_from_the_mapped_file(tmp_path: Path) -> None:
