@@ -23,8 +23,6 @@ MANIFEST_VERSION = 2
 MEDIA_VERSION = 3
 # A hundred thousand shards fit; parsed, a hostile file takes up to 25 times its size.
 MAX_MANIFEST_BYTES = 64 << 20
-# 65,000 bits, each tried in a tenth of a millisecond.
-_MAX_SEARCHED_BYTES = 1 << 13
 
 _COUNTS = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "num_media")
 _HEX64 = re.compile(r"[0-9a-f]{16}")
@@ -173,23 +171,6 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
     if not manifest.shards:
         raise FormatError("the manifest lists no shards", where=where, fix=_restore(where))
     return manifest
-
-
-def undo_flipped_bit(folder: Folder) -> Manifest | None:
-    """Return the manifest of a folder as it was before one bit of it flipped, which its checksum proves; else None."""
-    data = folder.read(MANIFEST_NAME, _MAX_SEARCHED_BYTES + 1) or b""
-    if len(data) > _MAX_SEARCHED_BYTES:
-        return None
-    for position in range(8 * len(data)):
-        changed = bytearray(data)
-        changed[position // 8] ^= 1 << position % 8
-        try:
-            values = json.loads(changed)
-            if isinstance(values, dict) and content_checksum(values) == values.get("checksum"):
-                return Manifest.from_json(changed.decode())
-        except (FormatError, ValueError, RecursionError):
-            continue
-    return None
 
 
 def _restore(where: str) -> str:
