@@ -113,7 +113,7 @@ def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> 
     gpus = len(machine["gpus"])
     there = sizes.ranks or gpus or 2
     ranks = PARTS[name][1] or there
-    of = {"part": name, "status": MISSING, "reason": "", "machine": dict(machine)}
+    of: dict[str, Any] = {"part": name, "status": MISSING, "reason": "", "machine": dict(machine)}
     of |= {"host": socket.gethostname(), "size": sizes.size, "seconds": 0.0, "report": {}}
     if name in _WITH_ENGINE and machine["engine_missing"]:
         return of | {"reason": f"Transformer Engine cannot be used: {machine['engine_missing']}"}
