@@ -102,11 +102,14 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _check_same(results: Mapping[str, dict[str, Any]], machine: dict[str, Any], sizes: Sizes) -> None:
     for name, result in results.items():
-        # Others are measured again.
-        if result["status"] == DONE and (result["size"], result["machine"]) != (sizes.size, machine):
-            what = f"the part {name} is of another machine or size, {result['size']} on {result['machine']}"
+        made = (result["size"], result["machine"])
+        if result["status"] == DONE and made != (sizes.size, machine):  # others are measured again
+            of = "; this call: ".join(
+                ", ".join(f"{key} {value}" for key, value in {"size": size, **facts}.items())
+                for size, facts in (made, (sizes.size, machine))
+            )
             fix = "another folder with out=DIR, or remove the files of this one"
-            raise ConfigError(what, where=sizes.out, fix=fix)
+            raise ConfigError(f"the part {name} is of another machine or size: {of}", where=sizes.out, fix=fix)
 
 
 def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> dict[str, Any]:
