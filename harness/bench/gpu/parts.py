@@ -92,7 +92,7 @@ def bench_gpu(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchRe
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Return a part that was measured; None for none, and for a file that is damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         result: dict[str, Any] = json.loads(path.read_bytes())
         if result["status"] == DONE:
             read_figures(result["report"])
