@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from harness.checks import memory_bytes
 from harness.settings import from_plain
 from harness.tables import Table, TableCell
 
@@ -245,7 +246,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "processor": next(iter(named), platform.processor() or platform.machine()),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": memory_bytes(),
         "load": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

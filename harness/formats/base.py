@@ -130,8 +130,7 @@ class Format:
     Attributes:
         name: its key in the registry.
         shard_template: path of a shard inside a dataset folder, to be formatted with its number.
-        suffixes: of files that `open_dataset` takes, for error messages.
-        shard_pattern: regular expression for names in a dataset folder that look like (part of) a shard.
+        suffixes: of files that `open_dataset` takes.
         files_per_shard: file descriptors that an open shard holds.
         write_shard: start the shard of a name in a folder, given the tokens that no pack exceeds, and the packs of a
             Parquet row group, which other tools decode at once; other formats have none.
@@ -150,7 +149,6 @@ class Format:
 
     name: str
     shard_template: str
-    shard_pattern: str
     packs_per_shard: int
     write_shard: Callable[[Folder, str, int, int], ShardWriter[Any]]
     open_shard: Callable[..., ShardReader]
@@ -165,6 +163,11 @@ class Format:
 
     def shard_name(self, number: int) -> str:
         return self.shard_template.format(number)
+
+    @property
+    def shard_pattern(self) -> str:
+        """Regular expression for names in a dataset folder that look like (part of) a shard."""
+        return rf".*({'|'.join(map(re.escape, self.suffixes))})" if self.suffixes else r"shard_\d+"
 
     def find_shards(self, names: Iterable[str]) -> dict[int, str]:
         """Return the shards among the names of a dataset folder, by number."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FORMATS, Format, load_format
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, PACK_CHECKSUMS, IndexBuilder, IndexPart, write_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, restore_hint, undo_flipped_bit
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, Totals, restore_hint
 from harness.formats.media import INDEX, SHARDS
 from harness.printing import count_of
 from harness.records import HUNDREDTHS
@@ -244,22 +244,15 @@ def repair_manifest(
     marker.acquire()
     try:
         fingerprint = write_index(folder, lambda: iter(survey.parts), survey.totals)
-        notes, provenance, pack_size = survey.notes, Provenance(), survey.pack_size
-        found = undo_flipped_bit(folder)
-        if found is not None and found.fingerprint == fingerprint:
-            provenance, pack_size = found.provenance, found.pack_size
-            notes.append("one flipped bit of the manifest was corrected; the provenance and pack_size are as stored")
-        else:
-            notes.append(_UNKNOWN)
-            if survey.format != "memmap":
-                notes.append(f"{survey.format} does not store pack_size; it was set to the longest pack, {pack_size:,}")
+        notes, pack_size = [*survey.notes, _UNKNOWN], survey.pack_size
+        if survey.format != "memmap":
+            notes.append(f"{survey.format} does not store pack_size; it was set to the longest pack, {pack_size:,}")
         manifest = Manifest(
             format=survey.format,
             pack_size=pack_size,
             fingerprint=fingerprint,
             shards=tuple(survey.shards),
             index=folder.describe(INDEX_NAMES),
-            provenance=provenance,
             **asdict(survey.totals),
         ).sealed()
         manifest.save(folder)

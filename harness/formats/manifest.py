@@ -23,8 +23,6 @@ MANIFEST_VERSION = 2
 MEDIA_VERSION = 3
 # A hundred thousand shards fit; parsed, a hostile file takes up to 25 times its size.
 MAX_MANIFEST_BYTES = 64 << 20
-# 65,000 bits, each tried in a tenth of a millisecond.
-_MAX_SEARCHED_BYTES = 1 << 13
 
 _COUNTS = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "num_media")
 _HEX64 = re.compile(r"[0-9a-f]{16}")
@@ -119,7 +117,7 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str, *, where: str = "") -> Manifest:
         """Parse and validate; raises FormatError that names the field."""
-        return _parse(*_parse_json(text, where), where)
+        return _parse(_parse_json(text, where), where)
 
     def save(self, folder: Folder) -> None:
         """Write `manifest.json` atomically and durably."""
@@ -165,31 +163,14 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
         return None
     if len(data) > MAX_MANIFEST_BYTES:
         raise FormatError(f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=where, fix=_restore(where))
-    values, oddity = _parse_json(data, where)
+    values = _parse_json(data, where)
     is_ours = isinstance(values, dict) and (values.keys() >= _REQUIRED or len(values.keys() & _DISTINCTIVE) >= 3)
     if not is_ours:
         return None
-    manifest = _parse(values, oddity, where)
+    manifest = _parse(values, where)
     if not manifest.shards:
         raise FormatError("the manifest lists no shards", where=where, fix=_restore(where))
     return manifest
-
-
-def undo_flipped_bit(folder: Folder) -> Manifest | None:
-    """Return the manifest of a folder as it was before one bit of it flipped, which its checksum proves; else None."""
-    data = folder.read(MANIFEST_NAME, _MAX_SEARCHED_BYTES + 1) or b""
-    if len(data) > _MAX_SEARCHED_BYTES:
-        return None
-    for position in range(8 * len(data)):
-        changed = bytearray(data)
-        changed[position // 8] ^= 1 << position % 8
-        try:
-            values = json.loads(changed)
-            if isinstance(values, dict) and content_checksum(values) == values.get("checksum"):
-                return Manifest.from_json(changed.decode())
-        except (FormatError, ValueError, RecursionError):
-            continue
-    return None
 
 
 def _restore(where: str) -> str:
@@ -197,32 +178,24 @@ def _restore(where: str) -> str:
     return restore_hint(where.removesuffix(f"/{MANIFEST_NAME}")) if where.endswith(MANIFEST_NAME) else ""
 
 
-def _parse_json(data: str | bytes, where: str) -> tuple[Any, str]:
-    """Parse JSON; also return what JSON of ours never has, empty if there is nothing of it."""
-    oddities: list[str] = []
-
+def _parse_json(data: str | bytes, where: str) -> Any:
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) != len(pairs):
             twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            oddities.append(f"contains the key {twice[:40]!r} twice")
+            raise ValueError(f"it contains the key {twice[:40]!r} twice")
         return values
 
-    def refuse(name: str) -> None:
-        oddities.append(f"contains {name}, which is not a JSON number")
-
     try:
-        text = data.decode() if isinstance(data, bytes) else data
-        values = json.loads(text, object_pairs_hook=build, parse_constant=refuse)
+        return json.loads(data.decode() if isinstance(data, bytes) else data, object_pairs_hook=build)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_restore(where)) from None
-    return values, oddities[0] if oddities else ""
 
 
-def _parse(values: Any, problem: str, where: str) -> Manifest:
+def _parse(values: Any, where: str) -> Manifest:
     """Build a manifest from its JSON values; raise FormatError for other keys, types, counts or names."""
-    manifest = None
-    if not problem and not (isinstance(values, dict) and values.keys() >= _REQUIRED):
+    manifest, problem = None, ""
+    if not (isinstance(values, dict) and values.keys() >= _REQUIRED):
         problem = "lacks format, version, fingerprint or shards"
     known = (MANIFEST_VERSION, MEDIA_VERSION)
     if not problem and isinstance(values["version"], int) and values["version"] not in known:
@@ -259,21 +232,16 @@ def _content_problem(manifest: Manifest, values: dict[str, Any]) -> str:
 
 def _count_problem(manifest: Manifest) -> str | None:
     stored = sum(shard.num_packs for shard in manifest.shards)
-    sizes = [file.num_bytes for file in _files(manifest)]
-    counts = [manifest.pack_size, *(getattr(manifest, name) for name in _COUNTS), *sizes]
-    if min(counts) < 0 or max(counts) >= 2**63 or any(shard.num_packs < 1 for shard in manifest.shards):
+    counts = {name: getattr(manifest, name) for name in ("pack_size", *_COUNTS)}
+    numbers = [*counts.values(), *(file.num_bytes for file in _files(manifest))]
+    if min(numbers) < 0 or max(numbers) >= 2**63 or any(shard.num_packs < 1 for shard in manifest.shards):
         return "has a negative count, one of 2^63 or more, or a shard without packs"
-    if manifest.shards and stored != manifest.num_packs:
-        return f"has num_packs {manifest.num_packs:,}, but its shards contain {stored:,}"
-    packs, tokens, room = manifest.num_packs, manifest.num_tokens, manifest.num_packs * manifest.pack_size
-    if not 0 < packs <= manifest.num_sequences <= tokens <= room:
-        what = f"counts {manifest.num_sequences:,} sequences of {tokens:,} tokens in {packs:,} packs"
-        return f"{what} of at most {manifest.pack_size:,}, which contain a sequence each, and these a token"
-    if manifest.num_media > tokens or (manifest.num_media > 0) != (manifest.version == MEDIA_VERSION):
-        return f"of version {manifest.version} counts {manifest.num_media:,} media in {tokens:,} tokens"
-    if manifest.num_trained_tokens > manifest.num_tokens:
-        return f"counts {manifest.num_trained_tokens:,} trained of {manifest.num_tokens:,} tokens"
-    return None
+    pack_size, packs, sequences, tokens, trained, media = counts.values()
+    # A pack has a sequence at least, and that a token.
+    is_sound = 0 < packs <= sequences <= tokens <= packs * pack_size and max(trained, media) <= tokens
+    is_sound &= (media > 0) == (manifest.version == MEDIA_VERSION) and stored in (packs, 0)
+    shown = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return None if is_sound else f"has counts that contradict each other: {shown}, and {stored:,} packs in its shards"
 
 
 def _name_problem(manifest: Manifest) -> str | None:

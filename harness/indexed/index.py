@@ -71,17 +71,10 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 
 def _parse_header(data: bytes, *, where: str) -> IndexHeader:
     magic, version, code, *counts = HEADER.unpack(data) if len(data) == HEADER.size else (None, 0, 0)
-    if magic is None:
-        what = f"has {len(data):,} bytes, less than the header of {HEADER.size}"
-    elif magic != MAGIC:
-        what = f"begins with {magic!r} instead of {MAGIC!r}, the magic bytes of a Megatron index"
-    elif version != VERSION:
-        what = f"has version {version}, but Megatron reads version {VERSION}"
-    elif not 1 <= code <= len(DTYPES):
-        what = f"has the dtype code {code}, known codes are 1 to {len(DTYPES)}"
-    else:
-        return IndexHeader(DTYPES[code - 1], *counts)
-    raise FormatError(what, where=where)
+    if (magic, version) != (MAGIC, VERSION) or not 1 <= code <= len(DTYPES):
+        what = f"begins with {data[:18]!r}, not with the header of a Megatron index of version {VERSION}"
+        raise FormatError(what, where=where)
+    return IndexHeader(DTYPES[code - 1], *counts)
 
 
 class MappedIndex:

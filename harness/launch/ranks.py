@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.launch.queue import ask_slurm
+
 # As in the batch script: below the ports that the kernel gives to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 _SYSTEM = Path("/sys")
@@ -52,13 +54,12 @@ def become_rank_of_slurm() -> None:
     env = os.environ
     if "RANK" in env or "SLURM_PROCID" not in env or int(env.get("SLURM_NTASKS", "1")) == 1:
         return
-    command = ["scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]]
-    nodes = subprocess.run(command, capture_output=True, text=True, check=True)
+    nodes = ask_slurm("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"])
     env.update(
         RANK=env["SLURM_PROCID"],
         WORLD_SIZE=env["SLURM_NTASKS"],
         LOCAL_RANK=env["SLURM_LOCALID"],
-        MASTER_ADDR=nodes.stdout.split()[0],
+        MASTER_ADDR=nodes.split()[0],
         MASTER_PORT=str(_FIRST_PORT + int(env["SLURM_JOB_ID"]) % _NUM_PORTS),
     )
 

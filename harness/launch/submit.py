@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any
 from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.launch.cluster import ClusterConfig, check_quoted
 from harness.launch.preflight.probe import code_digest
-from harness.launch.queue import jobs_of_run
+from harness.launch.queue import ask_slurm, jobs_of_run
 from harness.launch.script import Job
 from harness.loader import corpus_paths
 from harness.paths import numbered_runs
@@ -172,9 +171,6 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
         HarnessError: sbatch is not installed here, or refuses the job; a new folder is removed again.
         ConfigError: the run's folder cannot be created.
     """
-    if shutil.which("sbatch") is None:
-        what = "sbatch is not installed here"
-        raise HarnessError(what, where="PATH", fix="submit on a login node; --dry-run prints the script anywhere")
     folder = Path(job.run_dir)
     is_new = not folder.exists()
     fix = "submit again, or set runs= to another folder"
@@ -188,13 +184,13 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
             if is_private:
                 os.fchmod(script, 0o600)
             file.write(text)
-    done = subprocess.run(["sbatch", "--parsable", job.script], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
+    try:
+        printed = ask_slurm("sbatch", "--parsable", job.script)
+    except HarnessError as error:
         if is_new:
             shutil.rmtree(folder)
-        what = f"sbatch rejected the job: {(done.stderr or done.stdout).strip()}"
-        fix = "`sinfo` and `sacctmgr show assoc user=$USER` list partitions and accounts; `harness submit ... "
-        fix += "--dry-run` prints the script"
-        raise HarnessError(what, where="configs/cluster", fix=fix)
+        fix = "submit on a login node; `sinfo` and `sacctmgr show assoc user=$USER` list partitions and accounts; "
+        fix += "`harness submit ... --dry-run` prints the script anywhere"
+        raise HarnessError(error.what, where=error.where, fix=fix) from None
     # "ID;CLUSTER" if there are several clusters.
-    return done.stdout.strip().partition(";")[0]
+    return printed.strip().partition(";")[0]

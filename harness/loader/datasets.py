@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,7 @@ class JoinedReader:
         self.max_weight = max(reader.max_weight for reader in readers)
         self.has_media = any(reader.has_media for reader in readers)
         self._starts = [0, *np.cumsum([len(reader) for reader in readers]).tolist()]
+        self._first_sequences = [0, *np.cumsum([len(reader.sequence_lengths) for reader in readers]).tolist()]
         self.sequence_lengths: Int32Array = np.concatenate([reader.sequence_lengths for reader in readers])
         counts = np.concatenate([np.diff(reader.pack_offsets) for reader in readers])
         self.pack_offsets: Int64Array = np.concatenate([[0], np.cumsum(counts)])
@@ -220,11 +221,11 @@ class JoinedReader:
             IndexError: past the end.
             FormatError: as the reader of the dataset does.
         """
-        return self._read(indices, [reader.read for reader in self.readers])
+        return self._read(indices, PackReader.read)
 
     def read_tokens(self, indices: list[int]) -> list[Pack]:
         """Return packs as `read` does, without their media."""
-        return self._read(indices, [reader.read_tokens for reader in self.readers])
+        return self._read(indices, PackReader.read_tokens)
 
     def read_media(self, sequence_ids: Int64Array) -> list[tuple[Medium, ...]]:
         """Return the media of sequences, by their numbers among those of all datasets, as of `PackReader`."""
@@ -232,37 +233,34 @@ class JoinedReader:
         found: dict[int, tuple[Medium, ...]] = {}
         if outside := set(ids.tolist()).difference(range(len(self.sequence_lengths))):
             raise IndexError(f"sequence {outside.pop()} of {len(self.sequence_lengths)} in {self.path}")
-        first = 0
-        for reader in self.readers:
-            last = first + reader.sequence_lengths.shape[0]
-            inside = ids[(ids >= first) & (ids < last)]
-            found.update(zip(inside.tolist(), reader.read_media(inside - first), strict=True))
-            first = last
-        return [found[number] for number in ids.tolist()]
+        for reader, places, own in self._divided(ids, self._first_sequences):
+            found.update(zip(places.tolist(), reader.read_media(own), strict=True))
+        return [found[place] for place in range(len(ids))]
 
     def media_tokens(self, sequence_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the places and the tokens of media as `PackReader` does, by dataset."""
-        found, first = [], 0
-        for reader in self.readers:
-            last = first + reader.sequence_lengths.shape[0]
-            inside = np.flatnonzero((sequence_ids >= first) & (sequence_ids < last))
-            numbers, tokens = reader.media_tokens(sequence_ids[inside] - first)
-            found.append((inside[numbers], tokens))
-            first = last
+        found = []
+        for reader, places, own in self._divided(sequence_ids, self._first_sequences):
+            numbers, tokens = reader.media_tokens(own)
+            found.append((places[numbers], tokens))
         return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
-    def _read(self, indices: list[int], readers: Sequence[Callable[[list[int]], list[Pack]]]) -> list[Pack]:
+    def _read(self, indices: list[int], read_packs: Callable[[PackReader, Int64Array], list[Pack]]) -> list[Pack]:
         if outside := [index for index in indices if not 0 <= index < len(self)]:
             raise IndexError(f"pack {outside[0]} of {len(self)} in {self.path}")
         packs: dict[int, Pack] = {}
-        bounds = itertools.pairwise(self._starts)
-        for reader, read_packs, (start, stop) in zip(self.readers, readers, bounds, strict=True):
-            if inside := [index for index in indices if start <= index < stop]:
-                read, scale = read_packs([index - start for index in inside]), self.max_weight // reader.max_weight
-                if scale > 1:
-                    read = [replace(pack, loss_mask=pack.loss_mask * np.uint8(scale)) for pack in read]
-                packs.update(zip(inside, read, strict=True))
-        return [packs[index] for index in indices]
+        for reader, places, own in self._divided(np.asarray(indices, np.int64), self._starts):
+            read, scale = read_packs(reader, own), self.max_weight // reader.max_weight
+            if scale > 1:
+                read = [replace(pack, loss_mask=pack.loss_mask * np.uint8(scale)) for pack in read]
+            packs.update(zip(places.tolist(), read, strict=True))
+        return [packs[place] for place in range(len(indices))]
+
+    def _divided(self, numbers: Int64Array, starts: list[int]) -> Iterator[tuple[PackReader, Int64Array, Int64Array]]:
+        """Yield each dataset, the places in `numbers` that are its own, and their numbers in it."""
+        for reader, (start, stop) in zip(self.readers, itertools.pairwise(starts), strict=True):
+            places = np.flatnonzero((numbers >= start) & (numbers < stop))
+            yield reader, places, numbers[places] - start
 
     def close(self) -> None:
         """Close all files; reading opens them again."""

@@ -112,16 +112,13 @@ def environment(device: str) -> dict[str, str]:
 
 
 def _commit() -> str:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(harness.__file__).parent.parent), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
+    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= with changes"]
+    command = ["git", "-C", str(Path(harness.__file__).parent.parent), *describe]
     try:
-        commit = git("rev-parse", "HEAD")
-        return f"{commit}{' with changes' if git('status', '--porcelain') else ''}" if commit else "not a git checkout"
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return "git is not installed"
+    return done.stdout.strip() or "not a git checkout"
 
 
 def command_line() -> str:

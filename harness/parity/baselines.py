@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import platform
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.parity.assemble import environment, series_of, status_of, tokens_per_second
@@ -22,6 +21,7 @@ from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.train import StepMetrics
 from harness.train.digests import StepDigests, from_json, read_digests, to_json
+from harness.train.folder import SETTINGS_FILE, read_settings
 from harness.train.lines import MISREAD
 
 SCHEMA = 1
@@ -67,7 +67,7 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
     if broken is not None:
         what = f"step {broken.step}: {broken.disagreements[0]}"
         raise FormatError(what, where=str(run), fix="fix this first; the run cannot be a reference")
-    settings = _settings(run)
+    settings = read_settings(run / SETTINGS_FILE)
     return Baseline(
         name,
         datetime.now(UTC).isoformat(timespec="seconds"),
@@ -81,19 +81,9 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
 
 
 def _device_of(run: Path) -> str:
-    try:
-        return "cuda" if _settings(run).get("trainer", {}).get("device") == "cuda" else "cpu"
-    except FormatError:
-        return "cpu"
-
-
-def _settings(run: Path) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load((run / "config.yaml").read_text())
-        return settings if isinstance(settings, dict) else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        what = f"the run's settings cannot be read: {error}"
-        raise FormatError(what, where=str(run), fix="use the folder of a run") from error
+    with suppress(FormatError):
+        return "cuda" if read_settings(run / SETTINGS_FILE)["trainer"]["device"] == "cuda" else "cpu"
+    return "cpu"
 
 
 def write_baseline(baseline: Baseline, path: Path) -> None:

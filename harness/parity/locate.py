@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
-import yaml
 
-from harness.errors import HarnessError
-from harness.loader import DataConfig, open_datasets
-from harness.loader.datasets import BlendSource
 from harness.parity.result import Difference
-from harness.thd import build_thd_batch
 from harness.train import METRICS_FILE, StepMetrics, read_metrics
 from harness.train.digests import FIELDS, RowDigests, StepDigests, kept_sequence, read_digests
 
@@ -40,27 +35,9 @@ class Recorded:
 
 def recorded_run(folder: Path) -> Recorded:
     """Return the records of the run of `recipes.sft` in `folder`; no steps where it wrote none."""
-
-    def arrays(step: int, row: RowDigests, index: int) -> Arrays:
-        return kept_sequence(folder, step, row, index) or _stored_sequence(folder, row, index)
-
     path = folder / METRICS_FILE
-    return Recorded(read_metrics(path) if path.exists() else [], lambda: read_digests(folder), arrays)
-
-
-def _stored_sequence(folder: Path, row: RowDigests, index: int) -> Arrays:
-    """Read a sequence from the run's dataset; a field whose digest is not the recorded one is left out."""
-    try:
-        settings = yaml.safe_load((folder / "config.yaml").read_text())["data"]
-        blend = [BlendSource(**source) for source in settings.get("blend") or ()]
-        reader = open_datasets(DataConfig(settings["path"], settings["validation_path"], blend=blend)).train
-        sequence = int(row.sequences[index])
-        pack = int(np.searchsorted(reader.pack_offsets, sequence, side="right")) - 1
-        built = build_thd_batch([reader.read([pack])[0].sequence(sequence - int(reader.pack_offsets[pack]))])
-    except (OSError, LookupError, ValueError, TypeError, RecursionError, yaml.YAMLError, HarnessError):
-        return {}  # the dataset is gone or another one; the digests still show where the runs differ
-    fields = ((name, getattr(built, name), digest) for name, digest in zip(FIELDS, row.digests[index], strict=True))
-    return {name: values for name, values, digest in fields if xxhash.xxh3_64_intdigest(values.tobytes()) == digest}
+    steps = read_metrics(path) if path.exists() else []
+    return Recorded(steps, lambda: read_digests(folder), partial(kept_sequence, folder))
 
 
 def data_difference(reference: Recorded, run: Recorded) -> Difference | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.errors import ConfigError, FormatError
+from harness.errors import ConfigError
 from harness.parity.compare import EXACT, relative_difference
 from harness.paths import explain_path, is_run
 from harness.settings import flatten
@@ -83,12 +83,7 @@ def read_curves(folder: Path) -> RunCurves:
         usual = ("there is no run in this folder", "use the folder of a run, such as runs/sft-001")
         what, fix = explain_path(folder, expected="a run") or usual
         raise ConfigError(what, where=str(folder), fix=fix)
-    path = folder / SETTINGS_FILE
-    try:
-        settings = flatten(read_settings(path))
-    except ValueError as error:
-        fix = "copy the run again; `harness verify` lists all damage"
-        raise FormatError(f"the run's settings {error}", where=str(path), fix=fix) from None
+    settings = flatten(read_settings(folder / SETTINGS_FILE))
     steps = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else []
     if not steps:
         raise ConfigError("the run has not completed a step yet", where=str(folder), fix="wait for its first step")

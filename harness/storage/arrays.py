@@ -53,9 +53,7 @@ def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = No
                 stored_shape, fortran, stored = shape, False, dtype
             else:
                 stored_shape, fortran, stored = read_npy_header(path, file)
-            if shape is None and len(stored_shape) != 1:
-                raise FormatError(f"contains an array of {len(stored_shape)} dimensions, expected 1", where=str(path))
-            shape = stored_shape if shape is None else shape
+            shape = (math.prod(stored_shape),) if shape is None else shape
             if stored != dtype or stored_shape != shape or (fortran and len(shape) > 1):
                 what = f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}"
                 raise FormatError(what, where=str(path))

@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -99,19 +99,11 @@ def open_upload(place: ObjectPath) -> Any:
         return load_obstore().open_writer(store, place.key, buffer_size=REQUEST_BYTES, max_concurrency=_UPLOADS)
 
 
-@dataclass(frozen=True, slots=True)
-class ListedObject:
-    """An object of a listing: its bytes, the time when it was written, and the seconds since, by this machine's clock.
+def list_below(place: ObjectPath) -> dict[str, tuple[Stamp, float]]:
+    """Return all objects below a place, by their keys below it.
 
-    `stamp` has the time as version.
+    Each has its stamp, with the time of writing as version, and the seconds since then by this machine's clock.
     """
-
-    stamp: Stamp
-    age_s: float
-
-
-def list_below(place: ObjectPath) -> dict[str, ListedObject]:
-    """Return all objects below a place, by their keys below it."""
     with naming_errors(place):
         now, found = time.time(), [one for page in connect(place).list(place.key) for one in page]
     start = len(place.key) + 1 if place.key else 0
@@ -122,7 +114,7 @@ def list_below(place: ObjectPath) -> dict[str, ListedObject]:
             folders.add(name)
     # Consoles and PyArrow make empty objects `x/` for folders, which are listed as `x`.
     return {
-        name: ListedObject(Stamp(int(one["size"]), _time_of(one)), max(0.0, now - one["last_modified"].timestamp()))
+        name: (Stamp(int(one["size"]), _time_of(one)), max(0.0, now - one["last_modified"].timestamp()))
         for name, one in below.items()
         if one["size"] or name not in folders
     }

@@ -175,7 +175,7 @@ class BucketFolder(_Folder):
 
     def _sizes(self) -> dict[str, int]:
         if self._listing is None:
-            self._listing = {name: one.stamp.num_bytes for name, one in bucket.list_below(self.place).items()}
+            self._listing = {name: stamp.num_bytes for name, (stamp, _) in bucket.list_below(self.place).items()}
             self._listing.pop(_LEASE_NAME, None)
         return self._listing
 

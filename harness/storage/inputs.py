@@ -49,7 +49,7 @@ def open_stream(place: Place) -> BinaryIO:
 
 def list_objects(folder: ObjectPath) -> dict[str, Stamp]:
     """Return the stamps of all objects below a prefix, by their keys below it, with times as versions."""
-    stamps = {name: one.stamp for name, one in list_below(folder).items()}
+    stamps = {name: stamp for name, (stamp, _) in list_below(folder).items()}
     if not stamps:
         check_bucket(folder)
     return stamps

@@ -62,29 +62,19 @@ def _handler(dies: bool) -> Any:
 def bus_error_at(address: int) -> FormatError:
     """Return the error for a page at an address of this process that cannot be read."""
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-        span, _, offset, _, inode, *name = line.split(maxsplit=5)
+        span, _, offset, _, _, *name = line.split(maxsplit=5)
         begin, end = (int(part, 16) for part in span.split("-"))
         if begin <= address < end and name:
-            return _of_file(name[0], int(inode), int(offset, 16) + address - begin)
+            return _of_file(name[0], int(offset, 16) + address - begin)
     where = f"address {address:#x} of process {os.getpid()}"
     return FormatError("a memory page cannot be read", where=where, fix="see dmesg")
 
 
-def _of_file(name: str, inode: int, position: int) -> FormatError:
+def _of_file(name: str, position: int) -> FormatError:
     if name.startswith(_SHM):
         what = "a page of shared memory cannot be used: /dev/shm is full, or another process removed the file"
         return FormatError(what, where=name, fix="free space in /dev/shm; for a container, increase --shm-size")
-    try:
-        found = os.stat(name)  # noqa: PTH116 - nothing that can fail in a new way
-        size = found.st_size if found.st_ino == inode else None
-    except OSError:
-        size = None
-    if size is not None and size <= position:
-        what = f"the file was truncated to {size:,} bytes while it was read; byte {position:,} is missing"
-    elif size is None:
-        what = f"the file was removed or truncated, or its disk failed, while it was read (at byte {position:,})"
-    else:
-        what = f"byte {position:,} cannot be read: the disk is failing, or the file was truncated temporarily"
+    what = f"the file was truncated or removed, or its disk failed, while it was read: byte {position:,} is missing"
     fix = (
         "copy the file again (check its disk: dmesg), run `harness verify` on the dataset, then the same command again"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.loader import RankBatch
 from harness.records import Int64Array
 from harness.storage import write_atomically
-from harness.thd import ThdBatch, zero_loss_row
+from harness.thd import ThdBatch
 from harness.train.lines import ROOM_FIX, LineFile, describe_hole, keep_lines_before
 from harness.train.metrics import read_lines
 
@@ -134,22 +134,6 @@ def sequence_digests(row: ThdBatch) -> UInt64Array:
         for index, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
             table[index, column] = _xxh3(values[start : start + length])
     return table[lengths > 0]
-
-
-def content_digest(rows: Iterable[ThdBatch | UInt64Array]) -> str:
-    """Return 32 hexadecimal digits over the sequences of a global batch, in any placement on ranks and rows.
-
-    For data that left the loader, where ids of packs and sequences are not known. Padding does not count, nor does a
-    sequence of one untrained token 0, which is the row of a rank without sequences.
-
-    Args:
-        rows: of all ranks, or what `sequence_digests` returned for them.
-    """
-    tables = [row if isinstance(row, np.ndarray) else sequence_digests(row) for row in rows]
-    table = np.concatenate([np.zeros((0, 1 + len(FIELDS)), np.uint64), *tables])
-    table = table[(table != sequence_digests(zero_loss_row())).any(axis=1)]
-    table = table[np.lexsort(table.T[::-1])]
-    return str(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(table, dtype="<u8").tobytes()))
 
 
 def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepDigests:

@@ -31,6 +31,7 @@ SAMPLES_FILE = "samples.jsonl"
 # Locked while a run writes to its folder; a killed run leaves it behind unlocked.
 _RUNNING = "_running"
 _ROOM = "free disk space, or select a folder on another disk with runs= or run_dir="
+_RUN_AGAIN = "copy the run again, or use it with the version that wrote it; `harness verify RUN` lists all damage"
 # The id of the Slurm job that has the run, written by its batch script.
 _JOB = "_job"
 # Some network file systems keep the locks of a node that has died for so long.
@@ -70,39 +71,36 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of a run from its config.yaml, as `check_settings` does.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged; the text completes "the run's settings ...".
-    """
+    """Return the settings of a run from its config.yaml; raise FormatError as `check_settings` does."""
     try:
         values = yaml.safe_load(path.read_text())
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot be read: {' '.join(str(error).split())}") from None
-    return check_settings(values)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        what = f"the run's settings cannot be read: {' '.join(str(error).split())}"
+        raise FormatError(what, where=str(path), fix=_RUN_AGAIN) from None
+    return check_settings(values, where=path)
 
 
 # Settings of `trainer` in runs of earlier versions, which change neither weights nor exports.
 _REMOVED = ("local_checkpoints", "local_checkpoint_interval")
 
 
-def check_settings(values: Any) -> dict[str, Any]:
+def check_settings(values: Any, *, where: Path) -> dict[str, Any]:
     """Return a run's settings, a mapping of plain values, with the defaults of those that its version did not have.
 
     Raises:
-        ValueError: a section is missing, or they are no settings of this version.
+        FormatError: a section is missing, or they are no settings of this version.
     """
     missing = [name for name in _SECTIONS if not isinstance(values, dict) or name not in values]
     if missing:
-        raise ValueError(f"have no {', '.join(missing)}")
+        raise FormatError(f"the run's settings have no {', '.join(missing)}", where=str(where), fix=_RUN_AGAIN)
     if isinstance(values["trainer"], dict):
         kept = {name: value for name, value in values["trainer"].items() if name not in _REMOVED}
         values = {**values, "trainer": kept}
     data = values["data"]
     schema = PretrainConfig if isinstance(data, dict) and "sequence_length" in data else SftConfig
     if odd := find_odd(values, schema):
-        raise ValueError(f"are damaged, or of another version: {odd}")
+        what = f"the run's settings are damaged, or of another version: {odd}"
+        raise FormatError(what, where=str(where), fix=_RUN_AGAIN)
     return _completed(values, to_plain(schema()))
 
 

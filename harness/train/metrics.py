@@ -181,7 +181,7 @@ class MetricsWriter(LineFile):
             if self._events is not None:
                 self._events.close()
         for tracker in self._trackers:
-            tracker.end(status)
+            tracker.send(status)
         deadline = time.monotonic() + PATIENCE_S[status]
         self._report(tracker.wait(deadline) for tracker in self._trackers)
 

@@ -223,13 +223,13 @@ class Tracker:
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name, self._folder = name, folder
-        # Steps, and at last the status of the run.
         self._waiting: queue.SimpleQueue[Steps | str] = queue.SimpleQueue()
         self._problem = ""
         self._thread = threading.Thread(target=self._feed, name=f"{name} of {folder}", daemon=True)
         self._thread.start()
 
-    def send(self, steps: Steps) -> None:
+    def send(self, steps: Steps | str) -> None:
+        """Pass on steps, and at last how the run ended: `finished` or `stopped` (to be continued)."""
         self._waiting.put(steps)
 
     def problem(self) -> str:
@@ -237,12 +237,8 @@ class Tracker:
         found, self._problem = self._problem, ""
         return found
 
-    def end(self, status: str) -> None:
-        """Pass on how the run ended: `finished` or `stopped` (to be continued)."""
-        self._waiting.put(status)
-
     def wait(self, deadline: float) -> str:
-        """Wait, after `end`, until the service has everything or time.monotonic() is `deadline`; return `problem`."""
+        """Wait until the service has everything, at most until time.monotonic() is `deadline`; return `problem`."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return f"{self._name} did not finish in time" if self._thread.is_alive() else self.problem()
 

@@ -113,24 +113,21 @@ def _identity_problems(run: Path) -> Iterator[Problem]:
 
 def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
     path = folder / SETTINGS_FILE
-    try:
-        settings = read_settings(path)
-    except FileNotFoundError:
+    if not path.exists():
         yield Problem("the run's settings are missing", str(path))
         return
-    except (OSError, ValueError) as error:
-        # A plain ValueError, of `read_settings`, ends the sentence.
-        why = str(error) if type(error) is ValueError else f"cannot be read: {error}"
-        yield Problem(f"the run's settings {why}", str(path))
+    try:
+        known = [read_settings(path)]
+    except FormatError as error:
+        yield Problem(error.what, error.where)
         return
-    known = [settings]
     for earlier in folder.glob("config.before-*.yaml"):
-        with suppress(OSError, ValueError):
+        with suppress(FormatError):
             known.append(read_settings(earlier))
     for checkpoint in checkpoints[-1:]:
-        with suppress(OSError, *MISREAD):  # `verify_checkpoint` has these
+        with suppress(OSError, FormatError, *MISREAD):  # `verify_checkpoint` has these
             written = json.loads((checkpoint / RUN_FILE).read_bytes()).get("settings")
-            if written is not None and check_settings(written) not in known:
+            if written is not None and check_settings(written, where=checkpoint) not in known:
                 yield Problem(f"the run's settings differ from those of {checkpoint.name}", str(path))
 
 

@@ -17,7 +17,8 @@ from small_packs import VOCAB
 from harness.config import compose_config
 from harness.plan import SftConfig
 from harness.thd import ThdBatch
-from harness.train.digests import StepDigests, content_digest, read_digests
+from harness.train.digests import StepDigests, read_digests
+from tests.integrations.probes import content_digest
 
 from .conftest import SMALL, Run, launcher, run_command
 

@@ -143,21 +143,17 @@ def test_one_token_changed_in_one_format_is_named_to_its_position(reference, cop
     )
 
 
-def test_positions_are_found_in_the_datasets_where_only_digests_were_recorded(reference, copy, data, tmp_path) -> None:
+def test_a_sequence_is_named_without_a_position_where_only_digests_were_recorded(
+    reference, copy, data, tmp_path
+) -> None:
     def edit(pack: Pack, start: int) -> Pack:
         return replace(pack, input_ids=np.where(np.arange(len(pack)) == start + 7, 298, pack.input_ids))
 
     other = rewritten(data, tmp_path / "other" / "train", changed(data, edit))
     record(copy, zip(batches_of(other)))
     shutil.rmtree(copy / BATCHES)
-    settings = copy / "config.yaml"
-    settings.write_text(settings.read_text().replace(str(data), str(other.parent)))
     bare = shutil.copytree(reference, tmp_path / "bare")
     shutil.rmtree(bare / BATCHES)
-    difference = first(bare, copy)
-    assert (difference.step, difference.sequence, difference.position) == (3, victim(data)[1], 7)
-    assert difference.found == 298
-    shutil.rmtree(other)  # without the dataset the position is unknown, and the sequence is still named
     difference = first(bare, copy)
     assert (difference.step, difference.sequence, difference.field, difference.position) == (
         *(3, victim(data)[1], "tokens"),

@@ -124,7 +124,7 @@ def test_a_worker_that_reads_past_the_end_of_a_cut_file_names_it(tmp_path, start
                 pass
     assert str(tmp_path / "packs") in caught.value.where
     assert f"harness verify {tmp_path / 'packs'}" in caught.value.fix
-    expected = rf"FormatError: the file was truncated to 0 bytes while it was read; .*\n  where: {cut}\n"
+    expected = rf"FormatError: the file was truncated or removed, or its disk failed, .*\n  where: {cut}\n"
     assert re.search(expected, capfd.readouterr().err)
 
 

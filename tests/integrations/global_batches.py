@@ -38,8 +38,7 @@ from harness.parity.pages import publish
 from harness.parity.result import CellResult, Check, Difference
 from harness.parity.running import last_words, rank_environment
 from harness.schedule import ScheduleConfig
-from harness.train.digests import content_digest
-from tests.integrations.probes import PROBES, ProbeJob, trained_part
+from tests.integrations.probes import PROBES, ProbeJob, content_digest, trained_part
 
 CHECK = "integrations"
 PROGRAM = Path(__file__).with_name("probes.py")

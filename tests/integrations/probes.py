@@ -21,14 +21,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from harness.errors import exit_on_error
 from harness.integrations import RankStream
 from harness.integrations.dialects import IGNORED, HuggingFaceRow, Row
 from harness.loader import LoaderConfig
 from harness.schedule import ScheduleConfig
-from harness.thd import ThdBatch, rows_from_model_tokens
-from harness.train.digests import sequence_digests
+from harness.thd import ThdBatch, rows_from_model_tokens, zero_loss_row
+from harness.train.digests import FIELDS, sequence_digests
 
 Steps = list[list[ThdBatch]]
 Position = Mapping[str, int | str]
@@ -289,6 +290,22 @@ def passes(rows: Iterable[Any]) -> Iterator[Any]:
 
 def group_rows(rows: Iterator[ThdBatch], counts: list[int]) -> Steps:
     return [list(islice(rows, count)) for count in counts]
+
+
+def content_digest(rows: Iterable[ThdBatch | npt.NDArray[np.uint64]]) -> str:
+    """Return 32 hexadecimal digits over the sequences of a global batch, in any placement on ranks and rows.
+
+    For data that left the loader, where ids of packs and sequences are not known. Padding does not count, nor does a
+    sequence of one untrained token 0, which is the row of a rank without sequences.
+
+    Args:
+        rows: of all ranks, or what `sequence_digests` returned for them.
+    """
+    tables = [row if isinstance(row, np.ndarray) else sequence_digests(row) for row in rows]
+    table = np.concatenate([np.zeros((0, 1 + len(FIELDS)), np.uint64), *tables])
+    table = table[(table != sequence_digests(zero_loss_row())).any(axis=1)]
+    table = table[np.lexsort(table.T[::-1])]
+    return str(xxhash.xxh3_128_hexdigest(np.ascontiguousarray(table, dtype="<u8").tobytes()))
 
 
 def trained_part(row: ThdBatch) -> ThdBatch:

@@ -147,8 +147,8 @@ def test_a_command_whose_input_is_cut_short_names_the_file(commands, tmp_path, f
     calls = [0, whole.calls.index("open /shard_000000/input_ids.npy.tmp"), whole.count // 5]
     found = [
         "bytes, ",
-        "the file was truncated to 2,048 bytes while it was read; byte",
-        "the file was truncated to 2,048 bytes",
+        "the file was truncated or removed, or its disk failed, while it was read: byte",
+        "the file was truncated or removed, or its disk failed, while it was read: byte",
     ]
     for at, text in zip(calls, found, strict=True):
         ran = convert(at)

@@ -10,8 +10,10 @@ from pathlib import Path
 from step_metrics import metrics
 
 from harness.formats import open_dataset
-from harness.loader import Loader, LoaderConfig
+from harness.loader import DataConfig, Loader, LoaderConfig
+from harness.plan import SftConfig, TrainerConfig
 from harness.schedule import ScheduleConfig
+from harness.settings import to_yaml
 from harness.train.digests import DigestWriter, merge_ranks, rank_rows
 from harness.train.metrics import METRICS_FILE, StepMetrics
 
@@ -33,9 +35,8 @@ def write_run(
         for rank in range(ranks)
     ]
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(
-        f"data: {{path: '{data}', validation_path: null}}\ntrainer: {{device: cpu}}\nrun_dir: {folder}\n"
-    )
+    settings = SftConfig(data=DataConfig(str(data)), trainer=TrainerConfig(device="cpu"), run_dir=str(folder))
+    (folder / "config.yaml").write_text(to_yaml(settings))
     digests = DigestWriter(folder)
     lines = []
     for number, batches in enumerate(zip(*loaders, strict=True), start=1):

@@ -39,7 +39,7 @@ def test_a_job_that_sbatch_refuses_is_reported_and_leaves_no_folder(slurm, data,
         *("submit", "sft", "cluster.partition=nowhere", f"data.path={data}", f"runs={tmp_path}/runs"),
         cwd=ROOT,
     )
-    assert "sbatch rejected the job: sbatch: error:" in printed
+    assert "sbatch failed: sbatch: error:" in printed
     assert not list((tmp_path / "runs").glob("*"))
 
 

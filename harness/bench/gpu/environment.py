@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,11 +178,7 @@ def measure_links(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
 
 
 def _facts(device: torch.device) -> dict[str, str]:
-    facts = {
-        "host memory": f"{describe_machine()['memory_bytes'] / 1e9:.0f} GB",
-        "shared memory": f"{_free_bytes('/dev/shm') / 1e9:.1f} GB free",
-        "disk": f"{_free_bytes('.') / 1e9:.0f} GB free here",
-    }
+    facts: dict[str, str] = {}
     if device.type == "cuda":
         of_cudnn: Any = torch.backends.cudnn.version
         of_nccl: Any = torch.cuda.nccl.version
@@ -201,12 +196,6 @@ def _facts(device: torch.device) -> dict[str, str]:
         if name.startswith(_VARIABLES):
             facts[name] = value
     return facts
-
-
-def _free_bytes(path: str) -> int:
-    with suppress(OSError):
-        return shutil.disk_usage(Path(path)).free
-    return 0
 
 
 def add_memory(report: BenchReport, device: torch.device, planned_bytes: int) -> None:

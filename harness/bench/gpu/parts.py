@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Progress, count_targets, figure_table, read_figures
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
-from harness.errors import ConfigError, FormatError, HarnessError, os_errors_as
-from harness.settings import load as load_record
+from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.storage import write_atomically
 
 DONE, FAILED, MISSING = "done", "failed", "missing"
@@ -28,20 +27,8 @@ _DESCRIBE_S = 300.0
 _WITH_ENGINE = ("attention-flash", "attention-fused", "attention-unfused")
 
 
-@dataclass(frozen=True)
-class PartResult:
-    """The file of a part: its report, or the reason why there is none; `machine` is as `describe_gpus` has it."""
-
-    part: str
-    status: str
-    reason: str
-    machine: dict[str, Any]
-    host: str
-    size: str
-    seconds: float = 0.0
-    report: dict[str, Any] = field(default_factory=dict)
-
-
+# Of the file of a part: its report, or the reason why there is none; the machine is as `describe_gpus` has it.
+_FIELDS = {"part", "status", "reason", "machine", "host", "size", "seconds", "report"}
 # The attention and the scans of a model against plain ones, the losses of layouts against those of one rank, a model's
 # loop against a bare one, packed chats against dense sequences, and checkpoints in the background. Each has the place
 # of its function in this package, which gets sizes, a workspace and the word after the part's name, and the processes
@@ -105,11 +92,11 @@ def bench_gpu(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchRe
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Return a part that was measured; None for none, and for a file that is damaged."""
-    with suppress(OSError, FormatError, ValueError, KeyError, TypeError):
-        result = asdict(load_record(PartResult, path.read_bytes(), where=path))
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        result: dict[str, Any] = json.loads(path.read_bytes())
         if result["status"] == DONE:
             read_figures(result["report"])
-        return result
+        return result if result.keys() == _FIELDS else None
     return None
 
 
@@ -129,8 +116,8 @@ def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> 
     gpus = len(machine["gpus"])
     there = sizes.ranks or gpus or 2
     ranks = PARTS[name][1] or there
-    of = {"part": name, "status": MISSING, "reason": "", "machine": dict(machine)}
-    of |= {"host": socket.gethostname(), "size": sizes.size}
+    of: dict[str, Any] = {"part": name, "status": MISSING, "reason": "", "machine": dict(machine)}
+    of |= {"host": socket.gethostname(), "size": sizes.size, "seconds": 0.0, "report": {}}
     if name in _WITH_ENGINE and machine["engine_missing"]:
         return of | {"reason": f"Transformer Engine cannot be used: {machine['engine_missing']}"}
     needed = max(ranks, 2) if name == "links" else ranks

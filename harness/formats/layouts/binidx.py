@@ -145,7 +145,6 @@ FORMAT = Format(
     name="binidx",
     shard_template="shard_{:06d}",
     suffixes=(BIN, IDX),
-    shard_pattern=r".*\.(bin|idx)",
     packs_per_shard=16384,
     files_per_shard=3,
     write_shard=BinIdxWriter,

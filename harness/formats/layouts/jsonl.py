@@ -210,7 +210,6 @@ FORMAT = Format(
     name="jsonl",
     shard_template=f"chunk_{{:05d}}{SUFFIX}",
     suffixes=(SUFFIX,),
-    shard_pattern=r".*\.jsonl",
     packs_per_shard=1000,
     write_shard=JsonlWriter,
     open_shard=JsonlShard,

@@ -347,7 +347,6 @@ FORMAT = Format(
     name="npy",
     shard_template=f"shard_{{:06d}}{SUFFIX}",
     suffixes=(SUFFIX,),
-    shard_pattern=r".*\.npy",
     packs_per_shard=2048,
     write_shard=NpyWriter,
     open_shard=NpyShard,

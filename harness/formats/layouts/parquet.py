@@ -290,7 +290,6 @@ FORMAT = Format(
     name="parquet",
     shard_template=f"shard_{{:06d}}{SUFFIX}",
     suffixes=SUFFIXES,
-    shard_pattern=r".*\.(parquet|pq)",
     packs_per_shard=16384,
     files_per_shard=2,
     write_shard=ParquetWriter,

@@ -387,7 +387,6 @@ def is_own(path: Path) -> bool:
 FORMAT = Format(
     name=NAME,
     shard_template=SHARD_TEMPLATE,
-    shard_pattern=r"shard_\d+",
     # Stores hold millions of sequences, and few of their shards can be open at a time.
     packs_per_shard=1 << 18,
     files_per_shard=len(_ARRAYS),

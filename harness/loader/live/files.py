@@ -19,9 +19,9 @@ from harness.storage import (
     sync_path,
     write_atomically,
 )
-from harness.storage.bucket import ListedObject, list_below
+from harness.storage.bucket import list_below
 from harness.storage.claims import ClaimStore, Lease, parse_lease
-from harness.storage.files import TEMPORARY_SUFFIX
+from harness.storage.files import TEMPORARY_SUFFIX, Stamp
 
 # A listing of a bucket answers for so long what is there; polling ranks would send several requests a look.
 _LISTING_S = 1.0
@@ -131,7 +131,7 @@ class BucketFiles:
     def __init__(self, place: ObjectPath) -> None:
         self.place = str(place)
         self._store = ClaimStore(place)
-        self._listing: dict[str, ListedObject] = {}
+        self._listing: dict[str, tuple[Stamp, float]] = {}
         self._listed_at = -_LISTING_S
         self._chunks: tempfile.TemporaryDirectory[str] | None = None
         self._made = ""
@@ -140,7 +140,7 @@ class BucketFiles:
         self._listing, self._listed_at = list_below(self._store.place), time.monotonic()
         return list(dict.fromkeys(name.partition("/")[0] for name in self._listing))
 
-    def _listed(self, name: str) -> ListedObject | None:
+    def _listed(self, name: str) -> tuple[Stamp, float] | None:
         if time.monotonic() - self._listed_at >= _LISTING_S:
             self.names()
         return self._listing.get(name)
@@ -155,9 +155,9 @@ class BucketFiles:
         """Do nothing: uploads appear whole."""
 
     def find(self, name: str) -> tuple[int, float] | None:
-        found = self._listed(name)
-        age_s = 0.0 if found is None else found.age_s + time.monotonic() - self._listed_at
-        return None if found is None else (found.stamp.num_bytes, age_s)
+        if (found := self._listed(name)) is None:
+            return None
+        return found[0].num_bytes, found[1] + time.monotonic() - self._listed_at
 
     def read(self, name: str) -> bytes | None:
         found = self._store.get(name) if self._listed(name) is not None else None

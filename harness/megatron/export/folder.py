@@ -247,13 +247,8 @@ def _find_checkpoint(source: Path, *, unchecked: bool) -> tuple[Path, dict[str, 
         what = "the run has no complete checkpoint"
         raise CheckpointError(what, where=str(run / CHECKPOINTS), fix="train it for a few steps first")
     own = json.loads((path / RUN_FILE).read_text()).get("settings")
-    try:
-        # Older checkpoints have none of their own.
-        return path, read_settings(config) if own is None else check_settings(own)
-    except (OSError, ValueError) as error:
-        reason = f"cannot be read: {error}" if isinstance(error, OSError) else str(error)
-    fix = "copy the run again, or export it with the version that wrote it; `harness verify RUN` lists all damage"
-    raise ConfigError(f"the run's settings {reason}", where=str(config if own is None else path / RUN_FILE), fix=fix)
+    # Older checkpoints have none of their own.
+    return path, read_settings(config) if own is None else check_settings(own, where=path / RUN_FILE)
 
 
 def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:

@@ -104,7 +104,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
     for damaged, problem in (
         (text[: len(text) // 2], "the manifest is not JSON"),
         (text.replace('"fingerprint"', '"fingerprinT"'), "the manifest lacks format, version, fingerprint or shards"),
-        (text.replace('"num_packs": 7', '"num_packs": 6', 1), "has num_packs 6, but its shards contain 7"),
+        (text.replace('"num_packs": 7', '"num_packs": 6', 1), "num_packs 6, .* and 7 packs in its shards"),
         (text.replace('"xxh3"', '"xxH3"', 1), r"there is no setting 'shards\[\].files\[\].xxH3'"),
         (text.replace('"packer": ""', '"packer": "x"'), "its content has '.*': it was damaged or edited"),
     ):
@@ -182,23 +182,6 @@ def test_the_chunks_of_a_dataset_are_not_taken_for_live_ones(tmp_path: Path, is_
 # ---- repair
 
 
-def test_a_flipped_bit_of_the_manifest_loses_no_provenance_and_two_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    provenance = Provenance(tokenizer="some/tokenizer", packer="best_fit", seed=7)
-    write_packs(path, PACKS, format="parquet", pack_size=8, provenance=provenance)
-    stored = (path / MANIFEST).read_bytes()
-    for position in (5, len(stored) // 2, len(stored) - 60):
-        (path / MANIFEST).write_bytes(stored[:position] + bytes([stored[position] ^ 4]) + stored[position + 1 :])
-        _, problems, notes = repair_manifest(str(path))
-        assert (problems, (path / MANIFEST).read_bytes()) == ([], stored)
-        assert notes == ["one flipped bit of the manifest was corrected; the provenance and pack_size are as stored"]
-    (path / MANIFEST).write_bytes(stored.replace(b"best_fit", b"best_f", 1))
-    manifest, _, notes = repair_manifest(str(path))
-    assert manifest is not None
-    assert manifest.provenance == Provenance()
-    assert notes[0].startswith("provenance (tokenizer, chat template, packer, seed, mask) is lost")
-
-
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("damage", ["lost", "flipped", "cut"])
 def test_a_repaired_dataset_has_its_packs_fingerprint_and_index(tmp_path: Path, format: str, damage: str) -> None:
@@ -220,10 +203,8 @@ def test_a_repaired_dataset_has_its_packs_fingerprint_and_index(tmp_path: Path, 
     assert [(one.path, one.num_packs, set(one.files)) for one in after.shards] == [
         (one.path, one.num_packs, set(one.files)) for one in before.shards
     ]
-    # One bit makes an `E` of an `e`, and the manifest's checksum proves which.
-    is_restored = damage == "flipped"
-    assert after.pack_size == (8 if format == "memmap" or is_restored else 4)
-    assert any("one flipped bit" in note for note in notes) is is_restored
+    assert after.provenance == Provenance()
+    assert after.pack_size == (8 if format == "memmap" else 4)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -15,9 +15,9 @@ from harness import LoaderConfig, open_writer
 from harness.integrations import RankStream
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
-from harness.train.digests import content_digest, sequence_digests
+from harness.train.digests import sequence_digests
 from tests.integrations.global_batches import BEFORE, find_difference
-from tests.integrations.probes import ProbeJob, trained_part
+from tests.integrations.probes import ProbeJob, content_digest, trained_part
 
 JOB = ProbeJob("torch", "data", {}, {}, first_step=0, last_step=2, folder="")
 
