@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from harness.errors import ConfigError
 
 _WORST_FIRST = (ERROR, FAIL, NOT_SUPPORTED, PASS)
 _LOG_LINES = 3
+_PATIENCE_S = 20.0
 # Imports of a trainer on a busy machine.
 _START_S = 900.0
 
@@ -85,9 +88,6 @@ class TargetProcess:
     def _run_job(
         self, names: list[str], ranks: int, folder: Path, report: Callable[[ConformanceVerdict], None]
     ) -> list[ConformanceVerdict]:
-        # Here: the workers, which import this package too, need few packages.
-        from harness.parity.running import end_job, rank_environment, start_job
-
         # Of the packages beside this one, the trainer must not get any.
         (folder / "path").mkdir(parents=True)
         (folder / "path/harness").symlink_to(Path(__file__).parents[1])
@@ -96,12 +96,12 @@ class TargetProcess:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         module = ["-m", "harness.conformance.worker", str((folder / "settings.json").resolve())]
         path = os.pathsep.join(filter(None, (str(folder.resolve() / "path"), os.environ.get("PYTHONPATH"))))
-        environment = {"HF_HUB_OFFLINE": "1", **rank_environment(), "PYTHONPATH": path}
-        process = start_job([self.python, *launch, *module], folder / "log.txt", environment=environment)
-        try:
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path}
+        with (folder / "log.txt").open("w") as log:
+            process = subprocess.Popen(
+                [self.python, *launch, *module], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
             code, reported = self._wait(process, folder, ranks, report)
-        finally:
-            end_job(process)
         if (refused := folder / "refused.json").exists():
             what, where, fix = json.loads(refused.read_text())
             raise ConfigError(what, where=where, fix=fix)
@@ -125,18 +125,27 @@ class TargetProcess:
     ) -> tuple[int | None, int]:
         """Wait for the end of a job, None if a check takes too long; return also the number of reported verdicts."""
         done, began, limit_s = 0, time.monotonic(), _START_S
-        while process.poll() is None:
-            if limit_s != self.limit_s and (folder / "target.json").exists():
-                began, limit_s = time.monotonic(), self.limit_s
-            verdicts = _joined(folder, ranks)
-            for verdict in verdicts[done:]:
-                report(verdict)
-            if len(verdicts) > done:
-                done, began = len(verdicts), time.monotonic()
-            elif time.monotonic() - began > limit_s:
-                return None, done
-            time.sleep(0.2)
-        return process.returncode, done
+        try:
+            while process.poll() is None:
+                if limit_s != self.limit_s and (folder / "target.json").exists():
+                    began, limit_s = time.monotonic(), self.limit_s
+                verdicts = _joined(folder, ranks)
+                for verdict in verdicts[done:]:
+                    report(verdict)
+                if len(verdicts) > done:
+                    done, began = len(verdicts), time.monotonic()
+                elif time.monotonic() - began > limit_s:
+                    return None, done
+                time.sleep(0.2)
+            return process.returncode, done
+        finally:
+            # torchrun ends its ranks, which are in sessions of their own.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _joined(folder: Path, ranks: int, *, is_over: bool = False) -> list[ConformanceVerdict]:
