@@ -46,7 +46,8 @@ def test_an_experiment_fits_its_number_of_ranks_alone_and_its_file_quotes_the_pl
     pack_size = int(re.findall(r"data.pack_size=(\d+)", text)[0])
     # Else the table has to be made again: python tests/samples/engine_backends.py write
     assert golden()["questions"][name] == question(config)
-    planned = plan_run(config, packs=AssumedPacks(100_000, pack_size, sequence_tokens=1024))
+    sequence_tokens = int((re.findall(r"sequence_tokens=(\d+)", text) or [1024])[0])
+    planned = plan_run(config, packs=AssumedPacks(100_000, pack_size, sequence_tokens))
     assert planned.ranks == 8 * int(re.findall(r"(\d+)nodes?$", name)[0])
     assert planned.fits(80 * 2**30)
     # A batch is whole rows on every rank.
