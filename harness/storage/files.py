@@ -296,7 +296,10 @@ def held_error(holder: str, where: str) -> FormatError:
 
 
 def _marker_body(content: bytes) -> bytes:
-    body, end, _ = content.partition(b"\n")[2].partition(b"\n")
+    owner, _, rest = content.partition(b"\n")
+    if b'"since"' not in owner:
+        return content  # of an earlier version
+    body, end, _ = rest.partition(b"\n")
     return body if end else b""
 
 
