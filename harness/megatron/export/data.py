@@ -130,7 +130,7 @@ def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[st
         try:
             tokens, template = _hashes(name)
         except ConfigError as error:
-            reasons.append(f"{name}: {error.what}")
+            reasons.append(f"{name}: {error.what}" + f" ({error.fix})" * error.fix.startswith("pip "))
             continue
         wrong = [
             f"{name} has the {what} {now or 'none'}, but the data was prepared with {then}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+from types import SimpleNamespace
 
 import pytest
 import transformers
 
-from harness.errors import is_of_memory
+from harness.errors import ConfigError, is_of_memory
+from harness.formats import Provenance
+from harness.megatron.export import data
 from harness.megatron.export.data import TrainedData, write_tokenizer
 from harness.prep.tokenize import train_bpe
 
@@ -17,7 +20,7 @@ def test_memory_that_runs_out_at_the_tokenizer_ends_an_export_and_a_damaged_toke
     error, tmp_path, monkeypatch
 ):
     train_bpe(["one two"], tmp_path / "tokenizer", vocab_size=300)
-    data, out = TrainedData(["data"], tokenizer=str(tmp_path / "tokenizer")), tmp_path / "out"
+    found, out = TrainedData(["data"], tokenizer=str(tmp_path / "tokenizer")), tmp_path / "out"
     out.mkdir()
 
     def fail(_folder, **_settings):
@@ -26,14 +29,14 @@ def test_memory_that_runs_out_at_the_tokenizer_ends_an_export_and_a_damaged_toke
     with monkeypatch.context() as patched:
         patched.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
         with pytest.raises(type(error)):
-            write_tokenizer(data, out, vocab_size=300)
-        data.template = "chatml"
+            write_tokenizer(found, out, vocab_size=300)
+        found.template = "chatml"
         with pytest.raises(MemoryError, match=r"tokenizer .* cannot be loaded"):
-            write_tokenizer(data, out, vocab_size=300)
-    assert data.missing == []
+            write_tokenizer(found, out, vocab_size=300)
+    assert found.missing == []
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{")
-    assert write_tokenizer(data, out, vocab_size=300) is None
-    assert len(data.missing) == 1
+    assert write_tokenizer(found, out, vocab_size=300) is None
+    assert len(found.missing) == 1
 
 
 def test_an_error_in_place_of_one_of_memory_is_one_of_memory():
@@ -41,3 +44,16 @@ def test_an_error_in_place_of_one_of_memory_is_one_of_memory():
     later.__context__ = MemoryError()
     assert is_of_memory(later)
     assert not is_of_memory(ValueError("too large"))
+
+
+def test_a_tokenizer_that_needs_a_missing_package_is_listed_with_how_to_install_it(monkeypatch):
+    def fail(_name):
+        raise ConfigError("tokenizing requires `transformers`", where="here", fix="pip install 'package[extra]'")
+
+    monkeypatch.setattr(data, "_hashes", fail)
+    found, manifest = TrainedData(["data"]), SimpleNamespace(provenance=Provenance())
+    reader = SimpleNamespace(manifest=manifest, path="data")
+    data._find_tokenizer(found, reader, {"data": {"tokenizer": "mine"}, "model": {}})
+    assert found.missing == [
+        "tokenizer and chat template: mine: tokenizing requires `transformers` (pip install 'package[extra]')"
+    ]
