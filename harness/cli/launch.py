@@ -192,8 +192,7 @@ def plan(
     fits = planned.fits(gpu_bytes)
     if gpu_bytes is not None and not fits:
         _suggest(config, planned.ranks, gpu_bytes, settings.mfu, inputs)
-    if settings.waves is not None:
-        _draw_waves(planned, settings.waves)
+    _draw_waves(planned, settings.waves)
     if settings.rehearse:
         _rehearse(config, planned.ranks)
     raise typer.Exit(0 if fits else 1)
@@ -248,7 +247,9 @@ def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool) 
             raise ConfigError(f"{reason}, and {name} would have no effect", where=f"{name}={value}", fix="omit it")
 
 
-def _draw_waves(planned: RunPlan, path: str) -> None:
+def _draw_waves(planned: RunPlan, path: str | None) -> None:
+    if path is None:
+        return
     if planned.batch is None:
         what = planned.why_no_work or "schedule=as_packed trains packs as they are"
         raise ConfigError(f"no batch can be drawn: {what}", where=f"waves={path}", fix="omit it")

@@ -369,10 +369,20 @@ def get_batch_on_this_rank_for_sequence_packing(
     is_last = pp_group.rank() == pp_group.size() - 1 and vp_stage in (None, (vpp_size or 1) - 1)
     fields = (*_OF_FIRST_STAGE * (is_first or mtp_on_this_rank), *_OF_LAST_STAGE * (is_last or mtp_on_this_rank))
     group_of = partial(_dynamic_group, dynamic_cp_group_func) if dynamic_cp else lambda _: cp_group
-    values, (ends, max_seqlen, total, padded, ranks) = _next_row(
-        data_iterator, fields, tp_group, group_of, device, dynamic_cp
-    )
-    of_row = group_of(ranks)
+    values, header = _next_row(data_iterator, fields, tp_group, group_of, device, dynamic_cp)
+    return _broadcast_row(values, header, fields, tp_group, group_of, dynamic_cp)
+
+
+def _broadcast_row(
+    values: dict[str, torch.Tensor],
+    header: list[int],
+    fields: Sequence[str],
+    tp_group: ProcessGroup,
+    group_of: Callable[[int], ProcessGroup | None],
+    is_dynamic: bool,
+) -> Microbatch:
+    ends, max_seqlen, total, padded, ranks = header
+    cp_group, device = group_of(ranks), device_of(tp_group)
     source = torch.distributed.get_process_group_ranks(tp_group)[0]
 
     def shared(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -381,17 +391,13 @@ def get_batch_on_this_rank_for_sequence_packing(
         return tensor
 
     bounds, padded_bounds = (shared(name, (ends,), torch.int32) for name in _BOUNDS)
-    size = (1, total // (1 if of_row is None else of_row.size()))
+    size = (1, total // (1 if cp_group is None else cp_group.size()))
     row = {name: shared(name, size, FIELDS[name]) for name in fields}
     mask = shared("padding_mask", size, torch.bool)
-    params = packed_seq_params(
-        cu_seqlens=bounds,
-        cu_seqlens_padded=padded_bounds,
-        max_seqlen=max_seqlen,
-        is_padded=bool(padded),
-        cp_group=of_row if dynamic_cp else None,
-    )
-    if dynamic_cp:
+    sizes: dict[str, Any] = {"max_seqlen": max_seqlen, "is_padded": bool(padded)}
+    sizes |= {"cp_group": cp_group} if is_dynamic else {}
+    params = packed_seq_params(cu_seqlens=bounds, cu_seqlens_padded=padded_bounds, **sizes)
+    if is_dynamic:
         params.local_cp_size = ranks
     return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params, mask
 

@@ -15,7 +15,7 @@ from harness.plan.run_plan import AssumedPacks, compare_context_sizes, plan_run
 from harness.plan.search import search_layouts
 from harness.plan.waves import PlacedBatch
 from harness.plan.work import Machine
-from harness.schedule import schedule
+from harness.records import Schedule
 
 LONG = ["model=llama3_8b", "schedule=dynamic_context", "parallel.ranks=8", "schedule.max_tokens_per_rank=32768"]
 
@@ -73,8 +73,8 @@ def test_layouts_of_a_search_hold_the_longest_sequence() -> None:
 
 
 def test_a_picture_shows_the_ranks_that_share_each_row_and_where_they_wait(tmp_path: Path) -> None:
-    lengths = np.array([4 * TOKENS, *[TOKENS] * 2, *[TOKENS // 2] * 4])
-    placed = schedule("dynamic_context", lengths, dp_size=4, max_tokens_per_rank=TOKENS, cost=COST)
+    lengths = np.array([4 * TOKENS, TOKENS, TOKENS])
+    placed = Schedule(4, np.arange(3), np.array([0, 1, 1, 1, 1, 2, 3, 3, 3]), np.array([4] * 4 + [1] * 4))
     batch = PlacedBatch("a run", lengths, placed, COST)
     image = batch.waves(width=100)
     assert image.shape == (4, 100)
