@@ -124,7 +124,7 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool, trains: bool 
     with alone_in(folder):
         path = folder / SETTINGS_FILE
         if not trains:
-            with suppress(OSError, ValueError):
+            with suppress(FormatError, OSError, ValueError):
                 read_settings(path)
                 settings = path.read_text()
         with os_errors_as(ConfigError, "the run's settings cannot be written", where=path, fix=_ROOM):
