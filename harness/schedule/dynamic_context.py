@@ -83,13 +83,15 @@ def fewest_ranks(batch: GlobalBatch) -> Int64Array:
 def divide_further(batch: GlobalBatch, sizes: Int64Array, cost: float) -> Int64Array:
     """Return more ranks for sequences that cost more than `cost` on each of theirs, int64 [sequences].
 
-    They are doubled as long as that makes them cheaper.
+    They are doubled as long as that makes them cheaper, down to an eighth of a row: what ranks have of shorter ones is
+    launched and padded for longer than it is computed.
     """
     most, sizes = largest_share(batch.dp_size, batch.cost.most_ranks), sizes.copy()
     costs = batch.costs(sizes)
     while True:
         halves = batch.costs(2 * sizes)
         pays = (costs > cost) & (2 * sizes <= most) & (halves < costs)
+        pays &= 8 * batch.lengths > batch.max_tokens_per_row * sizes
         if not pays.any():
             return sizes
         sizes[pays] *= 2

@@ -50,16 +50,16 @@ LINES = {
     "harness/plan": 5_568,
     "harness/prep": 10_865,
     "harness/recipes": 10,
-    "harness/schedule": 1_018,
+    "harness/schedule": 1_020,
     "harness/storage": 2_634,
     "harness/train": 2_597,
     "recipes": 495,
-    "tests": 56_988,
+    "tests": 57_002,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_546,
-    "from packs to the optimizer's step, lines": 3_957,
+    "core ring, lines": 19_548,
+    "from packs to the optimizer's step, lines": 3_959,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -69,7 +69,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_049
+MOST_LINES_IN_ALL = 62_051
 
 
 @cache

@@ -27,7 +27,7 @@ from harness.loader.blend import BlendOrder
 from harness.loader.plan import BatchReader, row_media
 from harness.records import Int32Array, Int64Array, Medium, Pack
 from harness.schedule import DYNAMIC, SCHEDULERS, ScheduleConfig, SequenceCost
-from harness.thd import ThdBatch, build_thd_batch, padding_multiple, rows_from_arrays
+from harness.thd import ThdBatch, build_thd_batch, padded_lengths, padding_multiple, rows_from_arrays
 from tests.samples.small_packs import batch_digest
 
 
@@ -95,16 +95,30 @@ def test_the_ranks_together_train_the_whole_batch_once(name: str, dp_size: int, 
     expected = [
         sequence for index in packs for sequence in range(data.pack_offsets[index], data.pack_offsets[index + 1])
     ]
-    assert sorted(id for rank in ranks for row in rank.sequence_ids for id in row.tolist()) == sorted(expected)
+    # Of ranks that share a row, the first counts it.
+    rows = [
+        ids
+        for number, rank in enumerate(ranks)
+        for row, ids in zip(rank.rows, rank.sequence_ids, strict=True)
+        if number % row.shared_by == 0
+    ]
+    assert sorted(id for row in rows for id in row.tolist()) == sorted(expected)
     assert len({rank.num_microbatches for rank in ranks}) == 1
     for rank in ranks:
         assert rank.pack_ids.tolist() == packs.tolist()
         assert rank.num_sequences == len(expected)
         assert rank.num_tokens == sum(len(data.packs[index]) - data.packs[index].num_sequences for index in packs)
+        # Without what ranks that share a row pad it with.
+        tokens = padded_lengths(data.sequence_lengths, multiple)
         assert rank.imbalance.rank_tokens.tolist() == [
-            sum(len(row) for row, ids in zip(other.rows, other.sequence_ids, strict=True) if ids.size)
-            for other in ranks
+            round(sum(tokens[ids].sum() / row.shared_by for row, ids in zip(one.rows, one.sequence_ids, strict=True)))
+            for one in ranks
         ]
+        assert all(
+            row.shared_by > 1 or len(row) == tokens[ids].sum()
+            for row, ids in zip(rank.rows, rank.sequence_ids, strict=True)
+            if ids.size
+        )
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -235,10 +249,10 @@ def test_a_row_names_the_ranks_that_share_it() -> None:
         made = reader(data, DYNAMIC, capacity=24, **size)
         made.check()
         raw = made.read(step)
-        assert raw.shared_by == (dp_size, 1)
+        assert raw.shared_by == (dp_size, dp_size // 2)
         rows = build_batch(raw, layout=RankLayout(**size), before=LoaderState(seed=3), num_packs=3).rows
-        # 38 tokens become 4 or 8 equal chunks; two of four ranks have no sequence in the other microbatch.
-        assert [(row.shared_by, len(row)) for row in rows] == [(dp_size, 40), (1, 8 if rank < 2 else 1)]
+        # 38 tokens become 4 or 8 equal chunks; two of four ranks share each sequence of the other microbatch.
+        assert [(row.shared_by, len(row)) for row in rows] == [(dp_size, 40), (dp_size // 2, 8)]
     with pytest.raises(ScheduleError, match="38 model tokens after padding, more than the 36 of a row"):
         reader(data, DYNAMIC, capacity=18, dp_size=2).check()
     assert reader(data, capacity=40).read(step).shared_by == ()
