@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import hydra
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
+from hydra.conf import HydraConf
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -86,7 +87,8 @@ def compose_config(
         fix = (f"did you mean {near}? " if near else "") + "--config-name specifies a file in one of these folders"
         raise ConfigError(f"there is no file {config_name}.yaml", where=" and ".join(map(str, folders)), fix=fix)
     known = KnownSettings(command_of(name), schema, folders, frozenset(also))
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    # Launchers, logs and help are for Hydra's command line, and reading them takes half of its time here.
+    _register(name, schema, HydraConf(defaults=[]))
     GlobalHydra.instance().clear()
     root = config_name or name
     first, second = CONFIGS, config_dir
@@ -103,6 +105,30 @@ def compose_config(
     if not isinstance(config, schema):
         raise known.other_recipe(root)
     return config
+
+
+def _register(name: str, schema: type, hydra_settings: HydraConf) -> None:
+    """Store the root schema of `configs/<name>.yaml` without those of others, because Hydra copies the store often."""
+    store = ConfigStore.instance()
+    for other in [one for one in store.repo if one.endswith("_schema.yaml")]:
+        del store.repo[other]
+    store.repo[f"{name}_schema.yaml"] = _root_node(name, schema)
+    store.store(group="hydra", name="config", node=hydra_settings, provider="hydra")
+
+
+@functools.cache  # a large dataclass takes tens of milliseconds
+def _root_node(name: str, schema: type) -> ConfigNode:
+    store = ConfigStore.instance()
+    store.store(name=f"{name}_schema", node=schema)
+    return store.repo[f"{name}_schema.yaml"]  # type: ignore[no-any-return]
+
+
+@functools.lru_cache
+def _read_yaml(text: str) -> tuple[dict[str, Any], Any]:
+    """Return a file's settings, without its list of defaults, and its values as they are written."""
+    content = yaml.load(text, Loader=get_yaml_loader()) or {}
+    content.pop("defaults", None)
+    return content, yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
 
 
 @contextlib.contextmanager
@@ -126,9 +152,11 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
     except (HydraException, ValueError):
         fix = "text with special characters is KEY=\"'VALUE'\", a list KEY='[A, B]'; "
         raise known.error(f"the value {value!r} cannot be read", where=text, fix=fix) from None
+    if may_sweep and override.is_sweep_override():
+        return
+    if not may_sweep and override.key_or_group.startswith("hydra/"):
+        raise known.error("this setting is used by Hydra's own command line", where=text, fix="add --multirun; ")
     if override.is_sweep_override():
-        if may_sweep:
-            return
         key = override.key_or_group
         listed = known.as_list(key, list(override.sweep_string_iterator())) if override.is_choice_sweep() else ""
         fix = f"{listed} is a list, " * bool(listed) + f"{key}=\"'{value}'\" is text, and --multirun runs each value; "
@@ -147,9 +175,7 @@ def _check_files(
         path = str(default.config_path)
         places = [folder / f"{path}.yaml" for folder in folders]
         if file := next((place for place in places if place.is_file()), None):
-            content = yaml.load(file.read_text(), Loader=get_yaml_loader()) or {}
-            content.pop("defaults", None)
-            texts = yaml.load(file.read_text(), Loader=yaml.BaseLoader)
+            content, texts = _read_yaml(file.read_text())
             known.check_kinds(default.package or "", content, where=str(file), written=texts)
             is_usual = path.startswith("model/") and default.parent in TRAINING
             is_chosen = not is_usual or "model" in chosen.overrides.override_choices
@@ -249,7 +275,7 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     known = KnownSettings(command_of(name), schema, _folders(options.config_dir))
     for text in options.overrides:
         _check_override(text, known, may_sweep=True)
-    ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    _register(name, schema, HydraConf())
 
     def run_one(composed: DictConfig) -> None:
         with exit_on_error():

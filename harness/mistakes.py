@@ -439,7 +439,8 @@ def _is_other_number(value: Any) -> bool:
 def _top_keys(file: Path) -> set[str]:
     """Return the settings of a file; a file that is not YAML has none, and is refused when it is chosen."""
     try:
-        content = yaml.safe_load(file.read_text())
+        # The loader in C, where PyYAML has it: these are all experiments.
+        content = yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return set()
     return set(content) - {"defaults"} if isinstance(content, dict) else set()

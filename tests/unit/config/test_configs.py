@@ -69,6 +69,7 @@ def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
         ("trainer.eval_interval=null", "trainer.eval_interval cannot be null"),
         ("trainer.steps=[1", "the value '[1' cannot be read"),
         ("data.path=a,b", "the value 'a,b' can be read in several ways"),
+        ("hydra/launcher=basic", "this setting is used by Hydra's own command line"),
         ("data.blend=3", "data.blend is a list"),
         ("data.blend=[{path:a,wieght:2}]", "unknown setting 'wieght'"),
         ("optimizer=adam", "optimizer is a section of settings"),
