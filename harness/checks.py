@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import numbers
@@ -130,10 +131,10 @@ class Rule:
 
     def check(self, config: object, section: str = "") -> None:
         """Raise ConfigError if the settings of a configuration, or of a section of it, have these values."""
-        values = {name: operator.attrgetter(name.removeprefix(f"{section}."))(config) for name in self.settings}
+        values = {}
         for name, refused in self.settings.items():
-            is_met = refused.test(values[name]) if isinstance(refused, Condition) else values[name] == refused
-            if not is_met:
+            values[name] = value = operator.attrgetter(name.removeprefix(f"{section}."))(config)
+            if not (refused.test(value) if isinstance(refused, Condition) else value == refused):
                 return
         what = ", and ".join(f"{name} is {show_value(value)}" for name, value in values.items())
         raise ConfigError(f"{what}: {self.why}", where=", ".join(values), fix=self.fix)
@@ -167,10 +168,9 @@ class CheckedSettings:
 
     def __post_init__(self) -> None:
         check_numbers(self, self.section)
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value, choices = getattr(self, field.name), choices_of(field)
-            if choices is not None and value is not None:
-                require_choice(value, choices, setting=f"{self.section}.{field.name}" if self.section else field.name)
+        for name, choices in _declared(type(self), _CHOICES):  # type: ignore[arg-type]
+            if (value := getattr(self, name)) is not None:
+                require_choice(value, choices, setting=f"{self.section}.{name}" if self.section else name)
         for rule in self.rules:
             rule.check(self, self.section)
 
@@ -182,9 +182,15 @@ def check_numbers(config: Any, section: str) -> None:
         config: the dataclass.
         section: where its settings are in a run's configuration, such as `loader`; "" for the top.
     """
-    for field in dataclasses.fields(config):
-        if (bounds := bounds_of(field)) is not None:
-            require_bounds(getattr(config, field.name), bounds, field.name, section)
+    for name, bounds in _declared(type(config), _BOUNDS):  # type: ignore[arg-type]
+        require_bounds(getattr(config, name), bounds, name, section)
+
+
+@functools.cache
+def _declared(settings: type, kind: str) -> list[tuple[str, Any]]:
+    """Return the fields with bounds or choices, and these; searches of layouts make a hundred thousand settings."""
+    declared = [(field.name, field.metadata.get(kind)) for field in dataclasses.fields(settings)]
+    return [(name, found) for name, found in declared if found is not None]
 
 
 def require_bounds(value: Any, bounds: Bounds, name: str, section: str) -> None:

@@ -149,7 +149,8 @@ def layers_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) ->
 
 def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -> int:
     """Return the number of weights of routed experts on a rank of pipeline stage `stage`."""
-    layers = sum(model.has_experts(layer) for layer in layers_of_stage(model, parallel, stage))
+    all_parts = model.all_parts
+    layers = sum("E" in all_parts[layer] for layer in layers_of_stage(model, parallel, stage))
     one = (1 + model.halves) * model.expert_width * model.expert_size // parallel.expert_tensor_parallel_size
     one += (model.hidden_size + 2 * model.expert_size) * model.traits.has_biases
     return layers * model.num_experts // parallel.expert_parallel_size * one
@@ -171,10 +172,9 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
         + mlp * model.shared_ffn_hidden_size // tp
         + hidden * model.gates_shared_experts,
     }
-    layers = layers_of_stage(model, parallel, stage)
-    total = sum(weights[part] for layer in layers for part in model.parts(layer)) + count_experts(
-        model, parallel, stage=stage
-    )
+    layers, all_parts = layers_of_stage(model, parallel, stage), model.all_parts
+    total = sum(weights[part] for layer in layers for part in all_parts[layer])
+    total += count_experts(model, parallel, stage=stage)
     is_first, is_last = stage == 0, stage == stages - 1
     total += words + encoder_weights(model) if is_first else 0
     # The last norm is on the last stage, with MTP layers on that of the last layer.
@@ -459,7 +459,8 @@ def plan_stage_memory(
     gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
     state, moved = _divided_state(state_bytes(model, optimizer), gradient, optimizer.offload)
     own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
-    chunks = [[model.parts(layer) for layer in chunk] for chunk in chunks_of_stage(model, parallel, stage)]
+    all_parts = model.all_parts
+    chunks = [[all_parts[layer] for layer in chunk] for chunk in chunks_of_stage(model, parallel, stage)]
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
     plain = model.with_recompute("selective" if "core_attn" in model.recomputed else "none")
     kinds = {parts for chunk in chunks for parts in chunk}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from harness.checks import CheckedSettings, bounded, one_of
 from harness.plan.encoders import MediaModel, deep_layers, read_encoder, rope_axes
@@ -318,12 +320,15 @@ class ModelConfig(CheckedSettings, section="model"):
         targets = {name: "linear_proj" if name == last else "linear_qkv" for name in sizes}
         return {name: size for name, size in sizes.items() if targets[name] in self.lora_targets}
 
+    @property
+    def all_parts(self) -> tuple[str, ...]:
+        """The parts of each layer, those that predict further tokens included, as letters of `layer_pattern`."""
+        layers, letters = self.num_layers + self.mtp_layers, self.traits.pattern_letters
+        return _all_parts(self.layer_pattern, letters, layers, self.dense_layers if self.num_experts else layers)
+
     def parts(self, layer: int) -> str:
-        """Return the parts of a layer, 0 for the first, as letters of `layer_pattern`."""
-        mixer = "*" if self.layer_pattern is None else self.layer_pattern[layer]
-        if "-" in self.traits.pattern_letters:
-            return mixer
-        return mixer + ("E" if self.num_experts and layer >= self.dense_layers else "-")
+        """Return the parts of a layer, 0 for the first."""
+        return self.all_parts[layer]
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, 0 for the first, has experts."""
@@ -334,8 +339,10 @@ class ModelConfig(CheckedSettings, section="model"):
         return self.recompute == "full" and (self.recompute_layers is None or place < self.recompute_layers)
 
     def with_recompute(self, recompute: str) -> ModelConfig:
-        """Return the model with `none`, `selective` (attention) or `full` recomputation."""
-        return replace(self, recompute=recompute, recompute_modules=["core_attn"], recompute_layers=None)
+        """Return the model with `none`, `selective` (attention) or `full` recomputation, not checked again."""
+        made = copy(self)
+        made.recompute, made.recompute_modules, made.recompute_layers = recompute, ["core_attn"], None
+        return made
 
     @property
     def recomputed(self) -> list[str]:
@@ -380,8 +387,9 @@ class ModelConfig(CheckedSettings, section="model"):
         """Return the tokens that a token of a layer, 0 for the first, attends to; None for all before it."""
         return None if layer % 2 else self.sliding_window
 
-    def active_weights(self, layer: int) -> int:
-        """Return the weights of the matrices of a layer that a token is multiplied by."""
+    @property
+    def active_weights(self) -> list[int]:
+        """Of each layer the weights of the matrices that a token is multiplied by."""
         routed, shared = self.experts_per_token * self.expert_size, self.shared_ffn_hidden_size
         weights = {
             "*": sum(inputs * outputs for inputs, outputs in self.attention_sizes.values()),
@@ -390,4 +398,13 @@ class ModelConfig(CheckedSettings, section="model"):
             "E": (1 + self.halves) * (self.expert_width * routed + self.hidden_size * shared)
             + self.hidden_size * (self.num_experts + 2 * self.expert_latent_size),
         }
-        return sum(weights[part] for part in self.parts(layer))
+        of_kinds = {parts: sum(weights[part] for part in parts) for parts in set(self.all_parts)}
+        return [of_kinds[parts] for parts in self.all_parts]
+
+
+@cache
+def _all_parts(pattern: str | None, letters: str, layers: int, dense: int) -> tuple[str, ...]:
+    mixers = "*" * layers if pattern is None else pattern
+    if "-" in letters:
+        return tuple(mixers)
+    return tuple(mixer + ("E" if layer >= dense else "-") for layer, mixer in enumerate(mixers))

@@ -139,7 +139,7 @@ def check_fields(model: ModelConfig) -> None:
 
 def _check_recomputed(model: ModelConfig) -> None:
     chosen, where = model.recompute_modules, "model.recompute_modules"
-    parts = {part for layer in range(model.num_layers) for part in model.parts(layer)}
+    parts = {part for layer in set(model.all_parts[: model.num_layers]) for part in layer}
     known = set(RECOMPUTED)
     known -= set() if "-" in parts else {"mlp"}
     known -= set() if "E" in parts else {"moe"}
@@ -363,7 +363,7 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 def balanced_layout(model: ModelConfig, chunks: int) -> str | None:
     """Return the value of `parallel.pipeline_layout` whose chunks have the most even work; None for too few layers."""
-    work = list(map(model.active_weights, range(model.num_layers + model.mtp_layers)))
+    work = model.active_weights
     output = (1 + model.mtp_layers) * model.hidden_size * (model.vocab_size or 0) + sum(work[model.num_layers :])
     return balance_stages(
         model.num_layers,

@@ -161,12 +161,14 @@ def search_layouts(
         what = f"layouts are compared by the work of their data, which is unknown: {inputs.why_no_work}"
         fix = "assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024"
         raise ConfigError(what, where="data.path", fix=fix)
-    base, model = replace(inputs.config, parallel=config.parallel), inputs.config.model
+    base = replace(inputs.config, parallel=config.parallel)
+    # Checked once.
+    as_recomputed = cache(lambda kind: replace(base.model.with_recompute(kind)))
     found, refused, whole = [], [], inputs.work
     for parallel, recompute, tokens in _choices(base, ranks, inputs.pack_size):
         try:
             schedule = replace(base.schedule, max_tokens_per_rank=tokens)
-            run = replace(base, model=model.with_recompute(recompute), parallel=parallel, schedule=schedule)
+            run = replace(base, model=as_recomputed(recompute), parallel=parallel, schedule=schedule)
             (run := run.planned()).check(ranks)
             check_longest(run, inputs.lengths, ranks)
         except ConfigError as error:

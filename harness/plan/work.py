@@ -162,16 +162,16 @@ def sequence_cost(model: ModelConfig, parallel: ParallelConfig | None = None, *,
     without recomputation.
     """
     # Each layer that predicts a further token has a matrix before it, and the output matrix after it.
-    numbers, further = range(model.num_layers + model.mtp_layers), model.mtp_layers
-    layers = sum(map(model.active_weights, numbers)) + further * 2 * model.hidden_size**2
+    further = model.mtp_layers
+    layers = sum(model.active_weights) + further * 2 * model.hidden_size**2
     output = (1 + further) * model.hidden_size * (model.vocab_size or 0)
-    attending = [layer for layer in numbers if "*" in model.parts(layer)]
+    attending = [layer for layer, parts in enumerate(model.all_parts) if "*" in parts]
     windows = [window for layer in attending if (window := model.window(layer)) is not None]
     sizes = model.query_size + model.value_size
     quadratic = 1.0 * (len(attending) - len(windows)) * sizes
     values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
     sent = len(attending) * DTYPE_BYTES["bfloat16"] * (1 + values) * model.key_size
-    scans = sum(has_scan(model.parts(layer)) for layer in numbers)
+    scans = sum(map(has_scan, model.all_parts))
     linear = 2.0 * (layers + output + scans * scan_products(model) + sum(windows) * sizes)
     swapped = scans * DTYPE_BYTES["bfloat16"] * (sum(model.scan_pieces) + model.scan_num_heads * model.scan_head_dim)
     parallel, encode = parallel or ParallelConfig(), None
@@ -404,7 +404,7 @@ class _RankStep:
     def attention_s(self) -> float:
         """Return the time of attention in one layer that has it, on average."""
         model, machine = self.model, self.machine
-        numbers = [layer for layer in range(model.num_layers + model.mtp_layers) if "*" in model.parts(layer)]
+        numbers = [layer for layer, parts in enumerate(model.all_parts) if "*" in parts]
         windows = 2 * (model.query_size + model.value_size) * sum(filter(None, map(model.window, numbers)))
         flops = (self.work.attention_flops + self.work.tokens * windows) / self.work.microbatches / len(numbers)
         # Exponents take as long in narrow heads as in wide ones, and the first and last tokens fill no tile: curves of
@@ -554,10 +554,11 @@ def estimate_step(
         parallelism that is not overlapped, and the `optimizer`.
     """
     step = _RankStep(model, parallel, work, ranks, machine, kernels, uneven_load(parallel, expert_load))
-    kinds = {parts: step.layer(parts) for parts in set(map(model.parts, range(model.num_layers + model.mtp_layers)))}
+    all_parts = model.all_parts
+    kinds = {parts: step.layer(parts) for parts in set(all_parts)}
     loss, stages = step.loss(), []
     for stage in range(parallel.pipeline_parallel_size):
-        layers = [model.parts(layer) for layer in layers_of_stage(model, parallel, stage)]
+        layers = [all_parts[layer] for layer in layers_of_stage(model, parallel, stage)]
         outputs = (1 + model.mtp_layers) * (stage == parallel.pipeline_parallel_size - 1)
         parts = {name: sum(kinds[one][name] for one in layers) for name in next(iter(kinds.values()))}
         busy = sum(parts.values())
