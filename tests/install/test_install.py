@@ -237,7 +237,10 @@ ROW_BY_ROW = (
 @pytest.mark.parametrize(
     ("save", "settings", "opened", "called"),
     [
-        (save_qwen3, SLOWLY, "<think>", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),
+        pytest.param(
+            *(save_qwen3, SLOWLY, "<think>", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),
+            marks=pytest.mark.nightly,
+        ),
         # Its prompt opens the thought.
         (save_nemotron3, ROW_BY_ROW, "", "<function=get_weather><parameter=city>Paris</parameter></function>"),
         pytest.param(
