@@ -17,6 +17,7 @@ from harness.cli import end_to_end
 from harness.cli.end_to_end import plan_layout
 from harness.train import read_metrics
 from tests.samples.chat_models import save_qwen3
+from tests.samples.warm_python import warm_python
 
 QUESTION, ANSWER = "What is {} + 2?", "It is {}."
 SETTINGS = ["trainer.device=cpu", "optimizer.lr=1e-3", "data.validation_fraction=0.1", "data.pack_size=256"]
@@ -66,7 +67,7 @@ def test_a_killed_command_continues_with_its_checkpoint_to_a_model_and_a_report_
     assert done < 400
 
     again, model = command(folder, out, f"trainer.steps={done + 2}"), out / f"model-step-{done + 2}"
-    code, printed = run(*again)
+    code, printed = run(warm_python(), *again[1:])
     assert code == 0, printed
     assert "already prepared" in printed
     assert "resuming after step" in printed
