@@ -40,7 +40,7 @@ def folder(tmp_path_factory) -> Path:
 
 def command(folder: Path, out: Path, *settings: str) -> list[str]:
     arguments = [str(folder / "model"), str(folder / "chats.jsonl"), str(out), *SETTINGS, *settings]
-    return [sys.executable, "-m", "harness", "sft", *arguments]
+    return [warm_python(), "-m", "harness", "sft", *arguments]
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -55,7 +55,9 @@ def test_a_killed_command_continues_with_its_checkpoint_to_a_model_and_a_report_
 
     out = tmp_path / "out"
     line = command(folder, out, "trainer.steps=400", "trainer.checkpoint_interval=2", "trainer.keep_checkpoints=2")
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, *line[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
     while not list(out.glob("run/checkpoints/step-*/run.json")):
         assert process.poll() is None, process.stdout and process.stdout.read()
         time.sleep(0.05)
@@ -67,7 +69,7 @@ def test_a_killed_command_continues_with_its_checkpoint_to_a_model_and_a_report_
     assert done < 400
 
     again, model = command(folder, out, f"trainer.steps={done + 2}"), out / f"model-step-{done + 2}"
-    code, printed = run(warm_python(), *again[1:])
+    code, printed = run(*again)
     assert code == 0, printed
     assert "already prepared" in printed
     assert "resuming after step" in printed
@@ -139,6 +141,6 @@ def test_a_layout_is_chosen_for_the_gpus_unless_one_is_named(folder, tmp_path, h
 
 def test_chats_may_be_a_mix_of_sources(folder, tmp_path) -> None:
     mix = "source.mix=[{path: nowhere.jsonl}]"
-    code, printed = run(sys.executable, "-m", "harness", "sft", str(folder / "model"), mix, str(tmp_path / "out"))
+    code, printed = run(warm_python(), "-m", "harness", "sft", str(folder / "model"), mix, str(tmp_path / "out"))
     assert (code, printed.startswith(f"$ harness prepare '{mix}' ")) == (2, True)
     assert "where: nowhere.jsonl" in printed

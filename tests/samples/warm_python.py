@@ -10,6 +10,7 @@ tests of what programs do; those of how the interpreter starts them, and of sign
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -115,6 +116,9 @@ def become(request: list[Any], files: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(variables)
     sys.path[:0] = [place for place in variables.get("PYTHONPATH", "").split(os.pathsep) if place]
+    sys.modules.pop("sitecustomize", None)
+    with suppress(ImportError):
+        importlib.import_module("sitecustomize")
     code = run(arguments)
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -134,6 +138,7 @@ def answer(connection: socket.socket) -> None:
     if (child := os.fork()) == 0:
         connection.close()
         os.setsid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, where a signal to the tests ends the parent
         become(request, files)
     for file in files:
         os.close(file)
