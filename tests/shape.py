@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +68,12 @@ PATH = (
 )
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return the nodes of a file, itself first."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def files_of(*patterns: str) -> list[Path]:
     """Return the files that match, without those of patterns with an exclamation mark."""
     found = {path for pattern in patterns if pattern[0] != "!" for path in ROOT.glob(pattern)}
@@ -104,11 +111,12 @@ def measure_lines() -> dict[str, int]:
 
 def measure_shape() -> dict[str, int]:
     """Return counts of what makes code hard to carry, by name."""
-    trees = {path: ast.parse(path.read_text()) for path in files_of("harness/**/*.py", "recipes/**/*.py")}
-    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    functions = [node for _, node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    exported = [node.value for _, node in nodes if isinstance(node, ast.Assign) and "__all__" in ast.dump(node)]
-    classes = Counter(node.name for _, node in nodes if isinstance(node, ast.ClassDef))
+    modules = files_of("harness/**/*.py", "recipes/**/*.py")
+    nodes = [node for path in modules for node in nodes_of(path)]
+    functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    doors = [node for path in modules if "__all__" in path.read_text() for node in nodes_of(path)]
+    exported = [node.value for node in doors if isinstance(node, ast.Assign) and "__all__" in ast.dump(node)]
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     pages = files_of("*.md", *(f"{folder}/**/*.md" for folder in FOLDERS), *GENERATED)
     return {
         "core ring, lines": count_lines(*CORE),
@@ -122,7 +130,9 @@ def measure_shape() -> dict[str, int]:
         "names in __all__": sum(isinstance(node, ast.Constant) for value in exported for node in ast.walk(value)),
         "class names used twice": sum(count > 1 for count in classes.values()),
         "mock.patch outside the CPU stand-in": sum(
-            path.read_text().count("mock.patch") for path in trees if path.relative_to(ROOT).as_posix() not in STAND_INS
+            path.read_text().count("mock.patch")
+            for path in modules
+            if path.relative_to(ROOT).as_posix() not in STAND_INS
         ),
         "Markdown by hand, kB": sum(len(path.read_bytes()) for path in pages) // 1000,
     }

@@ -152,10 +152,10 @@ def test_any_large_allocation_that_is_refused_is_named_and_the_same_command_fini
     report_points("disks", f"{name} without memory", points, of="refusals", outcome=FINISHED)
 
 
-def try_rooms(folder: Path, command: Command, rooms: int, *imports: str, megabytes: int = 16) -> None:
+def try_rooms(commands: Commands, command: Command, folder: Path, rooms: int, megabytes: int = 16) -> None:
     """Run a command on a real disk with that many different amounts of room, from none to nearly enough."""
-    with small_disk(folder / "disk", megabytes) as place, Commands(folder / "scratch", *imports) as forks:
-        disk = Disk(forks, place)
+    with small_disk(folder / "disk", megabytes) as place:
+        disk = Disk(commands, place)
         expected, _ = prepare(disk, command, folder / "template")
         began = sum(file.stat().st_size for file in (folder / "template").rglob("*") if file.is_file())
         needed = shutil.disk_usage(place).used - began
@@ -163,18 +163,18 @@ def try_rooms(folder: Path, command: Command, rooms: int, *imports: str, megabyt
             attempt_with_room(disk, command, folder / "template", expected, needed * number // rooms)
 
 
-def test_a_real_disk_that_fills_up_is_named_and_the_same_command_finishes(tmp_path: Path) -> None:
-    try_rooms(tmp_path, COMMANDS["convert-parquet"], 2)
+def test_a_real_disk_that_fills_up_is_named_and_the_same_command_finishes(disk: Disk, tmp_path: Path) -> None:
+    try_rooms(disk.commands, COMMANDS["convert-parquet"], tmp_path, 2)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [*COMMANDS, *TRAINING])
-def test_a_real_disk_with_any_room_is_named_and_the_same_command_finishes(tmp_path: Path, name: str) -> None:
-    if name in TRAINING:
-        try_rooms(tmp_path, TRAINING[name], 12, "training", megabytes=48)
-    else:
-        try_rooms(tmp_path, COMMANDS[name], 12)
+def test_a_real_disk_with_any_room_is_named_and_the_same_command_finishes(
+    training_disk: Disk, tmp_path: Path, name: str
+) -> None:
+    command = {**COMMANDS, **TRAINING}[name]
+    try_rooms(training_disk.commands, command, tmp_path, 12, 48 if name in TRAINING else 16)
 
 
 @pytest.mark.nightly

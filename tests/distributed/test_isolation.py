@@ -13,6 +13,7 @@ from parity_reports import read_report
 from harness.config import CONFIGS, compose_config
 from harness.parity.result import REPORT_FILE
 from harness.plan.settings import SftConfig
+from tests.samples.warm_python import warm_python
 
 from .conftest import ROOT, run_command, run_jobs
 
@@ -100,7 +101,7 @@ def test_a_planted_leak_is_a_difference_in_the_report_and_exit_code_1(tmp_path) 
     plant = ["env", f"PYTHONPATH={ROOT}:{tmp_path / 'plant'}"]
     command = [
         *plant,
-        *(sys.executable, "-m", "harness.recipes.parity", "check=isolation", f"folder={tmp_path / 'parity'}"),
+        *(warm_python(), "-m", "harness.recipes.parity", "check=isolation", f"folder={tmp_path / 'parity'}"),
     ]
     code, output = run_command([*command, 'isolation=["1 parallel=data"]'])
     assert code == 1, output

@@ -24,6 +24,7 @@ from harness.plan import ModelConfig, ParallelConfig
 from harness.records import SequenceView
 from harness.thd import build_thd_batch, pad_row
 from tests.samples.scan_kernel import write_packages
+from tests.samples.warm_python import warm_python
 
 from .conftest import ROOT, found_by, run_command
 
@@ -38,7 +39,7 @@ LENGTHS, TOTAL = (9, 4, 6), 32
 
 def called(ranks: int, folder: Path) -> list[dict[str, Any]]:
     write_packages(folder / "packages")
-    launcher = [sys.executable, "-m", "tests.distributed.forked", str(ranks)]
+    launcher = [warm_python(), "-m", "tests.distributed.forked", str(ranks)]
     start = ["env", f"PYTHONPATH={ROOT}:{folder / 'packages'}", *launcher]
     code, output = run_command([*start, "tests.distributed.test_scan_calls", str(folder)])
     assert code == 0, output

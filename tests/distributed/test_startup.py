@@ -14,6 +14,7 @@ import pytest
 from harness.formats.manifest import MANIFEST_NAME
 from harness.parity.running import free_ports
 from harness.train.attempts import decide
+from tests.samples.warm_python import warm_python
 
 from .conftest import ROOT, command, environment, overrides_of, run_command
 from .test_stopping import started
@@ -37,8 +38,8 @@ def unreadable(dataset, tmp_path) -> Path:
 
 
 def test_a_missing_rank_is_named(dataset, tmp_path) -> None:
-    recipe = [sys.executable, "-m", "harness.recipes.sft", *overrides_of(dataset, tmp_path / "run")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    recipe = [warm_python(), "-m", "harness.recipes.sft", *overrides_of(dataset, tmp_path / "run")]
+    launcher = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     script = 'if [ "$RANK" = 1 ]; then exec sleep 1000; fi; exec "$@"'
     code, output = run_command([*launcher, "bash", "-c", script, "bash", *recipe, "trainer.startup_timeout_s=5"])
     assert code == 1
@@ -50,7 +51,7 @@ def test_a_dataset_missing_on_one_rank_ends_the_job_at_once_with_the_error_alone
     missing = tmp_path / "missing"
     launcher = "import sys; from harness.launch.local import start_ranks; sys.exit(start_ranks(sys.argv[1:], 2))"
     script = f'if [ "$RANK" = 1 ]; then set -- "$@" data.path={missing}; fi; exec "$@"'
-    recipe = [sys.executable, "-m", "harness.recipes.sft", *overrides_of(dataset, tmp_path / "run")]
+    recipe = [warm_python(), "-m", "harness.recipes.sft", *overrides_of(dataset, tmp_path / "run")]
     code, output = run_command([sys.executable, "-c", launcher, "bash", "-c", script, "bash", *recipe])
     assert code == 2, output
     assert len(output.splitlines()) == 3, output
@@ -70,7 +71,7 @@ def test_storage_that_does_not_respond_ends_the_job_and_names_the_rank_that_wait
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     ranks = [
         subprocess.Popen(
-            command(data, tmp_path / "run", "trainer.startup_timeout_s=45"),
+            [warm_python(), *command(data, tmp_path / "run", "trainer.startup_timeout_s=45")[1:]],
             env={**environment(), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=ROOT,
             stdout=subprocess.PIPE,

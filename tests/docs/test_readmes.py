@@ -42,6 +42,7 @@ from harness.plan import PretrainConfig, SftConfig
 from harness.plan.hf_config import to_hf_config
 from harness.prep import PrepareConfig
 from harness.settings import CONFIGS, explain_settings
+from tests.samples.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (".", "configs", "configs/experiment", "docker", "harness", "harness/formats", "recipes", "slurm", "tests")
@@ -166,7 +167,9 @@ def check_settings(recipe: str, words: list[str]) -> None:
 def run_shell(block: Block, folder: Path) -> str:
     environment = {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(
+            map(str, [Path(warm_python()).parent, Path(sys.executable).parent, os.environ["PATH"]])
+        ),
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "100",

@@ -26,6 +26,7 @@ from harness.prep.chat import RecordReader
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.reading import SourceShard, cut_shards
 from harness.prep.tokenize.bpe import train_bpe
+from tests.samples.warm_python import warm_python
 
 from .test_prepare_shards import content, receipts
 
@@ -55,9 +56,9 @@ def prepared(tmp_path_factory):
     return folder
 
 
-def start(folder: Path, path: Path, *more: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, path: Path, *more: str, python: str = sys.executable) -> subprocess.Popen[bytes]:
     settings = (f"source.path={folder / 'a.jsonl.gz'}", f"tokenizer.name={folder / 'd' / 'tokenizer'}")
-    command = [sys.executable, "-m", "harness", "prepare", *settings, f"data.path={path}", "data.pack_size=256", *more]
+    command = [python, "-m", "harness", "prepare", *settings, f"data.path={path}", "data.pack_size=256", *more]
     return subprocess.Popen([*command, "source.shard_bytes=1"], stdout=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -70,7 +71,7 @@ def test_a_killed_preparation_by_workers_keeps_its_pieces_and_gives_the_same_byt
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     before = receipts(path)
-    process = start(prepared, path, "data.num_workers=0")
+    process = start(prepared, path, "data.num_workers=0", python=warm_python())
     after: dict[str, int] = {}
     while process.poll() is None:
         after |= receipts(path)

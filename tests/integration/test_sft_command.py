@@ -17,6 +17,7 @@ from harness.cli import end_to_end
 from harness.cli.end_to_end import plan_layout
 from harness.train import read_metrics
 from tests.samples.chat_models import save_qwen3
+from tests.samples.warm_python import warm_python
 
 QUESTION, ANSWER = "What is {} + 2?", "It is {}."
 SETTINGS = ["trainer.device=cpu", "optimizer.lr=1e-3", "data.validation_fraction=0.1", "data.pack_size=256"]
@@ -39,7 +40,7 @@ def folder(tmp_path_factory) -> Path:
 
 def command(folder: Path, out: Path, *settings: str) -> list[str]:
     arguments = [str(folder / "model"), str(folder / "chats.jsonl"), str(out), *SETTINGS, *settings]
-    return [sys.executable, "-m", "harness", "sft", *arguments]
+    return [warm_python(), "-m", "harness", "sft", *arguments]
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -54,7 +55,9 @@ def test_a_killed_command_continues_with_its_checkpoint_to_a_model_and_a_report_
 
     out = tmp_path / "out"
     line = command(folder, out, "trainer.steps=400", "trainer.checkpoint_interval=2", "trainer.keep_checkpoints=2")
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, *line[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
     while not list(out.glob("run/checkpoints/step-*/run.json")):
         assert process.poll() is None, process.stdout and process.stdout.read()
         time.sleep(0.05)
@@ -138,6 +141,6 @@ def test_a_layout_is_chosen_for_the_gpus_unless_one_is_named(folder, tmp_path, h
 
 def test_chats_may_be_a_mix_of_sources(folder, tmp_path) -> None:
     mix = "source.mix=[{path: nowhere.jsonl}]"
-    code, printed = run(sys.executable, "-m", "harness", "sft", str(folder / "model"), mix, str(tmp_path / "out"))
+    code, printed = run(warm_python(), "-m", "harness", "sft", str(folder / "model"), mix, str(tmp_path / "out"))
     assert (code, printed.startswith(f"$ harness prepare '{mix}' ")) == (2, True)
     assert "where: nowhere.jsonl" in printed

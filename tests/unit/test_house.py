@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ast
 import re
-import runpy
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 from harness import errors
+from tests import shape
+from tests.shape import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,10 @@ RIDDLES = re.compile(r"(What|How|Whether|Where|Who|Why)\b")
 # Packages that read stored bytes.
 STORED = ("formats", "storage", "indexed")
 MOST_NAMES_OF_A_DOOR = 20
+DOCUMENTED = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 VAGUE_NAMES = {"told", "said", "say", "tells", "says"}
+# A file without them needs no parser: a quote before the word of a riddle, and a vague name or a part of one.
+SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NAMES)})(?![^\W_])")
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
@@ -72,17 +75,8 @@ SHAPE = {
 MOST_LINES_IN_ALL = 62_051
 
 
-@cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def definitions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node
-            if isinstance(node, ast.ClassDef):
-                yield from definitions(node.body)
+    return nodes_of(path)[0]
 
 
 def relative(path: Path) -> str:
@@ -109,11 +103,10 @@ def test_a_module_and_a_function_share_no_name() -> None:
 
 def test_docstrings_open_with_a_verb_or_a_noun_phrase_and_names_describe_their_values() -> None:
     riddles, vague = [], []
-    for path in WRITTEN:
-        module = ast.parse(path.read_text())
-        documented = [module, *definitions(module.body)]
+    for path in (path for path in WRITTEN if SUSPECT.search(path.read_text())):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        documented = [node for node in nodes if isinstance(node, DOCUMENTED)]
         riddles += [doc for node in documented if (doc := ast.get_docstring(node)) and RIDDLES.match(doc)]
-        nodes = list(ast.walk(module))
         variables = {node.id for node in nodes if isinstance(node, ast.Name)}
         variables |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
@@ -140,7 +133,7 @@ def test_no_module_imports_a_private_name_of_another_package() -> None:
     private = [
         f"{relative(path)}: {node.module}.{alias.name}"
         for path in MODULES
-        for node in ast.walk(tree(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("harness.")
         for alias in node.names
         if alias.name.startswith("_") and (node.module or "").split(".")[1] != path.relative_to(ROOT).parts[1]
@@ -153,7 +146,7 @@ def test_every_text_is_printed_by_one_module_without_markup_and_control_characte
     """`harness.printing` has the only calls of `print` and of Rich's Console; bars show their texts unparsed."""
     others = []
     for path in MODULES:
-        for node in ast.walk(tree(path)):
+        for node in nodes_of(path):
             name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
             name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else name
             is_parsed = name == "TextColumn" and "markup" not in {keyword.arg for keyword in node.keywords}
@@ -164,8 +157,7 @@ def test_every_text_is_printed_by_one_module_without_markup_and_control_characte
 
 
 def test_the_code_is_no_larger_and_no_harder_to_carry_than_its_table_says() -> None:
-    shape = runpy.run_path(str(ROOT / "tests" / "shape.py"))
-    lines, counts = shape["measure_lines"](), shape["measure_shape"]()
+    lines, counts = shape.measure_lines(), shape.measure_shape()
 
     grown = {
         name: f"{number:,} for {LINES.get(name, 0):,}" for name, number in lines.items() if number > LINES.get(name, 0)
@@ -179,7 +171,7 @@ def incomplete_errors() -> Iterator[str]:
     """Yield each place that makes a HarnessError and does not say where it happened and how to fix it."""
     kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     for path in MODULES:
-        for node in ast.walk(tree(path)):
+        for node in nodes_of(path):
             kind = kinds.get(node.func.id) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
             if not isinstance(node, ast.Call) or kind is None or not issubclass(kind, errors.HarnessError):
                 continue
@@ -200,7 +192,7 @@ def test_no_model_or_tokenizer_runs_code_of_its_folder() -> None:
     loads = {
         f"{relative(path)}:{node.lineno}": {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         for path in MODULES
-        for node in ast.walk(tree(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
     }
 
@@ -212,7 +204,7 @@ def test_only_commands_that_say_so_read_standard_input() -> None:
     reading = {
         relative(path)
         for path in MODULES
-        for node in ast.walk(tree(path))
+        for node in nodes_of(path)
         if (isinstance(node, ast.Attribute) and node.attr == "stdin" and isinstance(node.value, ast.Name))
         or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "input")
     }
@@ -237,7 +229,7 @@ def test_whoever_catches_damage_of_stored_json_or_yaml_catches_its_depth_too() -
     parsers = re.compile(r"(json\.loads?|yaml\.safe_load)\(")
     unguarded = []
     for path in MODULES:
-        for node in ast.walk(tree(path)):
+        for node in nodes_of(path):
             body, names = caught_around(node) if isinstance(node, ast.stmt) else ([], "")
             parsed = {match[1] for part in body for match in parsers.finditer(ast.unparse(part))}
             is_whole = re.search("MISREAD|Exception", names) or (
@@ -253,7 +245,7 @@ def test_chat_templates_are_rendered_in_the_process_with_limits_alone() -> None:
     rendering = {
         relative(path)
         for path in MODULES
-        for node in ast.walk(tree(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr == "apply_chat_template"
     }
 

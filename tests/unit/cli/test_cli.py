@@ -280,7 +280,9 @@ def test_settings_are_printed_and_the_shell_completes_commands_and_settings_with
         "harness train sft trainer.st": ["trainer.steps="],
         "harness plan qwen3_8b": ["qwen3_8b_1node", "qwen3_8b_4nodes"],
     }
-    imports = "import sys; sys.modules['torch'] = sys.modules['megatron'] = None\nfrom harness.cli import main"
+    imports = "import sys; sys.modules['torch'] = sys.modules['megatron'] = None\n"
+    imports += "import harness.cli.data, harness.cli.launch, harness.cli.runs, harness.config\n"
+    imports += "import omegaconf, pyarrow.parquet, pydantic.type_adapter\nfrom harness.cli import main"
     program = "words = sys.argv[1] if len(sys.argv) == 2 else ''\nif words:\n    os.environ.update("
     program += "_HARNESS_COMPLETE='complete_bash', COMP_WORDS=words, COMP_CWORD=str(words.count(' ')))\nmain()"
     settings, *completions = run_in_forks(

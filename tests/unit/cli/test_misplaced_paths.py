@@ -108,9 +108,9 @@ def test_a_path_that_is_something_else_is_recognized(harness, command, what, fix
 def test_a_command_whose_output_is_not_read_ends_quietly(unbuffered):
     closed = "reads, writes = os.pipe()\nos.close(reads)\nos.dup2(writes, 1)\nmain()"
     commands = ("inspect data/mine", "prepare --cfg", "plan --cfg", "verify data/mine", "--help", "plan --help")
-    ended = run_in_forks(
-        "from harness.cli import main", closed, [command.split() for command in commands], PYTHONUNBUFFERED=unbuffered
-    )
+    imports = "import harness.cli.data, harness.cli.launch, harness.cli.runs, harness.recipes.prepare, harness.train\n"
+    imports += "import markdown_it, omegaconf, pyarrow.parquet, pydantic.type_adapter\nfrom harness.cli import main"
+    ended = run_in_forks(imports, closed, [command.split() for command in commands], PYTHONUNBUFFERED=unbuffered)
     assert ended == [(141, "", "")] * len(commands)
 
 

@@ -10,14 +10,15 @@ from plain_trainer import FAULTS, Trainer, WithoutRows
 
 from harness.conformance import CHECKS, ConformanceVerdict, TargetProcess, judge
 from harness.conformance.kit import conversations, trained_pairs
+from tests.samples.warm_python import warm_python
 
 PLAIN = Path(__file__).parents[2] / "samples/plain_trainer.py"
 ALONE = [name for name, check in CHECKS.items() if check.ranks == 1 and name != "resume-on-one-rank"]
 TOGETHER = [name for name in CHECKS if name not in ALONE]
 
 
-def run(target: str, names: list[str], folder: Path, **options) -> list[ConformanceVerdict]:
-    return TargetProcess(target, folder, **options).run(names, lambda verdict: None)
+def run(target: str, names: list[str], folder: Path) -> list[ConformanceVerdict]:
+    return TargetProcess(target, folder, python=warm_python()).run(names, lambda verdict: None)
 
 
 @pytest.mark.parametrize("name", ALONE)

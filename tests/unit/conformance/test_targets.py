@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ from typer.testing import CliRunner
 from harness.cli.app import app
 from harness.conformance import ConformanceVerdict, TargetProcess, load_target
 from harness.errors import ConfigError
+from tests.samples.warm_python import warm_python
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 COMMAND = (
-    f"{sys.executable} {SAMPLES / 'command_trainer.py'} --model {{model}} --data {{data}} --steps {{steps}} "
+    f"{SAMPLES / 'command_trainer.py'} --model {{model}} --data {{data}} --steps {{steps}} "
     "--pack {pack_size} --accumulate {microbatches} --save '{save}' --load '{load}' --eval '{eval_data}'"
 )
 DYING = """
@@ -31,7 +31,8 @@ class Trainer:
 
 
 def run(folder: Path, names: list[str], target: str = "", **options) -> list[ConformanceVerdict]:
-    return TargetProcess(target, folder, **{"limit_s": 800.0, **options}).run(names, lambda verdict: None)
+    options = {"limit_s": 800.0, "python": warm_python(), **options}
+    return TargetProcess(target, folder, **options).run(names, lambda verdict: None)
 
 
 def test_a_process_that_ends_or_raises_fails_one_check_and_not_the_others(tmp_path) -> None:
@@ -85,7 +86,7 @@ def test_a_command_is_a_target(tmp_path) -> None:
         "shuffle-ignores-workers": "NOT SUPPORTED",
         "end-token-is-trained": "NOT SUPPORTED",
     }
-    verdicts = {one.check: one for one in run(tmp_path, list(wanted), command=COMMAND)}
+    verdicts = {one.check: one for one in run(tmp_path, list(wanted), command=f"{warm_python()} {COMMAND}")}
     assert {name: one.outcome for name, one in verdicts.items()} == wanted, verdicts
     assert verdicts["token-mean-over-ranks"].text == "the command has no {dp_size}"
 
@@ -103,7 +104,7 @@ def test_the_command_line_explains_runs_and_saves(tmp_path) -> None:
     listed = CliRunner().invoke(app, ["conformance", "--list"])
     assert "attention-boundaries" in listed.output
     plain, saved = str(SAMPLES / "plain_trainer.py"), tmp_path / "verdicts.json"
-    options = ["--checks", "padding-changes-nothing", "--save", str(saved)]
+    options = ["--checks", "padding-changes-nothing", "--save", str(saved), "--python", warm_python()]
     done = CliRunner().invoke(app, ["conformance", plain, *options])
     assert done.exit_code == 0, done.output
     assert '"outcome": "PASS"' in saved.read_text()

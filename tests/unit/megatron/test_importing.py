@@ -8,8 +8,12 @@ import sys
 import pytest
 import torch
 
+from tests.samples.warm_python import warm_python
+
 IMPORT_ALL = """
 import gc, importlib, pkgutil, sys, warnings
+warnings.resetwarnings()
+gc.unfreeze()
 import torch, torch.utils.tensorboard, megatron.core  # what these change themselves is not ours
 import megatron.core.models.gpt, megatron.core.datasets.gpt_dataset, megatron.core.dist_checkpointing
 
@@ -67,13 +71,13 @@ for recipe, config in ((harness.recipes.sft, SftConfig), (harness.recipes.pretra
 """
 
 
-def run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+def run(program: str, python: str = sys.executable) -> None:
+    done = subprocess.run([python, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_importing_every_module_leaves_filters_garbage_collection_and_the_compiler_alone() -> None:
-    run(IMPORT_ALL)
+    run(IMPORT_ALL, warm_python())
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a PyTorch for GPUs keeps its compiler")

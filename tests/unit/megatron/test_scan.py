@@ -23,6 +23,7 @@ from harness.megatron.model.scan import choose_delta_rule, choose_scan
 from harness.plan import ModelConfig, ParallelConfig
 from harness.records import SequenceView
 from harness.thd import build_thd_batch, pad_row
+from tests.samples.warm_python import warm_python
 
 REFERENCE = mamba_reference.mamba_split_conv1d_scan_combined
 GPU = torch.device("cuda")
@@ -167,6 +168,6 @@ def test_a_folder_of_the_name_of_the_kernels_that_cannot_be_imported_is_taken_fo
         "assert scan._delta.HAVE_FLA; print(compat.missing_kernels(delta_rule=True))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [sys.executable, "-W", "ignore", "-c", code]
+    command = [warm_python(), "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "flash-linear-attention"), done.stderr

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import run_in_forks
 
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation, Message
@@ -120,44 +121,47 @@ def test_hostile_templates_take_no_memory_of_the_process_that_prepares(folder: P
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000
 
 
-# Prints its own peak in MiB, which `getrusage` mixes with that of the process that started it; the process that renders
-# is another. An interpreter with the tokenizers has some 300.
+# Imports what a preparation does, and prints its own peak in MiB, which starts with these imports' 300 in a fork; the
+# process that renders is another.
+IMPORTS = """
+import atexit, re
+import harness.prep.pipeline, harness.recipes.prepare, transformers.models.auto.tokenization_auto
+from harness.cli import main, runs, settings
+from harness.config import compose_config
+from harness.prep import PrepareConfig
+compose_config("prepare", PrepareConfig, [])
+"""
 MEASURED = """
-import atexit, re, runpy
 peak = lambda: int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) >> 10
 atexit.register(lambda: print("peak", peak(), flush=True))
-runpy.run_module("harness", run_name="__main__")
+main()
 """
+# Of each: the template, the text of a record, the highest peak in MiB, and the error.
+LARGE = [
+    ("{{ 'x' * 20000000 }}", "Hi", 600, "the chat template writes 20,000,"),
+    ("{% if messages | length %}{{ messages[0].content * 12 }}{% endif %}", "Hi yes " * 80_000, 1000, "writes 7,280,"),
+    ("{{ 'x' * 60000 }}", "Hi", 1000, ""),
+    ("{{ raise_exception('x' * 100000000) }}", "Hi", 600, "failed: TemplateError: xxx"),
+]
 
 
-@pytest.mark.parametrize(
-    ("program", "text", "limit_mib", "detail"),
-    [
-        ("{{ 'x' * 20000000 }}", "Hi", 600, "the chat template writes 20,000,"),
-        (
-            "{% if messages | length %}{{ messages[0].content * 12 }}{% endif %}",
-            "Hi yes " * 80_000,
-            1000,
-            "writes 7,280,",
-        ),
-        ("{{ 'x' * 60000 }}", "Hi", 1000, ""),
-        ("{{ raise_exception('x' * 100000000) }}", "Hi", 600, "failed: TemplateError: xxx"),
-    ],
-)
 def test_a_template_takes_no_more_memory_of_the_process_that_prepares_than_its_records_explain(
-    program: str, text: str, limit_mib: int, detail: str, folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "template.jinja").write_text(program + PLAIN)
-    record = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Hello"}]}
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(record)}\n" * (1 if detail else 200))
-    settings = [f"source.path={tmp_path}/chats.jsonl", f"tokenizer.name={folder}", f"data.path={tmp_path}/out"]
-    settings += [f"tokenizer.chat_template={tmp_path}/template.jinja", "data.pack_size=131072"]
-    command = [sys.executable, "-c", MEASURED, "prepare", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "400"})
-    assert int(done.stdout.rpartition("peak ")[2]) < limit_mib
-    assert (done.returncode == 0) == (not detail), done.stderr
-    assert detail in done.stderr
-    assert len(done.stderr) < 5000
+    commands = []
+    for number, (program, text, _, detail) in enumerate(LARGE):
+        template, chats = tmp_path / f"{number}.jinja", tmp_path / f"{number}.jsonl"
+        template.write_text(program + PLAIN)
+        record = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Hello"}]}
+        chats.write_text(f"{json.dumps(record)}\n" * (1 if detail else 200))
+        settings = [f"source.path={chats}", f"tokenizer.name={folder}", f"data.path={tmp_path}/{number}"]
+        commands.append(["prepare", *settings, f"tokenizer.chat_template={template}", "data.pack_size=131072"])
+    done = run_in_forks(IMPORTS, MEASURED, commands, COLUMNS="400")
+    for (code, printed, errors), (_, _, limit_mib, detail) in zip(done, LARGE, strict=True):
+        assert int(printed.rpartition("peak ")[2]) < limit_mib
+        assert (code == 0) == (not detail), errors
+        assert detail in errors
+        assert len(errors) < 5000
 
 
 def test_a_forked_process_renders_in_a_process_of_its_own(folder: Path, tmp_path: Path) -> None:

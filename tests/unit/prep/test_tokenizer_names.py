@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -87,19 +86,23 @@ def test_the_name_of_a_file_is_refused_with_its_folder(hub, tmp_path):
     assert asked(hub) == []
 
 
-def test_a_folder_with_code_of_its_own_is_refused_and_standard_input_is_no_consent(tmp_path):
+def test_a_folder_with_code_of_its_own_is_refused_and_standard_input_is_no_consent(tmp_path, monkeypatch):
     folder, marker = tmp_path / "tokenizer", tmp_path / "marker"
     folder.mkdir()
     config = {"tokenizer_class": "Planted", "auto_map": {"AutoTokenizer": ["planted.Planted", "planted.Planted"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "planted.py").write_text(f"open({str(marker)!r}, 'w')\nclass Planted: ...\n")
-    code = "import sys; from harness.prep import *; ChatTokenizer(TokenizerConfig(name=sys.argv[1]))"
-    command = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(command, input="yes\n" * 9, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "ConfigError: the tokenizer cannot be loaded" in done.stderr
-    assert str(folder) in done.stderr
-    assert "fix:   its Python code is never run: remove auto_map" in done.stderr
+    usual, (reads, writes) = os.dup(0), os.pipe()
+    os.write(writes, b"yes\n" * 9)
+    os.close(writes)
+    os.dup2(reads, 0)
+    monkeypatch.setattr(sys, "stdin", open(0, closefd=False))  # noqa: SIM115
+    try:
+        error = refusal(str(folder))
+    finally:
+        os.dup2(usual, 0)
+    assert "the tokenizer cannot be loaded" in error.what
+    assert error.fix.startswith("its Python code is never run: remove auto_map")
     assert not marker.exists()
 
 
