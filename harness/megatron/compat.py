@@ -414,7 +414,7 @@ def _cpu_as_cuda() -> Iterator[None]:
         Stream=_Now,
         get_rng_state=get_rng_state,
         set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
-        manual_seed=torch.manual_seed,
+        manual_seed=torch.default_generator.manual_seed,  # without other devices, each of which keeps a stack trace
         empty_cache=lambda: None,
     )
     # Megatron's seed tracker uses the GPU's generator; a CPU has one generator for everything.

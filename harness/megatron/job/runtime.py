@@ -182,7 +182,7 @@ def join(
     from megatron.core import parallel_state
 
     dp_size = config.dp_size(world_size)
-    with _lone_ranks_share_groups():
+    with _same_ranks_share_groups():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel_size,
             pipeline_model_parallel_size=config.pipeline_parallel_size,
@@ -217,16 +217,16 @@ def place_in_groups(**rest: Any) -> RankLayout:
 
 
 @contextmanager
-def _lone_ranks_share_groups() -> Iterator[None]:
-    """Make one gloo group of each rank alone inside the block, however many Megatron asks for.
+def _same_ranks_share_groups() -> Iterator[None]:
+    """Make one gloo group of the same ranks inside the block, however many Megatron asks for.
 
-    Each group has a thread that wakes a hundred times a second, and a rank on a CPU has 20 groups of itself.
+    Each group has a thread that wakes a hundred times a second, and a rank on a CPU is in 30 groups.
     """
     made: dict[tuple[int, ...], Any] = {}
     make_group = torch.distributed.new_group
 
     def reuse(ranks: Any = None, **options: Any) -> Any:
-        if ranks is None or len(ranks) > 1 or torch.distributed.get_backend() != "gloo":
+        if ranks is None or torch.distributed.get_backend() != "gloo":
             return make_group(ranks, **options)
         if tuple(ranks) not in made:
             made[tuple(ranks)] = make_group(ranks, **options)

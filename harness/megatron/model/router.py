@@ -236,7 +236,7 @@ def _draw(expert: Any, config: Any, seed: int) -> None:
     first, second = expert.linear_fc1.weight, expert.linear_fc2.weight
     size = config.expert_tensor_parallel_size
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # without other devices, each of which keeps a stack trace
         whole = torch.empty(first.shape[0] * size, first.shape[1])
         config.init_method(whole)
         first.copy_(torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)]))

@@ -56,6 +56,15 @@ def test_an_incomplete_or_invalid_launcher_environment_is_refused(monkeypatch, v
         pass
 
 
+@pytest.mark.parametrize(("backend", "number"), [("gloo", 2), ("nccl", 4)])
+def test_groups_of_the_same_ranks_are_one_group_of_gloo(monkeypatch, backend, number) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda ranks, **options: object())
+    with runtime._same_ranks_share_groups():
+        made = {torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 1], [2, 3])}
+    assert len(made) == number
+
+
 def test_an_error_of_the_file_system_on_rank_0_is_one_clear_error(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="the folder cannot be used") as error, runtime.start("cpu"):
