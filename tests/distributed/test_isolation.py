@@ -112,3 +112,10 @@ def test_a_planted_leak_is_a_difference_in_the_report_and_exit_code_1(tmp_path) 
         "losses: changing document 1 changed document(s) 0"
         in (tmp_path / "parity" / "cells" / "isolation__data" / "run" / "isolation.jsonl").read_text()
     )
+
+
+def test_a_model_with_biases_of_experts_is_shown_isolated(tmp_path) -> None:
+    cell = "1 parallel=data model.num_experts=4 model.expert_ffn_hidden_size=48 model.router_score=sigmoid"
+    settings = ["check=isolation", f"folder={tmp_path}", f'isolation=["{cell} model.expert_bias=true"]']
+    code, output = run_command([warm_python(), "-m", "harness.recipes.parity", *settings])
+    assert code == 0, output
