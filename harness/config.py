@@ -123,14 +123,6 @@ def _root_node(name: str, schema: type) -> ConfigNode:
     return store.repo[f"{name}_schema.yaml"]  # type: ignore[no-any-return]
 
 
-@functools.lru_cache
-def _read_yaml(text: str) -> tuple[dict[str, Any], Any]:
-    """Return a file's settings, without its list of defaults, and its values as they are written."""
-    content = yaml.load(text, Loader=get_yaml_loader()) or {}
-    content.pop("defaults", None)
-    return content, yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
-
-
 @contextlib.contextmanager
 def _in_our_words(known: KnownSettings, root: str, overrides: Sequence[str]) -> Iterator[None]:
     """Raise what Hydra refuses as ConfigError, and what a dataclass refuses as its own error."""
@@ -175,7 +167,10 @@ def _check_files(
         path = str(default.config_path)
         places = [folder / f"{path}.yaml" for folder in folders]
         if file := next((place for place in places if place.is_file()), None):
-            content, texts = _read_yaml(file.read_text())
+            text = file.read_text()
+            content = yaml.load(text, Loader=get_yaml_loader()) or {}
+            content.pop("defaults", None)
+            texts = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
             known.check_kinds(default.package or "", content, where=str(file), written=texts)
             is_usual = path.startswith("model/") and default.parent in TRAINING
             is_chosen = not is_usual or "model" in chosen.overrides.override_choices

@@ -154,7 +154,7 @@ def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int,
     further["eh_proj.weight"] = (hidden, 2 * hidden)
     for number in range(model.num_layers + model.mtp_layers):
         of_layer = dict(further) if number >= model.num_layers else {}
-        for part in model.parts(number):
+        for part in model.all_parts[number]:
             of_layer |= parts[part]
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
     stored = model.traits.stored_name

@@ -231,7 +231,7 @@ def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, 
     if not model.lora_rank:
         return 0
     tp, hidden = parallel.tensor_parallel_size, model.hidden_size
-    parts = "".join(map(model.parts, layers_of_stage(model, parallel, stage)))
+    parts = "".join(model.all_parts[layer] for layer in layers_of_stage(model, parallel, stage))
     targets = set(model.lora_targets)
 
     def mlp(inner: int, tp: int, width: int = hidden) -> int:

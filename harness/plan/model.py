@@ -326,14 +326,6 @@ class ModelConfig(CheckedSettings, section="model"):
         layers, letters = self.num_layers + self.mtp_layers, self.traits.pattern_letters
         return _all_parts(self.layer_pattern, letters, layers, self.dense_layers if self.num_experts else layers)
 
-    def parts(self, layer: int) -> str:
-        """Return the parts of a layer, 0 for the first."""
-        return self.all_parts[layer]
-
-    def has_experts(self, layer: int) -> bool:
-        """Return True if a layer, 0 for the first, has experts."""
-        return "E" in self.parts(layer)
-
     def is_recomputed(self, place: int) -> bool:
         """Return True if a layer is recomputed as a whole; `place` is 0 for the first layer of a model chunk."""
         return self.recompute == "full" and (self.recompute_layers is None or place < self.recompute_layers)

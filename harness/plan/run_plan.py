@@ -444,7 +444,8 @@ def plan_layout(
         )
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
     total = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
-    idle = (model.num_experts - model.experts_per_token) * sum(map(model.has_experts, range(model.num_layers)))
+    layers = sum("E" in each for each in model.all_parts[: model.num_layers])
+    idle = (model.num_experts - model.experts_per_token) * layers
     has_choice = compares_engine and kernels.engine and model.fp8 == "off"
     return RunPlan(
         name=config.name,

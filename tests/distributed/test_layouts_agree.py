@@ -67,6 +67,7 @@ from harness.megatron.step import MegatronStep
 from harness.parity.made_data import make_dataset
 from harness.parity.result import REPORT_FILE
 from harness.plan import ParallelConfig, SftConfig
+from tests.samples.warm_python import warm_python
 
 from .conftest import ROOT, forked, run_command
 
@@ -493,7 +494,7 @@ def test_parity_names_a_setting_that_differs(tmp_path) -> None:
     smaller = ["trainer.eval_interval=2", "trainer.eval_batches=1", "model.num_layers=4", "model.hidden_size=32"]
     cases = ["1 parallel=data", "2 parallel=tp2_sp", "1 optimizer.weight_decay=0.5"]
     settings = [f"folder={tmp_path}", "steps=3", f"sft_more={json.dumps(smaller)}", f"layouts={json.dumps(cases)}"]
-    code, output = run_command([sys.executable, "-m", "harness.recipes.parity", "check=layouts", *settings])
+    code, output = run_command([warm_python(), "-m", "harness.recipes.parity", "check=layouts", *settings])
     assert code == 1, output
     assert "layouts: weight_decay=0.5: step 4: loss is" in output
     assert "1 of 2 compared cells are the same: DIFFERENT" in output

@@ -39,7 +39,7 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_881,
+    "harness": 2_876,
     "harness/bench": 1_992,
     "harness/cli": 2_679,
     "harness/conformance": 1_614,
@@ -49,19 +49,19 @@ LINES = {
     "harness/launch": 2_316,
     "harness/loader": 4_546,
     "harness/megatron": 10_527,
-    "harness/parity": 2_552,
-    "harness/plan": 5_589,
+    "harness/parity": 2_554,
+    "harness/plan": 5_582,
     "harness/prep": 10_865,
     "harness/recipes": 10,
     "harness/schedule": 1_020,
     "harness/storage": 2_634,
     "harness/train": 2_597,
     "recipes": 495,
-    "tests": 57_297,
+    "tests": 57_305,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_571,
+    "core ring, lines": 19_563,
     "from packs to the optimizer's step, lines": 3_959,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_105
+MOST_LINES_IN_ALL = 62_095
 
 
 def tree(path: Path) -> ast.Module:

@@ -245,7 +245,7 @@ def _layer_kinds(model: ModelConfig) -> dict[str, Any]:
     if not (model.num_experts or model.layer_pattern):
         return {}
     # A list, even of no such layer, tells Megatron's checkpoints that layers differ.
-    experts = {"moe_layer_freq": [int(model.has_experts(layer)) for layer in range(model.num_layers)]}
+    experts = {"moe_layer_freq": [int("E" in parts) for parts in model.all_parts[: model.num_layers]]}
     ours = ("scan_num_heads", "scan_head_dim", "scan_state_dim", "scan_num_groups")
     names = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
     if model.has_delta_rule:

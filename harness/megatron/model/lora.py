@@ -88,7 +88,7 @@ def places(chunk: GPTModel, model: ModelConfig) -> Iterator[AdapterPlace]:
             yield AdapterPlace(layer.layer_number - 1, parent, name, f"{where}.{name}.weight", *sizes, end, is_expert)
 
     for layer in chunk.decoder.layers:
-        parts = model.parts(layer.layer_number - 1)
+        parts = model.all_parts[layer.layer_number - 1]
         mixer = next((part for part in parts if part in "*" + SCANS), None)
         for number, (name, (inputs, outputs)) in enumerate(model.adapted_in(mixer).items() if mixer else ()):
             seed = LORA_TARGETS.index(name) if name in LORA_TARGETS else len(LORA_TARGETS) * (1 + number)
