@@ -107,7 +107,7 @@ class IsolationCheck:
     def of_job(cls, config: SftConfig, job: runtime.Runtime) -> IsolationCheck:
         """Build the model of a run's settings, with random weights, and a row of sample documents."""
         # Biases of experts that move after a pass would change the next one.
-        still = {"expert_bias_rate": 0.0} if config.model.num_experts else {}
+        still: dict[str, Any] = {"expert_bias_rate": 0.0} if config.model.num_experts else {}
         model = replace(config.model, init_std=_INIT_STD, **still)
         vocab_size = model.vocab_size or _VOCABULARY
         layout = join(config.parallel, job.world_size)
