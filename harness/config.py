@@ -283,7 +283,11 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
                 config = _to_settings(composed, _check_files(known, root, [*hydra_config.overrides.task], folders))
             if getattr(config, "run_dir", "") is None:
                 config.run_dir = str(Path(HydraConfig.get().runtime.output_dir) / "run")
+            sweeping = GlobalHydra.instance().hydra
             code = main(config)
+            # The next job of a sweep is composed, perhaps after settings that this one composed.
+            GlobalHydra.instance().hydra = sweeping
+            _register(name, schema, HydraConf())
             if code:
                 sys.exit(code)
 

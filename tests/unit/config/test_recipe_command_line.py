@@ -139,9 +139,18 @@ def test_the_file_of_another_recipe_is_refused(own, name):
     assert "defaults: [sft, _self_]" in error.value.fix
 
 
+# A job that composes the settings of another recipe, as those that start runs do.
+PROGRAM = """
+def run(config):
+    compose_config('pretrain', PretrainConfig)
+    print('run', config.trainer.steps, config.run_dir)
+hydra_entry('sft', SftConfig, run)()
+"""
+
+
 def run_recipe(folder: Path, *commands: list[object]) -> list[tuple[int, str, str]]:
-    program = "hydra_entry('sft', SftConfig, lambda config: print('run', config.trainer.steps, config.run_dir))()"
-    imports = "import hydra\nfrom harness.config import hydra_entry\nfrom harness.plan import SftConfig"
+    names = "from harness.config import compose_config, hydra_entry\nfrom harness.plan import PretrainConfig, SftConfig"
+    program, imports = PROGRAM, f"import hydra\n{names}"
     return run_in_forks(imports, program, commands, cwd=folder)
 
 
