@@ -188,7 +188,7 @@ def check_numbers(config: Any, section: str) -> None:
 
 @functools.cache
 def _declared(settings: type, kind: str) -> list[tuple[str, Any]]:
-    """Return the fields with bounds or choices, and these; searches of layouts make a hundred thousand settings."""
+    """Return the fields that declare bounds or choices, with these; cached because searches make many settings."""
     declared = [(field.name, field.metadata.get(kind)) for field in dataclasses.fields(settings)]
     return [(name, found) for name, found in declared if found is not None]
 

@@ -439,7 +439,7 @@ def _is_other_number(value: Any) -> bool:
 def _top_keys(file: Path) -> set[str]:
     """Return the settings of a file; a file that is not YAML has none, and is refused when it is chosen."""
     try:
-        # The loader in C, where PyYAML has it: these are all experiments.
+        # Every experiment is read for a hint, so the loader in C is used where PyYAML has it.
         content = yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return set()

@@ -381,7 +381,7 @@ class ModelConfig(CheckedSettings, section="model"):
 
     @property
     def active_weights(self) -> list[int]:
-        """Of each layer the weights of the matrices that a token is multiplied by."""
+        """Number of weights in the matrices that a token is multiplied by, per layer."""
         routed, shared = self.experts_per_token * self.expert_size, self.shared_ffn_hidden_size
         weights = {
             "*": sum(inputs * outputs for inputs, outputs in self.attention_sizes.values()),
