@@ -24,6 +24,8 @@ SETTINGS = (
     *("loader.global_batch_size=8", "loader.block_packs=4", "loader.num_workers=0", "schedule.max_tokens_per_rank=256"),
     *("trainer.device=cpu", "trainer.eval_interval=0", "trainer.eval_batches=1", "optimizer.decay_steps=40"),
 )
+# Rates of a machine that does other work too are not compared: any is allowed.
+PREFLIGHT = ("timeout_s=100", "min_node_gb_s=0", "min_pair_gb_s=0", "min_all_gb_s=0")
 
 
 # States of a job that has not ended, SIGNALING for an instant only; "" where the controller does not answer.
@@ -117,7 +119,8 @@ def submit(slurm: Cluster, data: Path, tmp_path: Path) -> Iterator[Callable[...,
         printed = slurm.on(
             "login",
             *(*HARNESS, "submit", "sft", f"nodes={nodes}", *([f"run_dir={run_dir}"] if run_dir else [])),
-            *(f"data.path={data}", f"runs={tmp_path}/runs", *SETTINGS, "cluster.preflight.timeout_s=100", *overrides),
+            *(f"data.path={data}", f"runs={tmp_path}/runs", *SETTINGS),
+            *(*(f"cluster.preflight.{limit}" for limit in PREFLIGHT), *overrides),
             check=True,
             cwd=ROOT,
         )

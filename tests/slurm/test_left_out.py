@@ -73,15 +73,15 @@ def test_a_node_that_cannot_copy_the_data_is_left_out_with_the_reason(submit, sl
 
 
 def test_a_node_with_a_slow_network_is_named_with_its_rate(submit, slurm):
-    slow = ["rate", "8mbit", "burst", "32kbit", "latency", "400ms"]
+    slow = ["rate", "1mbit", "burst", "32kbit", "latency", "400ms"]
     slurm.on("node2", "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *slow, check=True)
-    limits = ("cluster.preflight.min_pair_gb_s=0.005", "cluster.preflight.timeout_s=200")
+    limits = ("cluster.preflight.min_pair_gb_s=0.0005", "cluster.preflight.timeout_s=200")
     try:
         job = submit("trainer.steps=2", ONE_RANK, *limits, nodes=3)
         assert job.wait() == "FAILED", job.log
     finally:
         slurm.on("node2", "tc", "qdisc", "del", "dev", "eth0", "root", check=True)
-    assert re.search(r"preflight: node2: links to other nodes: gloo all-reduces 0\.00\d+ GB/s with each", job.log)
+    assert re.search(r"preflight: node2: links to other nodes: gloo all-reduces 0\.000\d+ GB/s with each", job.log)
     assert "preflight: node1:" not in job.log
     assert "without these nodes the partition has 2, and the job needs 3" in job.log
     assert job.facts["Restarts"] == "0"

@@ -124,7 +124,7 @@ def _rate(numbers: torch.Tensor, members: Sequence[int], group: Any = None) -> f
         return 0.0
     few = numbers[: numbers.numel() // _SMALLER]
     torch.distributed.all_reduce(few, group=group)  # opens the connections
-    few_s = _seconds(lambda: torch.distributed.all_reduce(few, group=group))
+    few_s = min(_seconds(lambda: torch.distributed.all_reduce(few, group=group)) for _ in range(_REPEATS))
     slowest = torch.tensor([few_s], device=numbers.device)
     torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX, group=group)
     moved, took = few.numel() * 4, float(slowest)
