@@ -304,7 +304,9 @@ def wrap_data_iterator(
     if not tokens:
         what = f"config.max_seqlen_per_dp_cp_rank is {tokens}"
         raise ConfigError(what, where="config", fix="set it to the maximum number of tokens per rank in a microbatch")
-    if scheduler_map[name].shares_rows != _is_dynamic(config):
+    # Under its name or the earlier one; a config without it leaves it to the scheduler.
+    dynamic = [getattr(config, f"{kind}_context_parallel", None) for kind in ("dynamic", "hybrid")]
+    if dynamic != [None, None] and any(dynamic) != scheduler_map[name].shares_rows:
         what = f"{name} {'needs' if scheduler_map[name].shares_rows else 'does not use'} dynamic context parallelism"
         fix = "set config.dynamic_context_parallel=True for default_dynamic_cp alone"
         raise ConfigError(what, where="config.dynamic_context_parallel", fix=fix)
@@ -508,11 +510,6 @@ def _check_padding(lengths: dict[int, int], placed: Groups, parts: dict[str, Any
         what += f"{len(lengths):,} are like it; the layout needs multiples of {multiples[number]}"
         fix = f"pad samples to a multiple of {multiple} (harness.thd.padding_multiple)"
         raise LoaderError(what, where="the data iterator", fix=fix)
-
-
-def _is_dynamic(config: Any) -> bool:
-    """Return True for dynamic context parallelism, under its name or the earlier one."""
-    return any(getattr(config, name, False) for name in ("dynamic_context_parallel", "hybrid_context_parallel"))
 
 
 def _dynamic_group(given: Callable[..., ProcessGroup] | None, size: int) -> ProcessGroup | None:

@@ -227,7 +227,10 @@ def test_the_call_of_newer_versions_of_megatron_is_accepted(one_rank: None) -> N
     [
         ({"dynamic_context_parallel": True}, "dp_balanced does not use dynamic context parallelism"),
         ({"hybrid_context_parallel": True}, "dp_balanced does not use dynamic context parallelism"),
-        ({"sequence_packing_scheduler": "default_dynamic_cp"}, "default_dynamic_cp needs dynamic context parallelism"),
+        (
+            {"sequence_packing_scheduler": "default_dynamic_cp", "dynamic_context_parallel": False},
+            "default_dynamic_cp needs dynamic context parallelism",
+        ),
         ({"min_dynamic_context_parallel_size": 2}, "config.min_dynamic_context_parallel_size = 2 is not supported"),
         ({"pad_packed_seq_alignment": "max"}, "config.pad_packed_seq_alignment = 'max' is not supported"),
         ({"sequence_packing_scheduler": "other"}, "packing scheduler 'other' does not exist"),
@@ -242,7 +245,7 @@ def test_a_configuration_without_its_scheduler_or_size_is_refused(
 
 
 def test_the_phases_agree_on_a_context_parallel_size_of_each_row(one_rank: None) -> None:
-    dynamic = config(sequence_packing_scheduler="default_dynamic_cp", dynamic_context_parallel=True)
+    dynamic = config(sequence_packing_scheduler="default_dynamic_cp")
     rows, *_ = wrap_data_iterator(iter([sample(1, 2)]), dynamic, 1)
     with pytest.raises(LoaderError, match="a row has its own context-parallel size"):
         get_batch_on_this_rank_for_sequence_packing(rows, config=dynamic)
