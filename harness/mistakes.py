@@ -118,7 +118,7 @@ _ANSWERS = {
     "cluster.gpu_gib|gpu_gib": "gpu_memory gpu_mem vram",
     "every step is printed and kept in the run's metrics.jsonl": "logging_steps log_interval logging_strategy",
     "every run plots its losses in loss.png": "plot_loss",
-    "run_dir|data.path": "output_dir output_path output out_dir out save_dir save",
+    "run_dir|data.path|out": "output_dir output_path output out_dir out save_dir save",
     "`harness export` writes a folder, which `hf upload` publishes": "push_to_hub",
     "trainer.eval_interval and trainer.checkpoint_interval are numbers of steps": "eval_strategy save_strategy "
     "evals_per_epoch saves_per_epoch",

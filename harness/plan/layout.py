@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 
 from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than
@@ -242,11 +243,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
 
     def chunks_of_stage(self, num_layers: int, stage: int) -> list[range]:
         """Return the layers of each model chunk of a pipeline stage, 0 for the first of the model."""
-        sizes = [num_layers // self.num_chunks] * self.num_chunks
-        if self.pipeline_layout:
-            sizes = [chunk.count("t") for chunk in read_stages(self.pipeline_layout)]
-        bounds = list(pairwise(accumulate(sizes, initial=0)))
-        return [range(*chunk) for chunk in bounds[stage :: self.pipeline_parallel_size]]
+        return _chunks(num_layers, self.num_chunks, self.pipeline_layout)[stage :: self.pipeline_parallel_size]
 
     def expert_copies(self, world_size: int) -> int:
         """Return the number of ranks that hold the same experts."""
@@ -292,6 +289,12 @@ def sizes_on_rank(name: str, sizes: tuple[int, int], tp: int) -> tuple[int, int]
 def uneven_load(parallel: ParallelConfig, expert_load: float) -> float:
     """Return the tokens of the busiest rank's experts over an even share: 1 where each rank has all experts."""
     return expert_load if parallel.expert_parallel_size > 1 else 1.0
+
+
+@cache
+def _chunks(num_layers: int, num_chunks: int, layout: str | None) -> list[range]:
+    sizes = [chunk.count("t") for chunk in read_stages(layout)] if layout else [num_layers // num_chunks] * num_chunks
+    return [range(*chunk) for chunk in pairwise(accumulate(sizes, initial=0))]
 
 
 def fp8_row_multiple(fp8: str, parallel: ParallelConfig) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -304,7 +304,7 @@ class _RankStep:
     def hidden_bytes(self) -> float:
         return self.tokens * DTYPE_BYTES[self.model.number] * self.model.hidden_size
 
-    @property
+    @cached_property
     def again(self) -> float:
         """Share of the layers that are computed again."""
         layers, stages = self.model.num_layers, range(self.parallel.pipeline_parallel_size)
