@@ -9,6 +9,7 @@ where they are.
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import math
 import os
@@ -648,7 +649,8 @@ def train_layout(number: int, layout: tuple[str, str, SftConfig], path: Path) ->
             runtime.start("cpu", timeout_s=PATIENCE_S) as started,
         ):
             place = join(config.parallel, size, timeout_s=PATIENCE_S, shares_rows=config.shares_rows)
-            run = Run(config, path.with_name(f"{kind}.pt"))
+            # Settings that are drawn together can be longer than the name of a file.
+            run = Run(config, path.with_name(f"{hashlib.sha256(kind.encode()).hexdigest()}.pt"))
             outcome: dict[str, Any] = {**run.train(path.with_name("data") / data, place, started.device)}
         outcome["covered"] = {of: mask.numpy() for of, mask in run.covered.items()}
     except Exception as error:  # of any kind: it is the result of this layout, and others follow
