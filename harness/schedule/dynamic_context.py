@@ -60,12 +60,12 @@ def _place(batch: GlobalBatch, sizes: Int64Array) -> Schedule:
         num_microbatches = groups * batch.group_size
         # The cost of each rank's row of a shared sequence, 0 for other rows.
         taken = np.zeros((num_microbatches, batch.dp_size))
-        taken.reshape(-1)[_rows_of(at[is_shared], sizes[is_shared])] = of_shared
+        taken.ravel()[_rows_of(at[is_shared], sizes[is_shared])] = of_shared
         row_of = _fill_free(rest, costs, missing, taken)
         if row_of is not None:
             break
         groups, more = groups + more, 2 * more
-    placed = exchange_sequences(row_of, costs, rest, num_microbatches, EVEN, taken.reshape(-1))
+    placed = exchange_sequences(row_of, costs, rest, num_microbatches, EVEN, taken.ravel())
     return _joined(batch, placed, short, sizes, at)
 
 
@@ -126,7 +126,7 @@ def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Fl
             busy = loads.reshape(-1, size).max(axis=1)[blocks]
             first = blocks[np.argsort(busy, kind="stable")[: len(those)]] * size
             at[those] = number * batch.dp_size + first
-            ranks = (first[:, None] + np.arange(size)).reshape(-1)
+            ranks = (first[:, None] + np.arange(size)).ravel()
             is_free[ranks] = False
             loads[ranks] += np.repeat(costs[those], size)
             counts[ranks] += 1
@@ -152,7 +152,7 @@ def _fill_free(
     full = costs.sum() / batch.lengths.sum() * batch.max_tokens_per_row / _ROOM
     targets = np.clip(missing - (np.cumsum(is_free, axis=0) - 1) * full, 0.0, full)
     rows = np.flatnonzero(is_free)
-    filled = fill_rows(batch, costs, targets.reshape(-1)[rows]) if rows.size else None
+    filled = fill_rows(batch, costs, targets.ravel()[rows]) if rows.size else None
     return None if filled is None else rows[filled]
 
 
@@ -169,7 +169,7 @@ def _joined(
     is_used = np.bincount(row_of // batch.dp_size, minlength=len(shared_by) // batch.dp_size) > 0
     order = np.argsort(~is_used, kind="stable")
     kept = -(-np.count_nonzero(is_used) // batch.group_size) * batch.group_size * batch.dp_size
-    rows = (order[:, None] * batch.dp_size + np.arange(batch.dp_size)).reshape(-1)
-    row_of = np.argsort(rows, kind="stable")[row_of]
+    rows = (order[:, None] * batch.dp_size + np.arange(batch.dp_size)).ravel()
+    row_of = np.argsort(rows)[row_of]
     offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=kept))]).astype(np.int64)
     return Schedule(batch.dp_size, np.argsort(row_of, kind="stable"), offsets, shared_by[rows[:kept]])

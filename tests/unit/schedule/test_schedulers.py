@@ -13,6 +13,7 @@ from harness.errors import ConfigError, ScheduleError
 from harness.records import Schedule
 from harness.schedule import (
     SCHEDULERS,
+    GlobalBatch,
     ScheduleConfig,
     SequenceCost,
     measure_imbalance,
@@ -96,6 +97,10 @@ def test_cost_grows_with_the_square_of_the_length() -> None:
     # Either part may be 0, and both small.
     for linear, quadratic, cost in ((0.0, 0.25, 1.0), (0.25, 0.0, 0.5), (0.25, 0.5, 2.5)):
         assert SequenceCost(linear=linear, quadratic=quadratic).of(np.asarray([2])).tolist() == [cost]
+    # Each of two ranks has half of the tokens, and the encoders of all.
+    lengths, media_cost = np.asarray([4, 8]), np.asarray([0.0, 5.0])
+    batch = GlobalBatch(lengths, 2, 8, 1, None, SequenceCost(linear=1.0, quadratic=0.0), media_cost)
+    assert (batch.costs().tolist(), batch.costs(np.asarray([1, 2])).tolist()) == ([4.0, 13.0], [4.0, 9.0])
 
 
 def test_ratios_compare_the_busiest_rank_with_the_mean() -> None:
