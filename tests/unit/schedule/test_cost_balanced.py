@@ -55,6 +55,14 @@ def test_literal_lengths_are_paired_exchanged_and_alone() -> None:
     assert found.cost_ratio == found.sync_ratio == 1.0
 
 
+def test_a_placement_in_order_is_preferred_only_if_neither_ratio_is_worse() -> None:
+    # In order, the first has the same sync_ratio and a cost_ratio of 1.27, the second 1.45 and the same cost_ratio.
+    found = measured("cost_balanced", np.asarray([5, 5, 9, 7, 7]), dp_size=2, max_tokens_per_rank=9)
+    assert found.cost_ratio == pytest.approx(1.030, abs=1e-3)
+    found = measured("cost_balanced", np.asarray([6, 9, 7]), dp_size=2, max_tokens_per_rank=9)
+    assert found.sync_ratio == pytest.approx(1.364, abs=1e-3)
+
+
 @pytest.mark.parametrize("dp_size", [2, 8, 16])
 @pytest.mark.parametrize("grows", [True, False])
 def test_media_and_text_are_balanced_together(dp_size: int, grows: bool) -> None:
@@ -176,6 +184,15 @@ def test_rows_that_have_other_sequences_take_none_but_count_for_their_ranks() ->
     made = exchange_sequences(np.ones(4, dtype=np.int64), costs, batch, 2, 1.003, taken)
     # Rank 0 has a cost of 0.2 in its first row, rank 1 all four sequences there.
     assert [made.row(number, rank).size for number in range(2) for rank in range(2)] == [0, 3, 1, 0]
+
+
+def test_equal_rows_are_paired_in_their_order() -> None:
+    batch = batch_of([1] * 64, dp_size=64)
+    # Every other row has two sequences, and the rest none.
+    position = np.arange(64) // 2 * 2
+    made = exchange_sequences(position, batch.costs(), batch, 1, np.inf, np.zeros(64))
+    # The last of the former gives its first sequence to the first of the latter.
+    assert [made.row(0, rank).tolist() for rank in range(1, 64, 2)] == [[number] for number in range(62, -1, -2)]
 
 
 @pytest.mark.parametrize(
