@@ -98,17 +98,17 @@ def divide_further(batch: GlobalBatch, sizes: Int64Array, cost: float) -> Int64A
         costs[pays] = halves[pays]
 
 
-def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Float64Array, Int64Array]:
+def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Float64Array, Float64Array]:
     """Return the places of shared sequences, and the cost and number of the rows that each rank has then.
 
     Each microbatch gets the costliest of those that are left and fit beside each other, so its rows cost about the
     same. There the costliest of a size go to the ranks that are least busy.
 
     Returns:
-        int64 [sequences], microbatch * dp_size + first rank, -1 for the others; float64 and int64 [dp_size].
+        int64 [sequences], microbatch * dp_size + first rank, -1 for the others; float64 [dp_size] each.
     """
-    at = np.full(sizes.shape, -1, dtype=np.int64)
-    loads, counts = np.zeros(batch.dp_size), np.zeros(batch.dp_size, dtype=np.int64)
+    at = np.full_like(sizes, -1)
+    loads, counts = np.zeros((2, batch.dp_size))
     costs = batch.costs(sizes)
     order = np.argsort(-costs, kind="stable")
     left = {size: order[sizes[order] == size].tolist()[::-1] for size in np.unique(sizes[sizes > 1])[::-1].tolist()}
@@ -120,7 +120,7 @@ def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Fl
             size = max(fitting, key=lambda one: costs[left[one][-1]])
             chosen[size].append(left[size].pop())
             room -= size
-        is_free = np.ones(batch.dp_size, dtype=np.bool_)
+        is_free = np.full(batch.dp_size, True)
         for size, those in chosen.items():  # larger ones first, so that all that fit find neighbors
             blocks = np.flatnonzero(is_free.reshape(-1, size).all(axis=1))
             busy = loads.reshape(-1, size).max(axis=1)[blocks]

@@ -113,10 +113,17 @@ def test_a_sequence_that_would_hold_up_the_step_is_divided_further_and_others_st
     # Not where keys and values would take longer than they save, or as long.
     for dear in (SequenceCost(1.0, COST.quadratic, exchange=1e3), SequenceCost(1.0, 0.0, exchange=1.0)):
         assert ranks_of(placed(lengths, 8, cost=dear)).max() == 1
+    # Nor where a sequence takes no longer than the whole step should, or its rank holds it.
+    even = {"cost": SequenceCost(1.0, 0.0), "max_tokens_per_rank": 9}
+    assert ranks_of(placed(np.array([9, 9]), 2, **even)).tolist() == [1, 1]
+    even["cost"] = SequenceCost(1.0, 0.0, exchange=1.0)
+    assert ranks_of(placed(np.array([9, 16]), 2, **even)).tolist() == [1, 2]
     lengths = np.array([40_000, *[8_200] * 800])
     made = placed(lengths, 4)
     assert made.num_microbatches == 201
     assert measured(made, lengths).cost_ratio < 1.02
+    # Two fit in a row, where their tokens alone would fill 22 rows.
+    assert placed(np.array([20, *[4] * 60]), 2, max_tokens_per_rank=11).num_microbatches == 16
 
 
 def test_a_batch_without_a_long_sequence_is_placed_as_cost_balanced_places_it() -> None:
