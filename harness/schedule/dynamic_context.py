@@ -52,9 +52,8 @@ def _place(batch: GlobalBatch, sizes: Int64Array) -> Schedule:
     costs = batch.costs()[short]
     missing = np.maximum(0.0, (loads.sum() + costs.sum()) / batch.dp_size - loads)
     rest = replace(batch, lengths=batch.lengths[short], pack_offsets=None, media_cost=None)
-    rows = rows_needed(rest) * _ROOM + 1 if short.size else 0
-    share = missing / missing.sum() if missing.any() else np.full(batch.dp_size, 1 / batch.dp_size)
-    groups, more = -(-int((counts + np.ceil(rows * share)).max()) // batch.group_size), 1
+    rows = (rows_needed(rest) * _ROOM + 1) * (missing / (missing.sum() or 1.0))
+    groups, more = -(-int((counts + np.ceil(rows)).max()) // batch.group_size), 1
     of_shared = np.repeat(batch.costs(sizes)[is_shared], sizes[is_shared])
     while True:
         num_microbatches = groups * batch.group_size
@@ -76,7 +75,7 @@ def fewest_ranks(batch: GlobalBatch) -> Int64Array:
     held, is_long = batch.max_tokens_per_row // 2 * 2, batch.lengths > batch.max_tokens_per_row
     while is_long.any():
         sizes[is_long] *= 2
-        is_long &= -(-batch.lengths // (2 * sizes)) * 2 > held
+        is_long &= batch.lengths > held * sizes
     return sizes
 
 
@@ -147,12 +146,12 @@ def _fill_free(
     """Return the row of each sequence among those that are free, int64 [sequences]; None where one finds no room."""
     is_free = taken == 0
     if not batch.lengths.size:
-        return np.zeros(0, dtype=np.int64)
+        return np.zeros_like(batch.lengths)
     # Rows of a rank are full one after the other, so that no rank gets a long sequence in each of its rows.
     full = costs.sum() / batch.lengths.sum() * batch.max_tokens_per_row / _ROOM
     targets = np.clip(missing - (np.cumsum(is_free, axis=0) - 1) * full, 0.0, full)
     rows = np.flatnonzero(is_free)
-    filled = fill_rows(batch, costs, targets.ravel()[rows]) if rows.size else None
+    filled = fill_rows(batch, costs, targets.ravel()[rows])
     return None if filled is None else rows[filled]
 
 

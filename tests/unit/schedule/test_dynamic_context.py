@@ -117,7 +117,10 @@ def test_a_sequence_that_would_hold_up_the_step_is_divided_further_and_others_st
     even = {"cost": SequenceCost(1.0, 0.0), "max_tokens_per_rank": 9}
     assert ranks_of(placed(np.array([9, 9]), 2, **even)).tolist() == [1, 1]
     even["cost"] = SequenceCost(1.0, 0.0, exchange=1.0)
+    assert ranks_of(placed(np.array([9]), 2, **even)).tolist() == [1]
     assert ranks_of(placed(np.array([9, 16]), 2, **even)).tolist() == [1, 2]
+    # Nor where the busiest rank costs 1.01 times the mean: 101 for 100.
+    assert ranks_of(placed(np.array([51, 50, 99]), 2, max_tokens_per_rank=101, cost=SequenceCost(1.0, 0.0))).max() == 1
     lengths = np.array([40_000, *[8_200] * 800])
     made = placed(lengths, 4)
     assert made.num_microbatches == 201

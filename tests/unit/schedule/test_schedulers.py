@@ -103,6 +103,18 @@ def test_cost_grows_with_the_square_of_the_length() -> None:
     assert (batch.costs().tolist(), batch.costs(np.asarray([1, 2])).tolist()) == ([4.0, 13.0], [4.0, 9.0])
 
 
+@pytest.mark.parametrize("name", ["cost_balanced", "dynamic_context"])
+@pytest.mark.parametrize("unit", [2.0**-20, 2.0**20])
+def test_costs_have_any_unit(name: str, unit: float) -> None:
+    numbers = np.arange(300)
+    for lengths in (numbers % 7 * 300 + 1, np.where(numbers % 9, numbers * 7919 % 101 + 1, 2048), numbers % 5 + 2):
+        costs = [SequenceCost(one, one / 1024, exchange=one / 2) for one in (1.0, unit)]
+        options = {"dp_size": 8, "max_tokens_per_rank": 2048 if name == "cost_balanced" else 1024}
+        ours, theirs = (schedule(name, lengths, cost=cost, **options) for cost in costs)
+        assert ours.order.tolist() == theirs.order.tolist()
+        assert ours.row_offsets.tolist() == theirs.row_offsets.tolist()
+
+
 def test_ratios_compare_the_busiest_rank_with_the_mean() -> None:
     # Microbatch 0: rank 0 trains 4 + 2 tokens, rank 1 trains 2; microbatch 1: rank 0 nothing, rank 1 trains 4.
     placed = Schedule(2, np.asarray([0, 1, 2, 3]), np.asarray([0, 2, 3, 3, 4]))
