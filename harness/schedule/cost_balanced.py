@@ -330,7 +330,7 @@ class _Placement:
         swaps = np.append(of_taker, -1)[near] == pair[:, None]
 
         def with_none(values: Any, none: Any) -> Any:
-            return np.concatenate([np.where(swaps, values, 0), np.broadcast_to(none, (pair.shape[0], 1))], axis=1)
+            return np.concatenate([values, np.broadcast_to(none, (pair.shape[0], 1))], axis=1)
 
         rows = with_none(self.row_of[taken], freest[pair][:, None])
         change = self.costs[givers][:, None] - with_none(self.costs[taken], 0.0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.records import Float64Array, Int64Array
 from harness.schedule import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, schedule
-from harness.schedule.cost_balanced import _targets, exchange_sequences, rows_needed
+from harness.schedule.cost_balanced import _targets, exchange_sequences, fill_rows, rows_needed
 
 
 def lengths_of(kind: str, count: int, max_tokens_per_rank: int, seed: int) -> Int64Array:
@@ -187,12 +188,25 @@ def test_rows_that_have_other_sequences_take_none_but_count_for_their_ranks() ->
 
 
 def test_equal_rows_are_paired_in_their_order() -> None:
-    batch = batch_of([1] * 64, dp_size=64)
-    # Every other row has two sequences, and the rest none.
-    position = np.arange(64) // 2 * 2
-    made = exchange_sequences(position, batch.costs(), batch, 1, np.inf, np.zeros(64))
+    batch = batch_of([1] * 42, dp_size=64)
+    # Every third row has two sequences, up to the 61st, and the rest none.
+    made = exchange_sequences(np.arange(42) // 2 * 3, batch.costs(), batch, 1, np.inf, np.zeros(64))
     # The last of the former gives its first sequence to the first of the latter.
-    assert [made.row(0, rank).tolist() for rank in range(1, 64, 2)] == [[number] for number in range(62, -1, -2)]
+    empty = [rank for rank in range(64) if rank % 3]
+    assert [made.row(0, rank).tolist() for rank in empty[:21]] == [[number] for number in range(40, -1, -2)]
+
+
+def test_rows_exchange_half_of_what_they_differ_by() -> None:
+    batch = batch_of([9, 5, 1, 5], dp_size=2, cost=SequenceCost(linear=1.0, quadratic=0.0))
+    made = exchange_sequences(np.asarray([0, 0, 0, 1]), batch.costs(), batch, 1, np.inf, np.zeros(2))
+    assert [made.row(0, rank).tolist() for rank in range(2)] == [[0, 2], [1, 3]]
+
+
+def test_many_sequences_are_placed_several_at_a_time() -> None:
+    batch = replace(batch_of([1] * 801), max_tokens_per_row=1000)
+    row_of = fill_rows(batch, batch.costs(), np.asarray([1000.0, 0.0]))
+    assert row_of is not None
+    assert np.bincount(row_of).tolist() == [401, 400]
 
 
 @pytest.mark.parametrize(
