@@ -257,7 +257,7 @@ class _Placement:
             gaps = self.row_costs[busy] - self.row_costs[idle]
             pays = gaps > (EVEN - 1) * self.mean
             if not self._exchange(rows, (busy[pays], idle[pays]), (gaps[pays] / 2, gaps[pays]), idle[pays], 0.0):
-                break
+                return
 
     def deal_rows(self) -> None:
         """Give the costliest rows of each microbatch to the least busy ranks, most unequal microbatches first."""

@@ -196,17 +196,22 @@ def test_equal_rows_are_paired_in_their_order() -> None:
     assert [made.row(0, rank).tolist() for rank in empty[:21]] == [[number] for number in range(40, -1, -2)]
 
 
-def test_rows_exchange_half_of_what_they_differ_by() -> None:
-    batch = batch_of([9, 5, 1, 5], dp_size=2, cost=SequenceCost(linear=1.0, quadratic=0.0))
-    made = exchange_sequences(np.asarray([0, 0, 0, 1]), batch.costs(), batch, 1, np.inf, np.zeros(2))
-    assert [made.row(0, rank).tolist() for rank in range(2)] == [[0, 2], [1, 3]]
+@pytest.mark.parametrize(
+    ("lengths", "position", "rows"),
+    [([9, 5, 1, 5], [0, 0, 0, 1], [[0, 2], [1, 3]]), ([2] * 8, [0] * 8, [[4, 5, 6, 7], [0, 1, 2, 3]])],
+)
+def test_rows_exchange_half_of_what_they_differ_by(lengths, position, rows) -> None:
+    batch = replace(batch_of(lengths, dp_size=2), max_tokens_per_row=20)
+    made = exchange_sequences(np.asarray(position), batch.costs(), batch, 1, np.inf, np.zeros(2))
+    assert [made.row(0, rank).tolist() for rank in range(2)] == rows
 
 
 def test_many_sequences_are_placed_several_at_a_time() -> None:
     batch = replace(batch_of([1] * 801), max_tokens_per_row=1000)
-    row_of = fill_rows(batch, batch.costs(), np.asarray([1000.0, 0.0]))
+    row_of = fill_rows(batch, batch.costs(), np.asarray([1000.0, 0.0, 0.0, 0.0]))
     assert row_of is not None
-    assert np.bincount(row_of).tolist() == [401, 400]
+    # Three to different rows each time: the row that lacks most gets one of them.
+    assert np.bincount(row_of).tolist() == [267, 178, 178, 178]
 
 
 @pytest.mark.parametrize(
