@@ -155,22 +155,24 @@ def test_the_most_ranks_that_share_a_row_are_the_largest_power_of_two_that_divid
 
 
 @pytest.mark.parametrize(
-    ("name", "dp_size", "cp_size", "fits", "ranks", "least"),
+    ("name", "dp_size", "cp_size", "most_ranks", "fits", "ranks", "least"),
     [
-        ("dp_balanced", 4, 2, 18, "cp_size", 11),
-        ("dynamic_context", 3, 1, 9, "1, the largest power of two that divides 3 data-parallel ranks", 13),
+        ("dp_balanced", 4, 2, None, 18, "cp_size", 11),
+        ("dynamic_context", 3, 1, None, 9, "1, the largest power of two that divides 3 data-parallel ranks", 13),
         # Each of four ranks holds two equal chunks of 4 tokens.
-        ("dynamic_context", 12, 1, 32, "4, the largest power of two that divides 12 data-parallel ranks", 10),
+        ("dynamic_context", 12, 1, None, 32, "4, the largest power of two that divides 12 data-parallel ranks", 10),
+        ("dynamic_context", 12, 1, 2, 16, "2, the most ranks that can divide the heads of a scan", 10),
     ],
 )
 def test_a_sequence_that_its_ranks_cannot_hold_is_refused_with_what_would(
-    name, dp_size, cp_size, fits, ranks, least
+    name, dp_size, cp_size, most_ranks, fits, ranks, least
 ) -> None:
-    check_lengths(np.asarray([fits, 1]), None, name, 9, dp_size=dp_size, cp_size=cp_size)
+    layout = {"dp_size": dp_size, "cp_size": cp_size, "most_ranks": most_ranks}
+    check_lengths(np.asarray([fits, 1]), None, name, 9, **layout)
     long = np.asarray([1, fits + 1, fits + 4])
     for offsets, where in ((None, "schedule.max_tokens_per_rank"), ([0, 1, 3], "pack 1, its sequence 0")):
         with pytest.raises(ScheduleError) as caught:
-            check_lengths(long, offsets and np.asarray(offsets), name, 9, dp_size=dp_size, cp_size=cp_size)
+            check_lengths(long, offsets and np.asarray(offsets), name, 9, **layout)
         assert caught.value.what == (
             f"sequence 1 has {fits + 1} model tokens after padding, more than the {fits} of a row "
             f"(max_tokens_per_rank * {ranks}); 2 of 3 sequences are that long"
