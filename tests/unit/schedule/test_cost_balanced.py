@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, insort
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.records import Float64Array, Int64Array
 from harness.schedule import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, schedule
-from harness.schedule.cost_balanced import _targets, exchange_sequences, fill_rows, rows_needed
+from harness.schedule.cost_balanced import _excess, _targets, exchange_sequences, fill_rows, rows_needed
 
 
 def lengths_of(kind: str, count: int, max_tokens_per_rank: int, seed: int) -> Int64Array:
@@ -177,6 +178,12 @@ def test_the_rows_that_sequences_need_count_those_that_share_none(lengths: list[
 def test_microbatches_share_evenly_what_the_longest_sequences_leave(costs, dp_size, targets) -> None:
     found = _targets(np.asarray(costs, dtype=np.float64), dp_size, len(targets))
     assert found.tolist() == targets
+
+
+@pytest.mark.parametrize(("step", "sync", "excess"), [(1.01, 1.10, 0.0), (1.03, 1.05, 0.2), (1.0, 1.4, 0.3)])
+def test_ratios_count_from_where_another_microbatch_pays(step: float, sync: float, excess: float) -> None:
+    measured = SimpleNamespace(cost_ratio=step, sync_ratio=sync)
+    assert _excess(measured, 1.01) == pytest.approx(excess)
 
 
 def test_rows_that_have_other_sequences_take_none_but_count_for_their_ranks() -> None:
