@@ -46,14 +46,12 @@ class SequenceCost:
 
     def of(self, lengths: npt.NDArray[np.integer]) -> Float64Array:
         """Return the cost of sequences of these numbers of model tokens, float64 in the shape of `lengths`."""
-        tokens = np.asarray(lengths, dtype=np.float64)
-        return tokens * (self.linear + self.quadratic * tokens)
+        return self.of_rank(lengths, 1)
 
-    def of_rank(self, lengths: npt.NDArray[np.integer], ranks: npt.NDArray[np.integer]) -> Float64Array:
+    def of_rank(self, lengths: npt.NDArray[np.integer], ranks: npt.NDArray[np.integer] | int) -> Float64Array:
         """Return the cost on each of the ranks that share a sequence, float64 in the shape of `lengths`."""
-        tokens, shares = np.asarray(lengths, dtype=np.float64), np.asarray(ranks, dtype=np.float64)
-        behind = np.maximum(self.quadratic * tokens, self.exchange * (shares - 1))
-        cost: Float64Array = tokens * (self.linear + behind + self.swap * (shares - 1) / shares) / shares
+        behind = np.maximum(self.quadratic * lengths, self.exchange * (ranks - 1))
+        cost: Float64Array = lengths * (self.linear + behind + self.swap * (ranks - 1) / ranks) / ranks
         return cost
 
 
@@ -84,9 +82,9 @@ class GlobalBatch:
         """The number of rows of a schedule is a multiple of this."""
         return self.dp_size * self.group_size
 
-    def costs(self, ranks: npt.ArrayLike = 1) -> Float64Array:
+    def costs(self, ranks: npt.NDArray[np.integer] | int = 1) -> Float64Array:
         """Return the cost of each sequence on each of the `ranks` that share it, float64 [sequences]."""
-        costs = self.cost.of_rank(self.lengths, np.asarray(ranks))
+        costs = self.cost.of_rank(self.lengths, ranks)
         return costs if self.media_cost is None else costs + self.media_cost
 
 
@@ -200,7 +198,7 @@ def measure_imbalance(
 
     `media_cost` is as in GlobalBatch. Where data-parallel ranks share rows, `max_tokens_per_row` is that of one rank.
     """
-    tokens = _row_sums(schedule, np.asarray(lengths, dtype=np.float64) / _ranks_of(schedule))
+    tokens = _row_sums(schedule, lengths / _ranks_of(schedule))
     work = row_costs(schedule, lengths, cost=cost, media_cost=media_cost)
     rank_tokens = tokens.sum(axis=0)
     rank_cost = work.sum(axis=0)

@@ -171,7 +171,7 @@ def _by_cost(batch: GlobalBatch, costs: Float64Array, row_of: Int64Array, num_mi
     rows = np.argsort(-row_costs, kind="stable").reshape(num_microbatches, batch.dp_size)
     rows[1::2] = rows[1::2, ::-1]
     renumbered = np.empty(num_rows, dtype=np.int64)
-    renumbered[rows.reshape(-1)] = np.arange(num_rows)
+    renumbered[rows.ravel()] = np.arange(num_rows)
     return renumbered[row_of]
 
 
@@ -253,11 +253,11 @@ class _Placement:
         for _ in range(_ROUNDS_OF_ROWS):
             costs = self.row_costs.reshape(self.shape)
             order = np.argsort(costs, axis=1, kind="stable") + np.arange(0, costs.size, self.shape[1])[:, None]
-            idle, busy = order[:, :half].reshape(-1), order[:, ::-1][:, :half].reshape(-1)
+            idle, busy = order[:, :half].ravel(), order[:, ::-1][:, :half].ravel()
             gaps = self.row_costs[busy] - self.row_costs[idle]
             pays = gaps > (EVEN - 1) * self.mean
             if not self._exchange(rows, (busy[pays], idle[pays]), (gaps[pays] / 2, gaps[pays]), idle[pays], 0.0):
-                break
+                return
 
     def deal_rows(self) -> None:
         """Give the costliest rows of each microbatch to the least busy ranks, most unequal microbatches first."""
@@ -269,9 +269,9 @@ class _Placement:
             row_at[number, ranks] = number * self.shape[1] + rows
             totals[ranks] += costs[number, rows]
         moved = np.empty(costs.size, np.int64)
-        moved[row_at.reshape(-1)] = np.arange(costs.size)
+        moved[row_at.ravel()] = np.arange(costs.size)
         self.row_of = moved[self.row_of]
-        self.row_costs, self.free = self.row_costs[row_at].reshape(-1), self.free[row_at].reshape(-1)
+        self.row_costs, self.free = self.row_costs[row_at].ravel(), self.free[row_at].ravel()
 
     def even_ranks(self, goal: float) -> None:
         """Exchange sequences between ranks; each exchange is charged with the wait that it adds to a microbatch."""
@@ -330,7 +330,7 @@ class _Placement:
         swaps = np.append(of_taker, -1)[near] == pair[:, None]
 
         def with_none(values: Any, none: Any) -> Any:
-            return np.concatenate([np.where(swaps, values, 0), np.broadcast_to(none, (pair.shape[0], 1))], axis=1)
+            return np.concatenate([values, np.broadcast_to(none, (pair.shape[0], 1))], axis=1)
 
         rows = with_none(self.row_of[taken], freest[pair][:, None])
         change = self.costs[givers][:, None] - with_none(self.costs[taken], 0.0)
@@ -357,7 +357,7 @@ class _Placement:
         """Return the cost that each row can gain before its microbatch takes longer, float64 [rows]."""
         costs = self.row_costs.reshape(self.shape)
         slack: Float64Array = costs.max(axis=1, keepdims=True) - costs
-        return slack.reshape(-1)
+        return slack.ravel()
 
     def _apply(
         self,

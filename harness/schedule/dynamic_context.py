@@ -52,20 +52,19 @@ def _place(batch: GlobalBatch, sizes: Int64Array) -> Schedule:
     costs = batch.costs()[short]
     missing = np.maximum(0.0, (loads.sum() + costs.sum()) / batch.dp_size - loads)
     rest = replace(batch, lengths=batch.lengths[short], pack_offsets=None, media_cost=None)
-    rows = rows_needed(rest) * _ROOM + 1 if short.size else 0
-    share = missing / missing.sum() if missing.any() else np.full(batch.dp_size, 1 / batch.dp_size)
-    groups, more = -(-int((counts + np.ceil(rows * share)).max()) // batch.group_size), 1
+    rows = (rows_needed(rest) * _ROOM + 1) * (missing / (missing.sum() or 1.0))
+    groups, more = -(-int((counts + np.ceil(rows)).max()) // batch.group_size), 1
     of_shared = np.repeat(batch.costs(sizes)[is_shared], sizes[is_shared])
     while True:
         num_microbatches = groups * batch.group_size
         # The cost of each rank's row of a shared sequence, 0 for other rows.
         taken = np.zeros((num_microbatches, batch.dp_size))
-        taken.reshape(-1)[_rows_of(at[is_shared], sizes[is_shared])] = of_shared
+        taken.ravel()[_rows_of(at[is_shared], sizes[is_shared])] = of_shared
         row_of = _fill_free(rest, costs, missing, taken)
         if row_of is not None:
             break
         groups, more = groups + more, 2 * more
-    placed = exchange_sequences(row_of, costs, rest, num_microbatches, EVEN, taken.reshape(-1))
+    placed = exchange_sequences(row_of, costs, rest, num_microbatches, EVEN, taken.ravel())
     return _joined(batch, placed, short, sizes, at)
 
 
@@ -76,7 +75,7 @@ def fewest_ranks(batch: GlobalBatch) -> Int64Array:
     held, is_long = batch.max_tokens_per_row // 2 * 2, batch.lengths > batch.max_tokens_per_row
     while is_long.any():
         sizes[is_long] *= 2
-        is_long &= -(-batch.lengths // (2 * sizes)) * 2 > held
+        is_long &= batch.lengths > held * sizes
     return sizes
 
 
@@ -98,17 +97,17 @@ def divide_further(batch: GlobalBatch, sizes: Int64Array, cost: float) -> Int64A
         costs[pays] = halves[pays]
 
 
-def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Float64Array, Int64Array]:
+def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Float64Array, Float64Array]:
     """Return the places of shared sequences, and the cost and number of the rows that each rank has then.
 
     Each microbatch gets the costliest of those that are left and fit beside each other, so its rows cost about the
     same. There the costliest of a size go to the ranks that are least busy.
 
     Returns:
-        int64 [sequences], microbatch * dp_size + first rank, -1 for the others; float64 and int64 [dp_size].
+        int64 [sequences], microbatch * dp_size + first rank, -1 for the others; float64 [dp_size] each.
     """
-    at = np.full(sizes.shape, -1, dtype=np.int64)
-    loads, counts = np.zeros(batch.dp_size), np.zeros(batch.dp_size, dtype=np.int64)
+    at = np.full_like(sizes, -1)
+    loads, counts = np.zeros((2, batch.dp_size))
     costs = batch.costs(sizes)
     order = np.argsort(-costs, kind="stable")
     left = {size: order[sizes[order] == size].tolist()[::-1] for size in np.unique(sizes[sizes > 1])[::-1].tolist()}
@@ -120,13 +119,13 @@ def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Fl
             size = max(fitting, key=lambda one: costs[left[one][-1]])
             chosen[size].append(left[size].pop())
             room -= size
-        is_free = np.ones(batch.dp_size, dtype=np.bool_)
+        is_free = np.full(batch.dp_size, True)
         for size, those in chosen.items():  # larger ones first, so that all that fit find neighbors
             blocks = np.flatnonzero(is_free.reshape(-1, size).all(axis=1))
             busy = loads.reshape(-1, size).max(axis=1)[blocks]
             first = blocks[np.argsort(busy, kind="stable")[: len(those)]] * size
             at[those] = number * batch.dp_size + first
-            ranks = (first[:, None] + np.arange(size)).reshape(-1)
+            ranks = (first[:, None] + np.arange(size)).ravel()
             is_free[ranks] = False
             loads[ranks] += np.repeat(costs[those], size)
             counts[ranks] += 1
@@ -147,12 +146,12 @@ def _fill_free(
     """Return the row of each sequence among those that are free, int64 [sequences]; None where one finds no room."""
     is_free = taken == 0
     if not batch.lengths.size:
-        return np.zeros(0, dtype=np.int64)
+        return np.zeros_like(batch.lengths)
     # Rows of a rank are full one after the other, so that no rank gets a long sequence in each of its rows.
     full = costs.sum() / batch.lengths.sum() * batch.max_tokens_per_row / _ROOM
     targets = np.clip(missing - (np.cumsum(is_free, axis=0) - 1) * full, 0.0, full)
     rows = np.flatnonzero(is_free)
-    filled = fill_rows(batch, costs, targets.reshape(-1)[rows]) if rows.size else None
+    filled = fill_rows(batch, costs, targets.ravel()[rows])
     return None if filled is None else rows[filled]
 
 
@@ -169,7 +168,7 @@ def _joined(
     is_used = np.bincount(row_of // batch.dp_size, minlength=len(shared_by) // batch.dp_size) > 0
     order = np.argsort(~is_used, kind="stable")
     kept = -(-np.count_nonzero(is_used) // batch.group_size) * batch.group_size * batch.dp_size
-    rows = (order[:, None] * batch.dp_size + np.arange(batch.dp_size)).reshape(-1)
-    row_of = np.argsort(rows, kind="stable")[row_of]
+    rows = (order[:, None] * batch.dp_size + np.arange(batch.dp_size)).ravel()
+    row_of = np.argsort(rows)[row_of]
     offsets = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=kept))]).astype(np.int64)
     return Schedule(batch.dp_size, np.argsort(row_of, kind="stable"), offsets, shared_by[rows[:kept]])

@@ -43,6 +43,10 @@ MODULES = {
         "tests/unit/schedule/test_cost_balanced.py",
         "tests/unit/schedule/test_schedulers.py",
     ),
+    "harness/schedule/dynamic_context.py": (
+        "tests/unit/schedule/test_dynamic_context.py",
+        "tests/unit/schedule/test_schedulers.py",
+    ),
     "harness/schedule/batch.py": ("tests/unit/schedule/test_schedulers.py",),
     "harness/loader/order.py": ("tests/unit/loader/test_loader_order.py",),
     "harness/loader/state.py": ("tests/unit/loader/test_loader_state.py",),

@@ -94,6 +94,18 @@ def test_a_slice_that_shows_no_media_has_none_and_each_slice_has_its_padding() -
     assert [rank.padding_mask.flatten().tolist() for rank in ranks] == [[False] * 5 + [True], [False] * 6]
 
 
+@pytest.mark.parametrize(("cp_rank", "kept"), [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])])
+def test_a_slice_of_a_row_has_the_rows_and_columns_of_its_images(cp_rank: int, kept: list[int]) -> None:
+    first = {name: getattr(MEDIA, name)[:1] for name in ("sequences", "starts", "tokens", "digests")}
+    media = RowMedia(**first, arrays={"image_grid_thw": np.array([[1, 4, 4]])})
+    grid = to_device(
+        replace(row(8), media=media), torch.device("cpu"), cp_size=2, cp_rank=cp_rank
+    ).packed_seq_params.grid
+    # Two tokens of text, two by two of the image, and two of text.
+    whole = np.array([[0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]])
+    assert grid.tolist() == whole[:, kept].tolist()
+
+
 def test_a_row_is_copied_before_the_one_before_it_is_computed() -> None:
     events = []
 

@@ -229,6 +229,28 @@ def test_the_rule_of_a_template_is_named_with_its_reason(
     assert len(made.sequences(talk("Hi", "Hello", weight=1))) == 1
 
 
+def trained_of(made: Masker, chat: Conversation) -> list[list[str]]:
+    return [[one.text[start:end] for start, end in one.spans] for one in made.sequences(chat)]
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_marked_turns_are_not_trained_after_a_prompt_that_follows_them(role: str) -> None:
+    prompts_first = "{% for m in messages | selectattr('role', 'eq', '" + role + "') %}{{ m.content }}{% endfor %}"
+    turns = OWN["marked"].replace("in messages %}", "in messages if m.role in ('user', 'assistant') %}")
+    made = masker(prompts_first + turns, "<|im_end|>")
+    chat = conversation([*_ANSWERED, turn(role, "c"), *_ASKED, turn("assistant", "e")], [])
+    assert trained_of(made, chat) == [["b<|im_end|>"], ["e<|im_end|>"]]
+
+
+def test_marked_reasoning_is_trained_where_the_template_drops_it_later_and_every_message_writes_its_end() -> None:
+    template = OWN["marked"].replace(
+        CONTENT + CALLS, "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    )
+    chat = talk("What is </think>?", "<think>Hm</think>Hello", "And </think>?", "<think>So</think>Bye")
+    found = trained_of(masker(template, "<|im_end|>"), chat)
+    assert found == [["<think>Hm</think>Hello<|im_end|>"], ["<think>So</think>Bye<|im_end|>"]]
+
+
 def test_marks_that_are_asked_for_and_missing_are_refused_with_what_to_set() -> None:
     with pytest.raises(ConfigError) as refused:
         masker(OWN["plain"], mask="generation")

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.records import Float64Array, Int64Array
 from harness.schedule import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, schedule
-from harness.schedule.cost_balanced import _targets, exchange_sequences, rows_needed
+from harness.schedule.cost_balanced import _excess, _targets, exchange_sequences, fill_rows, rows_needed
 
 
 def lengths_of(kind: str, count: int, max_tokens_per_rank: int, seed: int) -> Int64Array:
@@ -53,6 +55,14 @@ def test_literal_lengths_are_paired_exchanged_and_alone() -> None:
     found = measured("cost_balanced", np.full(64, 4097), dp_size=8, max_tokens_per_rank=8192)
     assert found.num_microbatches == 8
     assert found.cost_ratio == found.sync_ratio == 1.0
+
+
+def test_a_placement_in_order_is_preferred_only_if_neither_ratio_is_worse() -> None:
+    # In order, the first has the same sync_ratio and a cost_ratio of 1.27, the second 1.45 and the same cost_ratio.
+    found = measured("cost_balanced", np.asarray([5, 5, 9, 7, 7]), dp_size=2, max_tokens_per_rank=9)
+    assert found.cost_ratio == pytest.approx(1.030, abs=1e-3)
+    found = measured("cost_balanced", np.asarray([6, 9, 7]), dp_size=2, max_tokens_per_rank=9)
+    assert found.sync_ratio == pytest.approx(1.364, abs=1e-3)
 
 
 @pytest.mark.parametrize("dp_size", [2, 8, 16])
@@ -170,12 +180,45 @@ def test_microbatches_share_evenly_what_the_longest_sequences_leave(costs, dp_si
     assert found.tolist() == targets
 
 
+@pytest.mark.parametrize(("step", "sync", "excess"), [(1.01, 1.10, 0.0), (1.03, 1.05, 0.2), (1.0, 1.4, 0.3)])
+def test_ratios_count_from_where_another_microbatch_pays(step: float, sync: float, excess: float) -> None:
+    measured = SimpleNamespace(cost_ratio=step, sync_ratio=sync)
+    assert _excess(measured, 1.01) == pytest.approx(excess)
+
+
 def test_rows_that_have_other_sequences_take_none_but_count_for_their_ranks() -> None:
     batch = batch_of([1, 1, 1, 1], dp_size=2, cost=SequenceCost(linear=0.1, quadratic=0.0))
     costs, taken = batch.cost.of(batch.lengths), np.asarray([0.2, 0.0, 0.0, 0.0])
     made = exchange_sequences(np.ones(4, dtype=np.int64), costs, batch, 2, 1.003, taken)
     # Rank 0 has a cost of 0.2 in its first row, rank 1 all four sequences there.
     assert [made.row(number, rank).size for number in range(2) for rank in range(2)] == [0, 3, 1, 0]
+
+
+def test_equal_rows_are_paired_in_their_order() -> None:
+    batch = batch_of([1] * 42, dp_size=64)
+    # Every third row has two sequences, up to the 61st, and the rest none.
+    made = exchange_sequences(np.arange(42) // 2 * 3, batch.costs(), batch, 1, np.inf, np.zeros(64))
+    # The last of the former gives its first sequence to the first of the latter.
+    empty = [rank for rank in range(64) if rank % 3]
+    assert [made.row(0, rank).tolist() for rank in empty[:21]] == [[number] for number in range(40, -1, -2)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "position", "rows"),
+    [([9, 5, 1, 5], [0, 0, 0, 1], [[0, 2], [1, 3]]), ([2] * 8, [0] * 8, [[4, 5, 6, 7], [0, 1, 2, 3]])],
+)
+def test_rows_exchange_half_of_what_they_differ_by(lengths, position, rows) -> None:
+    batch = replace(batch_of(lengths, dp_size=2), max_tokens_per_row=20)
+    made = exchange_sequences(np.asarray(position), batch.costs(), batch, 1, np.inf, np.zeros(2))
+    assert [made.row(0, rank).tolist() for rank in range(2)] == rows
+
+
+def test_many_sequences_are_placed_several_at_a_time() -> None:
+    batch = replace(batch_of([1] * 801), max_tokens_per_row=1000)
+    row_of = fill_rows(batch, batch.costs(), np.asarray([1000.0, 0.0, 0.0, 0.0]))
+    assert row_of is not None
+    # Three to different rows each time: the row that lacks most gets one of them.
+    assert np.bincount(row_of).tolist() == [267, 178, 178, 178]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -108,13 +110,23 @@ def test_a_sequence_that_would_hold_up_the_step_is_divided_further_and_others_st
     lengths = np.array([16_000, *[500] * 64])
     assert ranks_of(placed(lengths, 8)).max() == 4
     assert ranks_of(placed(lengths[1:], 8)).max() == 1
-    # Not where keys and values would take longer than they save.
-    dear = SequenceCost(1.0, COST.quadratic, exchange=1e3)
-    assert ranks_of(placed(lengths, 8, cost=dear)).max() == 1
+    # Not where keys and values would take longer than they save, or as long.
+    for dear in (SequenceCost(1.0, COST.quadratic, exchange=1e3), SequenceCost(1.0, 0.0, exchange=1.0)):
+        assert ranks_of(placed(lengths, 8, cost=dear)).max() == 1
+    # Nor where a sequence takes no longer than the whole step should, or its rank holds it.
+    even = {"cost": SequenceCost(1.0, 0.0), "max_tokens_per_rank": 9}
+    assert ranks_of(placed(np.array([9, 9]), 2, **even)).tolist() == [1, 1]
+    even["cost"] = SequenceCost(1.0, 0.0, exchange=1.0)
+    assert ranks_of(placed(np.array([9]), 2, **even)).tolist() == [1]
+    assert ranks_of(placed(np.array([9, 16]), 2, **even)).tolist() == [1, 2]
+    # Nor where the busiest rank costs 1.01 times the mean: 101 for 100.
+    assert ranks_of(placed(np.array([51, 50, 99]), 2, max_tokens_per_rank=101, cost=SequenceCost(1.0, 0.0))).max() == 1
     lengths = np.array([40_000, *[8_200] * 800])
     made = placed(lengths, 4)
     assert made.num_microbatches == 201
     assert measured(made, lengths).cost_ratio < 1.02
+    # Two fit in a row, where their tokens alone would fill 22 rows.
+    assert placed(np.array([20, *[4] * 60]), 2, max_tokens_per_rank=11).num_microbatches == 16
 
 
 def test_a_batch_without_a_long_sequence_is_placed_as_cost_balanced_places_it() -> None:
@@ -125,6 +137,30 @@ def test_a_batch_without_a_long_sequence_is_placed_as_cost_balanced_places_it() 
     )
     assert ours.shared_by is None
     assert ours.order.tolist() == theirs.order.tolist()
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "group_size", "digest"),
+    [(2, 1, "8d680ad22e4e948f"), (8, 1, "edf47111fa1ba322"), (12, 3, "b02db1375107e7e4"), (64, 1, "5c7f113d72055ebe")],
+)
+def test_the_placement_is_the_same_on_every_machine(dp_size: int, group_size: int, digest: str) -> None:
+    """Ranks on other processors plan for themselves; equal sequences stay in order for them all."""
+    found = hashlib.sha256()
+    for count in (1, 3, 40, 500):
+        numbers = np.arange(count)
+        lengths = 2 + (numbers * 7919 % 1009) * (numbers % 4 + 1)
+        for sizes, cost, media_cost in (
+            (lengths, SequenceCost(), None),
+            (lengths % 7 * 300 + 1, SequenceCost(1.0, 0.25, exchange=3.0), None),  # many of a length
+            (lengths // 5 + 1, SequenceCost(), numbers % 3 * 400.0),
+            (np.where(numbers % 9, lengths // 16 + 1, 2048), SequenceCost(1.0, 0.001, swap=0.5), None),
+        ):
+            options = {"cost": cost, "media_cost": media_cost, "max_tokens_per_rank": 1024, "group_size": group_size}
+            made = placed(np.minimum(sizes, 1024 * largest_share(dp_size)), dp_size, **options)
+            shared_by = np.zeros(0) if made.shared_by is None else made.shared_by
+            for values in (made.order, made.row_offsets, shared_by):
+                found.update(values.astype("<i8").tobytes())
+    assert found.hexdigest()[:16] == digest
 
 
 def test_a_sequence_longer_than_its_ranks_hold_is_refused_with_the_arithmetic() -> None:

@@ -13,6 +13,7 @@ from harness.errors import ConfigError, ScheduleError
 from harness.records import Schedule
 from harness.schedule import (
     SCHEDULERS,
+    GlobalBatch,
     ScheduleConfig,
     SequenceCost,
     measure_imbalance,
@@ -96,6 +97,22 @@ def test_cost_grows_with_the_square_of_the_length() -> None:
     # Either part may be 0, and both small.
     for linear, quadratic, cost in ((0.0, 0.25, 1.0), (0.25, 0.0, 0.5), (0.25, 0.5, 2.5)):
         assert SequenceCost(linear=linear, quadratic=quadratic).of(np.asarray([2])).tolist() == [cost]
+    # Each of two ranks has half of the tokens, and the encoders of all.
+    lengths, media_cost = np.asarray([4, 8]), np.asarray([0.0, 5.0])
+    batch = GlobalBatch(lengths, 2, 8, 1, None, SequenceCost(linear=1.0, quadratic=0.0), media_cost)
+    assert (batch.costs().tolist(), batch.costs(np.asarray([1, 2])).tolist()) == ([4.0, 13.0], [4.0, 9.0])
+
+
+@pytest.mark.parametrize("name", ["cost_balanced", "dynamic_context"])
+@pytest.mark.parametrize("unit", [2.0**-20, 2.0**20])
+def test_costs_have_any_unit(name: str, unit: float) -> None:
+    numbers = np.arange(300)
+    for lengths in (numbers % 7 * 300 + 1, np.where(numbers % 9, numbers * 7919 % 101 + 1, 2048), numbers % 5 + 2):
+        costs = [SequenceCost(one, one / 1024, exchange=one / 2) for one in (1.0, unit)]
+        options = {"dp_size": 8, "max_tokens_per_rank": 2048 if name == "cost_balanced" else 1024}
+        ours, theirs = (schedule(name, lengths, cost=cost, **options) for cost in costs)
+        assert ours.order.tolist() == theirs.order.tolist()
+        assert ours.row_offsets.tolist() == theirs.row_offsets.tolist()
 
 
 def test_ratios_compare_the_busiest_rank_with_the_mean() -> None:
@@ -138,22 +155,24 @@ def test_the_most_ranks_that_share_a_row_are_the_largest_power_of_two_that_divid
 
 
 @pytest.mark.parametrize(
-    ("name", "dp_size", "cp_size", "fits", "ranks", "least"),
+    ("name", "dp_size", "cp_size", "most_ranks", "fits", "ranks", "least"),
     [
-        ("dp_balanced", 4, 2, 18, "cp_size", 11),
-        ("dynamic_context", 3, 1, 9, "1, the largest power of two that divides 3 data-parallel ranks", 13),
+        ("dp_balanced", 4, 2, None, 18, "cp_size", 11),
+        ("dynamic_context", 3, 1, None, 9, "1, the largest power of two that divides 3 data-parallel ranks", 13),
         # Each of four ranks holds two equal chunks of 4 tokens.
-        ("dynamic_context", 12, 1, 32, "4, the largest power of two that divides 12 data-parallel ranks", 10),
+        ("dynamic_context", 12, 1, None, 32, "4, the largest power of two that divides 12 data-parallel ranks", 10),
+        ("dynamic_context", 12, 1, 2, 16, "2, the most ranks that can divide the heads of a scan", 10),
     ],
 )
 def test_a_sequence_that_its_ranks_cannot_hold_is_refused_with_what_would(
-    name, dp_size, cp_size, fits, ranks, least
+    name, dp_size, cp_size, most_ranks, fits, ranks, least
 ) -> None:
-    check_lengths(np.asarray([fits, 1]), None, name, 9, dp_size=dp_size, cp_size=cp_size)
+    layout = {"dp_size": dp_size, "cp_size": cp_size, "most_ranks": most_ranks}
+    check_lengths(np.asarray([fits, 1]), None, name, 9, **layout)
     long = np.asarray([1, fits + 1, fits + 4])
     for offsets, where in ((None, "schedule.max_tokens_per_rank"), ([0, 1, 3], "pack 1, its sequence 0")):
         with pytest.raises(ScheduleError) as caught:
-            check_lengths(long, offsets and np.asarray(offsets), name, 9, dp_size=dp_size, cp_size=cp_size)
+            check_lengths(long, offsets and np.asarray(offsets), name, 9, **layout)
         assert caught.value.what == (
             f"sequence 1 has {fits + 1} model tokens after padding, more than the {fits} of a row "
             f"(max_tokens_per_rank * {ranks}); 2 of 3 sequences are that long"
