@@ -53,16 +53,16 @@ LINES = {
     "harness/plan": 5_585,
     "harness/prep": 10_865,
     "harness/recipes": 10,
-    "harness/schedule": 1_020,
+    "harness/schedule": 1_017,
     "harness/storage": 2_634,
     "harness/train": 2_597,
     "recipes": 495,
-    "tests": 57_321,
+    "tests": 57_460,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_566,
-    "from packs to the optimizer's step, lines": 3_959,
+    "core ring, lines": 19_563,
+    "from packs to the optimizer's step, lines": 3_956,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_099
+MOST_LINES_IN_ALL = 62_096
 
 
 def tree(path: Path) -> ast.Module:
