@@ -158,7 +158,7 @@ def write_tokenizer(folder: Path, template: str = TEMPLATE, special: Sequence[st
     (folder / "tokenizer.json").write_text(json.dumps(whole))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
+        "eos_token": end,
         "pad_token": PAD,
         "bos_token": None,
     }
