@@ -58,6 +58,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+# Ours, each with the words for it in other tools.
+_ELSEWHERE = {
+    "transformers chat FOLDER": ("chat", "generate", "infer", "serve"),
+    "export RUN FOLDER": ("merge", "save"),
+    "prepare": ("pack", "preprocess", "tokenize"),
+    "sft MODEL CHATS": ("finetune", "tune"),
+    "submit": ("launch", "sbatch"),
+}
 
 
 class _Commands(TyperGroup):
@@ -70,8 +78,8 @@ class _Commands(TyperGroup):
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             from harness.settings import nearest_name
 
-            near = nearest_name(args[0], COMMANDS)
-            near = "transformers chat FOLDER" if args[0] in ("chat", "generate", "serve") else near
+            nearest = nearest_name(args[0], COMMANDS)
+            near = next((ours for ours, words in _ELSEWHERE.items() if args[0] in words), nearest)
             fix = (f"did you mean {near}? " if near else "") + "`harness --help` lists all commands"
             raise ConfigError(f"there is no command {args[0]!r}", where="harness", fix=fix)
         return super().resolve_command(ctx, args)

@@ -41,7 +41,7 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 LINES = {
     "harness": 2_880,
     "harness/bench": 1_992,
-    "harness/cli": 2_679,
+    "harness/cli": 2_687,
     "harness/conformance": 1_614,
     "harness/formats": 5_733,
     "harness/indexed": 1_197,
@@ -57,7 +57,7 @@ LINES = {
     "harness/storage": 2_634,
     "harness/train": 2_597,
     "recipes": 495,
-    "tests": 57_460,
+    "tests": 57_462,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_096
+MOST_LINES_IN_ALL = 62_104
 
 
 def tree(path: Path) -> ast.Module:
