@@ -8,7 +8,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from harness.printing import UNREAD, indented, print_line, print_text, printable, redact
@@ -95,6 +95,17 @@ def how_to_install(error: ModuleNotFoundError) -> str:
     """Return the command that installs the extra with a missing package; "" for a package of no extra."""
     extra = _EXTRAS.get((error.name or "").partition(".")[0])
     return f"pip install 'megatron-sft-harness[{extra}]'" if extra else ""
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those of the packages that are installed."""
+    import importlib.metadata
+
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 @contextlib.contextmanager

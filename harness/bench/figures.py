@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import platform
 import statistics
@@ -20,6 +19,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from harness.checks import memory_bytes
+from harness.errors import installed_versions
 from harness.settings import from_plain
 from harness.tables import Table, TableCell
 
@@ -255,8 +255,4 @@ def describe_machine() -> dict[str, Any]:
 
 def list_versions() -> dict[str, str]:
     """Return the versions of the installed packages that matter to speed."""
-    versions = {}
-    for name in ("megatron-sft-harness", *_PACKAGES):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
+    return installed_versions(("megatron-sft-harness", *_PACKAGES))

@@ -8,15 +8,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 
 import harness
-from harness.errors import FormatError
+from harness.errors import FormatError, installed_versions
 from harness.parity.cells import ISOLATION, REFERENCE, Cell
 from harness.parity.compare import compare_runs, on_device
 from harness.parity.locate import recorded_run
@@ -105,10 +103,7 @@ def environment(device: str) -> dict[str, str]:
         "machine": f"{platform.node()}, {platform.platform()}, {platform.machine()}",
         "python": platform.python_version(),
     }
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            facts[package] = version(package)
-    return {**facts, "commit": _commit()}
+    return {**facts, **installed_versions(_PACKAGES), "commit": _commit()}
 
 
 def _commit() -> str:

@@ -39,17 +39,17 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_880,
-    "harness/bench": 1_992,
+    "harness": 2_891,
+    "harness/bench": 1_988,
     "harness/cli": 2_687,
     "harness/conformance": 1_614,
     "harness/formats": 5_733,
     "harness/indexed": 1_197,
     "harness/integrations": 2_855,
-    "harness/launch": 2_316,
+    "harness/launch": 2_308,
     "harness/loader": 4_546,
-    "harness/megatron": 10_527,
-    "harness/parity": 2_554,
+    "harness/megatron": 10_520,
+    "harness/parity": 2_549,
     "harness/plan": 5_585,
     "harness/prep": 10_865,
     "harness/recipes": 10,
@@ -61,7 +61,7 @@ LINES = {
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_563,
+    "core ring, lines": 19_574,
     "from packs to the optimizer's step, lines": 3_956,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_104
+MOST_LINES_IN_ALL = 62_091
 
 
 def tree(path: Path) -> ast.Module:

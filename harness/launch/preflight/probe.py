@@ -19,14 +19,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 import harness
-from harness.errors import FormatError, HarnessError, os_errors_as
+from harness.errors import FormatError, HarnessError, installed_versions, os_errors_as
 from harness.formats import PackReader
 from harness.indexed.index import BIN, IDX, MappedIndex, with_suffix
 from harness.launch.preflight.hardware import read_gpus, read_inodes, read_ports, read_rate
@@ -108,7 +107,7 @@ def _find_folder(path: str) -> Facts:
 
 def read_versions() -> Facts:
     """Return the versions of the packages that a run depends on, and the digest of the harness's own code."""
-    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    versions = {"python": platform.python_version(), **dict.fromkeys(PACKAGES, "none"), **installed_versions(PACKAGES)}
     return {**versions, "code": code_digest(), "interpreter": sys.executable, "folder": str(Path.cwd())}
 
 
@@ -120,13 +119,6 @@ def code_digest() -> str:
         for path in sorted(folder.rglob(pattern)):
             code.update(f"{folder.name}/{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return code.hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def read_free_space(folder: Path) -> Facts:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from harness.errors import installed_versions
 from harness.megatron.export.data import SpecialTokens, TrainedData
 from harness.printing import escape_markdown
 from harness.tables import Table
@@ -137,16 +137,9 @@ def run_facts(document: Mapping[str, Any], settings: Mapping[str, Any], steps: l
     sizes = ", ".join(f"{name} {parallel[f'{name}_parallel_size']}" for name in ("tensor", "pipeline", "context"))
     facts["layout"] = f"ranks {document.get('world_size', 'unknown')}, {sizes}"
     names = {"megatron-core": document.get("megatron_core", "unknown"), "torch": document.get("torch", "unknown")}
-    names |= {name: _version(name) for name in ("transformers", "megatron-sft-harness")}
+    names |= {"transformers": "not installed"} | installed_versions(("transformers", "megatron-sft-harness"))
     facts["versions"] = ", ".join(f"{name} {number}" for name, number in names.items())
     return facts
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _table(title: str, facts: Mapping[str, str]) -> str:
