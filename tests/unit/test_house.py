@@ -48,7 +48,7 @@ LINES = {
     "harness/integrations": 2_855,
     "harness/launch": 2_308,
     "harness/loader": 4_546,
-    "harness/megatron": 10_520,
+    "harness/megatron": 10_521,
     "harness/parity": 2_549,
     "harness/plan": 5_585,
     "harness/prep": 10_865,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_091
+MOST_LINES_IN_ALL = 62_092
 
 
 def tree(path: Path) -> ast.Module:

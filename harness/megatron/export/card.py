@@ -137,7 +137,8 @@ def run_facts(document: Mapping[str, Any], settings: Mapping[str, Any], steps: l
     sizes = ", ".join(f"{name} {parallel[f'{name}_parallel_size']}" for name in ("tensor", "pipeline", "context"))
     facts["layout"] = f"ranks {document.get('world_size', 'unknown')}, {sizes}"
     names = {"megatron-core": document.get("megatron_core", "unknown"), "torch": document.get("torch", "unknown")}
-    names |= {"transformers": "not installed"} | installed_versions(("transformers", "megatron-sft-harness"))
+    packages = ("transformers", "megatron-sft-harness")
+    names |= dict.fromkeys(packages, "not installed") | installed_versions(packages)
     facts["versions"] = ", ".join(f"{name} {number}" for name, number in names.items())
     return facts
 
