@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import json
 import multiprocessing
 import os
 import re
 import signal
+import sys
 from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -20,7 +22,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
-from harness.errors import CheckpointError, ConfigError, FormatError, LoaderError
+from harness.errors import CheckpointError, ConfigError, FormatError, LoaderError, how_to_install
 from harness.loader import LoaderState
 from harness.megatron import compat
 from harness.megatron.export.folder import export_checkpoint
@@ -67,6 +69,15 @@ def test_an_older_checkpoint_is_not_exported_with_damaged_settings(tmp_path: Pat
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(FormatError, match=r"the run's settings (have no|cannot be read|are damaged)"):
         export_checkpoint(tmp_path, tmp_path / "model")
+
+
+def test_a_package_that_only_the_writer_needs_is_missed_before_training_begins(monkeypatch) -> None:
+    name = checkpoints.__name__
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(ModuleNotFoundError, match="psutil") as raised:
+        importlib.import_module(name)
+    assert "[train]" in how_to_install(raised.value)
 
 
 @pytest.mark.parametrize(
