@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ _PORTIONS = 400
 _PORTION_OF_ROWS = 16
 # Exchanges that every pair of rows, and of ranks, makes at most.
 _ROUNDS_OF_ROWS, _ROUNDS_OF_RANKS = 6, 48
-# Least busy ranks that a busy one tries to exchange with.
-_PARTNERS = 3
+# Least busy ranks that a busy one tries to exchange with; the next is tried where less than one pair in this many had
+# an exchange.
+_PARTNERS, _FEW = 3, 50
 # Weight of the wait that an exchange adds to a microbatch, over the cost that it takes off the busier rank. It falls
 # to 0 with the number of exchanges, because the last improvements often cost a wait.
 _WAIT_WEIGHT = 2.0
@@ -33,11 +35,13 @@ def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     """Place sequences so that ranks cost the same in the step, and rows the same within their microbatch.
 
     Every microbatch has a target cost: the first that of the longest sequences, for which all ranks wait anyway, the
-    others an equal share of the rest. Sequences go, longest first, to the row that lacks most of its target and has
+    others an equal share of the rest. Sequences go, costliest first, to the row that lacks most of its target and has
     room. Finally the busiest and the least busy ranks exchange sequences.
 
     The number of microbatches is the least possible where that balances well enough, and otherwise at most one group
-    more than best-fit packing needs. A placement of `dp_balanced` that is as balanced and as short is preferred.
+    more than best-fit packing needs. Stored packs stay whole where that balances well enough, apart from what the
+    exchanges move: a rank decodes a pack for every part of it. A placement of `dp_balanced` that is as balanced and as
+    short is preferred.
     """
     costs = batch.costs()
     in_order = place_dp_balanced(batch)
@@ -45,14 +49,17 @@ def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     goal, good = min(EVEN, theirs.cost_ratio), min(_GOOD_STEP, theirs.cost_ratio)
     fewest = _microbatches(rows_needed(batch), batch)
     chosen, ours = None, theirs
-    for num_microbatches in (fewest, fewest + batch.group_size):
-        placed = _place(batch, costs, num_microbatches, goal)
-        if placed is not None:
-            measured = _measure(placed, batch)
-            if chosen is None or _excess(measured, good) < _excess(ours, good):
-                chosen, ours = placed, measured
-            if ours.cost_ratio <= good:
-                break
+    for whole in (True, False):
+        for num_microbatches in (fewest, fewest + batch.group_size):
+            placed = _place(batch, costs, num_microbatches, goal, whole)
+            if placed is not None:
+                measured = _measure(placed, batch)
+                if chosen is None or _excess(measured, theirs) < _excess(ours, theirs):
+                    chosen, ours = placed, measured
+                if ours.cost_ratio <= good:
+                    break
+        if chosen is not None and not _excess(ours, theirs):
+            break
     if chosen is None:
         rows = _best_fit(batch)
         needed = _microbatches(int(rows.max()) + 1, batch)
@@ -77,9 +84,11 @@ def _measure(schedule: Schedule, batch: GlobalBatch) -> Imbalance:
     return measure_imbalance(schedule, batch.lengths, cost=batch.cost, **sizes)
 
 
-def _excess(measured: Imbalance, good_step: float) -> float:
+def _excess(measured: Imbalance, in_order: Imbalance) -> float:
+    """Return what is above good ratios, and above those of the sequences in order; 0 for a good placement."""
+    step = max(0.0, measured.cost_ratio - min(_GOOD_STEP, in_order.cost_ratio))
     # Every layout waits for the whole step and only pipelines for each microbatch, so the step weighs ten times.
-    return 10 * max(0.0, measured.cost_ratio - good_step) + max(0.0, measured.sync_ratio - _GOOD_SYNC)
+    return 10 * step + max(0.0, measured.sync_ratio - min(_GOOD_SYNC, in_order.sync_ratio))
 
 
 def rows_needed(batch: GlobalBatch) -> int:
@@ -105,26 +114,55 @@ def rows_needed(batch: GlobalBatch) -> int:
     return int(np.max(shared, initial=max(num - halves, 1)))
 
 
-def _place(batch: GlobalBatch, costs: Float64Array, num_microbatches: int, goal: float) -> Schedule | None:
-    """Return the placement in this many microbatches; None where a sequence found no room."""
-    targets = np.repeat(_targets(costs, batch.dp_size, num_microbatches), batch.dp_size)
-    row_of = fill_rows(batch, costs, targets)
-    if row_of is None:
+def _place(
+    batch: GlobalBatch, costs: Float64Array, num_microbatches: int, goal: float, whole: bool = False
+) -> Schedule | None:
+    """Return the placement in this many microbatches, of `whole` packs first; None where something finds no room."""
+    num_rows = num_microbatches * batch.dp_size
+    if whole and batch.pack_offsets is None:
         return None
-    return exchange_sequences(_by_cost(batch, costs, row_of, num_microbatches), costs, batch, num_microbatches, goal)
+    item_of = _whole_packs(batch, num_rows) if whole else np.arange(batch.lengths.shape[0])
+    lengths = np.bincount(item_of, weights=batch.lengths).astype(np.int64)
+    of_items = np.bincount(item_of, weights=costs).astype(np.float64)
+    targets = np.repeat(_targets(of_items, batch.dp_size, num_microbatches), batch.dp_size)
+    # Packs are about equally long: of those, the costliest go first.
+    order = np.argsort(-(of_items if whole else lengths), kind="stable")
+    rows = fill_rows(replace(batch, lengths=lengths), of_items, targets, order)
+    if rows is None:
+        return None
+    position = _by_cost(batch, costs, rows[item_of], num_microbatches)
+    return exchange_sequences(position, costs, batch, num_microbatches, goal)
 
 
-def fill_rows(batch: GlobalBatch, costs: Float64Array, targets: Float64Array) -> Int64Array | None:
-    """Return the row of each sequence, int64 [sequences]: longest first, to the row that lacks most and has room.
+def _whole_packs(batch: GlobalBatch, num_rows: int) -> Int64Array:
+    """Return a number for each sequence, int64 [sequences]: its pack's, or its own.
+
+    Padding can make packs so long that their rows do not hold them: then the shortest sequences have numbers of their
+    own.
+    """
+    assert batch.pack_offsets is not None
+    num_packs = batch.pack_offsets.shape[0] - 1
+    room = batch.max_tokens_per_row // -(-num_packs // num_rows)
+    pack_of = np.repeat(np.arange(num_packs), np.diff(batch.pack_offsets))
+    order = np.lexsort((-batch.lengths, pack_of))
+    sums = np.cumsum(batch.lengths[order])
+    before = np.concatenate([[0], sums])[batch.pack_offsets[:-1]]
+    alone = order[sums - before[pack_of] > room]
+    pack_of[alone] = num_packs + np.arange(alone.shape[0])
+    return np.unique(pack_of, return_inverse=True)[1].astype(np.int64)
+
+
+def fill_rows(batch: GlobalBatch, costs: Float64Array, targets: Float64Array, order: Int64Array) -> Int64Array | None:
+    """Return the row of each sequence, int64 [sequences]: in order, to the row that lacks most and has room.
 
     Args:
         batch: lengths, and the tokens that a row holds.
         costs: float64 [sequences].
         targets: float64 [rows], the target cost of each row.
+        order: int64 [sequences], the sequences as they are placed, such as longest first.
     """
     num_rows = targets.shape[0]
     num = batch.lengths.shape[0]
-    order = np.argsort(-batch.lengths, kind="stable")
     row_of = np.empty(num, dtype=np.int64)
     free = np.full(num_rows, batch.max_tokens_per_row, dtype=np.int64)
     missing = targets.copy()
@@ -280,7 +318,7 @@ class _Placement:
         for number in range(_ROUNDS_OF_RANKS):
             totals = self.row_costs.reshape(self.shape).sum(axis=0)
             order = np.argsort(totals, kind="stable")
-            # Where no pair had an exchange, the next ranks are tried.
+            # Where hardly any pair had an exchange, the next ranks are tried.
             pairs = min(int(np.count_nonzero(totals > goal * self.mean)), (self.shape[1] - misses) // 2)
             idle, busy = order[misses : misses + pairs], order[::-1][:pairs]
             # The change that brings one of the two to the mean.
@@ -288,7 +326,8 @@ class _Placement:
             changes = wanted, totals[busy] - totals[idle]
             freest = np.argmax(self.free.reshape(self.shape), axis=0)[idle] * self.shape[1] + idle
             weight = _WAIT_WEIGHT * (1 - number / _ROUNDS_OF_RANKS)
-            misses = 0 if self._exchange(ranks, (busy, idle), changes, freest, weight) else misses + 1
+            made = self._exchange(ranks, (busy, idle), changes, freest, weight)
+            misses = 0 if made * _FEW > pairs else misses + 1
             if misses == _PARTNERS:
                 break
 
@@ -299,8 +338,8 @@ class _Placement:
         changes: tuple[Float64Array, Float64Array],
         freest: Int64Array,
         weight: float,
-    ) -> bool:
-        """Make the best exchange of every pair that has one; return False where none has.
+    ) -> int:
+        """Make the best exchange of every pair that has one; return how many.
 
         Args:
             owner_of: int64 [rows], the row's owner: the row itself, or its rank.
@@ -318,7 +357,7 @@ class _Placement:
         takers = takers[np.argsort(of_takers[takers], kind="stable")]
         pair, of_taker = of_givers[givers], of_takers[takers]
         if not givers.shape[0]:
-            return False
+            return 0
 
         # For every giver, the takers of its pair whose cost differs from its own by about what is wanted, and none.
         apart = 2 * self.costs[-1] + 1
@@ -351,7 +390,7 @@ class _Placement:
         back = taken[order[is_swap], best[order[is_swap]]]
         values = (each[order, best[order]] for each in (rows, change, added))
         self._apply(givers[order], is_swap, back, *values)
-        return bool(order.shape[0])
+        return order.shape[0]
 
     def _slack(self) -> Float64Array:
         """Return the cost that each row can gain before its microbatch takes longer, float64 [rows]."""

@@ -151,7 +151,7 @@ def _fill_free(
     full = costs.sum() / batch.lengths.sum() * batch.max_tokens_per_row / _ROOM
     targets = np.clip(missing - (np.cumsum(is_free, axis=0) - 1) * full, 0.0, full)
     rows = np.flatnonzero(is_free)
-    filled = fill_rows(batch, costs, targets.ravel()[rows])
+    filled = fill_rows(batch, costs, targets.ravel()[rows], np.argsort(-batch.lengths, kind="stable"))
     return None if filled is None else rows[filled]
 
 

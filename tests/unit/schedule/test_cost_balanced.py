@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records import Float64Array, Int64Array
+from harness.prep import plan_packs
+from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, schedule
 from harness.schedule.cost_balanced import _excess, _targets, exchange_sequences, fill_rows, rows_needed
+from harness.thd import padded_lengths
 
 
 def lengths_of(kind: str, count: int, max_tokens_per_rank: int, seed: int) -> Int64Array:
@@ -147,6 +149,61 @@ def test_no_row_is_too_long_and_no_more_groups_are_needed_than_best_fit_and_one(
     assert found.num_microbatches <= (groups + 1) * group_size
 
 
+def packs_read(placed: Schedule, pack_offsets: Int64Array) -> float:
+    """Return how many ranks read a pack, on average."""
+    rows = np.repeat(np.arange(placed.row_offsets.shape[0] - 1), np.diff(placed.row_offsets))
+    packs = np.searchsorted(pack_offsets, placed.order, side="right") - 1
+    return len({*zip((rows % placed.dp_size).tolist(), packs.tolist(), strict=True)}) / (len(pack_offsets) - 1)
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "packs_of_a_rank", "packs_of_a_row", "multiple"),
+    [(8, 4, 1, 1), (64, 4, 1, 1), (8, 12, 3, 1), (64, 8, 1, 16), (8, 12, 3, 8)],
+)
+def test_stored_packs_stay_whole_where_that_is_as_even(dp_size, packs_of_a_rank, packs_of_a_row, multiple) -> None:
+    """Also where padding makes half of them longer than their part of a row."""
+    drawn = lengths_of("lognormal", 12 * dp_size * packs_of_a_rank, 4096, dp_size)
+    plan = plan_packs(drawn, pack_size=4096)
+    chosen = np.random.default_rng(0).permutation(len(plan.pack_offsets) - 1)[: dp_size * packs_of_a_rank]
+    packs = [plan.sequence_ids[plan.pack_offsets[pack] : plan.pack_offsets[pack + 1]] for pack in chosen.tolist()]
+    lengths, offsets = drawn[np.concatenate(packs)], np.cumsum([0, *map(len, packs)])
+    lengths = padded_lengths(np.minimum(lengths, 4000), multiple)
+    layout = {"dp_size": dp_size, "max_tokens_per_rank": 4096 * packs_of_a_row}
+    mixed = schedule("cost_balanced", lengths, **layout)
+    whole = schedule("cost_balanced", lengths, **layout, pack_offsets=offsets)
+    found = measure_imbalance(whole, lengths, max_tokens_per_row=4096 * packs_of_a_row)
+    assert (found.cost_ratio <= 1.01, found.sync_ratio <= 1.10) == (True, True)
+    assert whole.num_microbatches <= mixed.num_microbatches
+    assert packs_read(whole, offsets) < 1.8
+    assert packs_read(mixed, offsets) > 2.5
+
+
+def test_packs_are_divided_where_whole_ones_are_less_even() -> None:
+    # No exchange of two sequences helps: a long one finds no room in place of a short one.
+    lengths = np.asarray([2048] * 2 + [64] * 64)
+    placed = schedule(
+        "cost_balanced", lengths, dp_size=2, max_tokens_per_rank=4096, pack_offsets=np.asarray([0, 2, 66])
+    )
+    assert sorted(lengths[placed.row(0, 0)].tolist()) == sorted(lengths[placed.row(0, 1)].tolist())
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    packs=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=9), min_size=1, max_size=20),
+    dp_size=st.integers(1, 6),
+)
+def test_packs_longer_than_a_row_find_room_too(packs: list[list[int]], dp_size: int) -> None:
+    sizes, offsets = np.concatenate(packs), np.cumsum([0, *map(len, packs)])
+    layout = {"dp_size": dp_size, "max_tokens_per_rank": 20, "pack_offsets": offsets}
+    placed, in_order = (schedule(name, sizes, **layout) for name in ("cost_balanced", "dp_balanced"))
+    assert sorted(placed.order.tolist()) == list(range(sizes.shape[0]))
+    used = np.concatenate([[0], np.cumsum(sizes[placed.order])])[placed.row_offsets]
+    assert np.diff(used).max() <= 20
+    assert placed.num_microbatches <= -(-best_fit_rows(sizes, 20) // dp_size) + 1
+    ours, theirs = (measure_imbalance(each, sizes, max_tokens_per_row=20) for each in (placed, in_order))
+    assert ours.cost_ratio <= theirs.cost_ratio + 1e-9
+
+
 def batch_of(lengths: list[int], *, dp_size: int = 1, cost: SequenceCost | None = None) -> GlobalBatch:
     return GlobalBatch(np.asarray(lengths), dp_size, 10, 1, None, cost or SequenceCost())
 
@@ -180,10 +237,18 @@ def test_microbatches_share_evenly_what_the_longest_sequences_leave(costs, dp_si
     assert found.tolist() == targets
 
 
-@pytest.mark.parametrize(("step", "sync", "excess"), [(1.01, 1.10, 0.0), (1.03, 1.05, 0.2), (1.0, 1.4, 0.3)])
-def test_ratios_count_from_where_another_microbatch_pays(step: float, sync: float, excess: float) -> None:
-    measured = SimpleNamespace(cost_ratio=step, sync_ratio=sync)
-    assert _excess(measured, 1.01) == pytest.approx(excess)
+@pytest.mark.parametrize(
+    ("ratios", "in_order", "excess"),
+    [
+        ((1.01, 1.10), (1.3, 1.5), 0.0),
+        ((1.03, 1.05), (1.3, 1.5), 0.2),
+        ((1.0, 1.4), (1.3, 1.5), 0.3),
+        ((1.01, 1.10), (1.0, 1.08), 0.12),
+    ],
+)
+def test_ratios_count_from_where_another_microbatch_pays(ratios, in_order, excess: float) -> None:
+    measured, theirs = (SimpleNamespace(cost_ratio=step, sync_ratio=sync) for step, sync in (ratios, in_order))
+    assert _excess(measured, theirs) == pytest.approx(excess)
 
 
 def test_rows_that_have_other_sequences_take_none_but_count_for_their_ranks() -> None:
@@ -215,7 +280,7 @@ def test_rows_exchange_half_of_what_they_differ_by(lengths, position, rows) -> N
 
 def test_many_sequences_are_placed_several_at_a_time() -> None:
     batch = replace(batch_of([1] * 801), max_tokens_per_row=1000)
-    row_of = fill_rows(batch, batch.costs(), np.asarray([1000.0, 0.0, 0.0, 0.0]))
+    row_of = fill_rows(batch, batch.costs(), np.asarray([1000.0, 0.0, 0.0, 0.0]), np.argsort(-batch.lengths))
     assert row_of is not None
     # Three to different rows each time: the row that lacks most gets one of them.
     assert np.bincount(row_of).tolist() == [267, 178, 178, 178]
