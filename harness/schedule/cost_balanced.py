@@ -15,8 +15,8 @@ from harness.schedule.dp_balanced import place_dp_balanced
 
 # Exchanges stop when the busiest rank costs this many times the mean.
 EVEN = 1.003
-# Ratios of cost, and of waiting in every microbatch, up to which one more microbatch does not pay.
-_GOOD_STEP, _GOOD_SYNC = 1.01, 1.10
+# Ratios of cost, and of waiting in every microbatch, up to which neither one more microbatch nor divided packs pay.
+_GOOD_STEP, _GOOD_SYNC = 1.01, 1.06
 # Sequences are placed in at most this many portions: more take longer and balance hardly better.
 _PORTIONS = 400
 # A portion is at most this part of the rows, so that no row gets two long sequences in a row.
@@ -117,20 +117,26 @@ def rows_needed(batch: GlobalBatch) -> int:
 def _place(
     batch: GlobalBatch, costs: Float64Array, num_microbatches: int, goal: float, whole: bool = False
 ) -> Schedule | None:
-    """Return the placement in this many microbatches, of `whole` packs first; None where something finds no room."""
+    """Return the placement in this many microbatches, of `whole` packs first.
+
+    None where something finds no room, or whole packs would make ranks wait: exchanges hardly change that.
+    """
     num_rows = num_microbatches * batch.dp_size
     if whole and batch.pack_offsets is None:
         return None
     item_of = _whole_packs(batch, num_rows) if whole else np.arange(batch.lengths.shape[0])
     lengths = np.bincount(item_of, weights=batch.lengths).astype(np.int64)
     of_items = np.bincount(item_of, weights=costs).astype(np.float64)
-    targets = np.repeat(_targets(of_items, batch.dp_size, num_microbatches), batch.dp_size)
+    targets = _targets(of_items, batch.dp_size, num_microbatches)
     # Packs are about equally long: of those, the costliest go first.
     order = np.argsort(-(of_items if whole else lengths), kind="stable")
-    rows = fill_rows(replace(batch, lengths=lengths), of_items, targets, order)
+    rows = fill_rows(replace(batch, lengths=lengths), of_items, np.repeat(targets, batch.dp_size), order)
     if rows is None:
         return None
     position = _by_cost(batch, costs, rows[item_of], num_microbatches)
+    busiest = np.bincount(position, weights=costs, minlength=num_rows).reshape(-1, batch.dp_size).max(axis=1)
+    if whole and busiest.sum() > _GOOD_SYNC * targets.sum():
+        return None
     return exchange_sequences(position, costs, batch, num_microbatches, goal)
 
 

@@ -44,7 +44,7 @@ class SimulatedBatch:
 
     def lengths_for(self, scheduler: str) -> Int64Array:
         """Return the lengths in the order a scheduler gets them: by pack where it places whole packs."""
-        return self.lengths[self.pack_order] if scheduler == "as_packed" else self.lengths
+        return self.lengths if scheduler in ("dp_balanced", NEXT_FIT) else self.lengths[self.pack_order]
 
 
 def bench_schedule(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:

@@ -240,10 +240,10 @@ def test_microbatches_share_evenly_what_the_longest_sequences_leave(costs, dp_si
 @pytest.mark.parametrize(
     ("ratios", "in_order", "excess"),
     [
-        ((1.01, 1.10), (1.3, 1.5), 0.0),
+        ((1.01, 1.06), (1.3, 1.5), 0.0),
         ((1.03, 1.05), (1.3, 1.5), 0.2),
-        ((1.0, 1.4), (1.3, 1.5), 0.3),
-        ((1.01, 1.10), (1.0, 1.08), 0.12),
+        ((1.0, 1.36), (1.3, 1.5), 0.3),
+        ((1.01, 1.06), (1.0, 1.04), 0.12),
     ],
 )
 def test_ratios_count_from_where_another_microbatch_pays(ratios, in_order, excess: float) -> None:
