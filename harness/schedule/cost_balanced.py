@@ -127,15 +127,15 @@ def _place(
     item_of = _whole_packs(batch, num_rows) if whole else np.arange(batch.lengths.shape[0])
     lengths = np.bincount(item_of, weights=batch.lengths).astype(np.int64)
     of_items = np.bincount(item_of, weights=costs).astype(np.float64)
-    targets = _targets(of_items, batch.dp_size, num_microbatches)
+    targets = np.repeat(_targets(of_items, batch.dp_size, num_microbatches), batch.dp_size)
     # Packs are about equally long: of those, the costliest go first.
     order = np.argsort(-(of_items if whole else lengths), kind="stable")
-    rows = fill_rows(replace(batch, lengths=lengths), of_items, np.repeat(targets, batch.dp_size), order)
+    rows = fill_rows(replace(batch, lengths=lengths), of_items, targets, order)
     if rows is None:
         return None
     position = _by_cost(batch, costs, rows[item_of], num_microbatches)
     busiest = np.bincount(position, weights=costs, minlength=num_rows).reshape(-1, batch.dp_size).max(axis=1)
-    if whole and busiest.sum() > _GOOD_SYNC * targets.sum():
+    if whole and busiest.sum() > _GOOD_SYNC * _targets(costs, batch.dp_size, num_microbatches).sum():
         return None
     return exchange_sequences(position, costs, batch, num_microbatches, goal)
 

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from harness.prep import plan_packs
 from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, schedule
-from harness.schedule.cost_balanced import _excess, _targets, exchange_sequences, fill_rows, rows_needed
+from harness.schedule.cost_balanced import (
+    _excess,
+    _place,
+    _targets,
+    _whole_packs,
+    exchange_sequences,
+    fill_rows,
+    rows_needed,
+)
 from harness.thd import padded_lengths
 
 
@@ -187,6 +195,29 @@ def test_packs_are_divided_where_whole_ones_are_less_even() -> None:
     assert sorted(lengths[placed.row(0, 0)].tolist()) == sorted(lengths[placed.row(0, 1)].tolist())
 
 
+def test_packs_stay_whole_where_one_sequence_decides_the_step() -> None:
+    lengths, offsets = np.asarray([100, 9, 8, 7, 6, 5, 4]), np.asarray([0, 1, 4, 7])
+    placed = schedule("cost_balanced", lengths, dp_size=3, max_tokens_per_rank=110, pack_offsets=offsets)
+    assert sorted(placed.row(0, rank).tolist() for rank in range(3)) == [[0], [1, 2, 3], [4, 5, 6]]
+
+
+def test_whole_packs_whose_rows_wait_for_each_other_have_no_placement() -> None:
+    batch = replace(batch_of([2048] * 2 + [64] * 64, dp_size=2, packs=[2, 64]), max_tokens_per_row=4096)
+    assert _place(batch, batch.costs(), 1, 1.003, whole=True) is None
+    assert _place(batch, batch.costs(), 1, 1.003) is not None
+
+
+def test_sequences_go_longest_first_even_if_the_media_of_others_cost_more() -> None:
+    batch = batch_of([6, 5, 5, 4], dp_size=2)
+    assert _place(batch, np.asarray([1.0, 8.0, 7.0, 9.0]), 1, 1.003) is not None
+
+
+def test_the_shortest_sequences_of_packs_longer_than_their_part_of_a_row_are_alone() -> None:
+    batch = batch_of([5, 6, 5, 5, 3, 9], packs=[2, 2, 2])
+    assert _whole_packs(batch, 3).tolist() == [3, 0, 1, 1, 4, 2]
+    assert _whole_packs(batch, 2).tolist() == [2, 1, 0, 3, 5, 4]
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     packs=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=9), min_size=1, max_size=20),
@@ -204,8 +235,11 @@ def test_packs_longer_than_a_row_find_room_too(packs: list[list[int]], dp_size: 
     assert ours.cost_ratio <= theirs.cost_ratio + 1e-9
 
 
-def batch_of(lengths: list[int], *, dp_size: int = 1, cost: SequenceCost | None = None) -> GlobalBatch:
-    return GlobalBatch(np.asarray(lengths), dp_size, 10, 1, None, cost or SequenceCost())
+def batch_of(
+    lengths: list[int], *, dp_size: int = 1, cost: SequenceCost | None = None, packs: list[int] | None = None
+) -> GlobalBatch:
+    offsets = None if packs is None else np.cumsum([0, *packs])
+    return GlobalBatch(np.asarray(lengths), dp_size, 10, 1, offsets, cost or SequenceCost())
 
 
 @pytest.mark.parametrize(
