@@ -49,7 +49,7 @@ def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     goal, good = min(EVEN, theirs.cost_ratio), min(_GOOD_STEP, theirs.cost_ratio)
     fewest = _microbatches(rows_needed(batch), batch)
     chosen, ours = None, theirs
-    for whole in (True, False):
+    for whole in (True, False)[batch.pack_offsets is None :]:
         for num_microbatches in (fewest, fewest + batch.group_size):
             placed = _place(batch, costs, num_microbatches, goal, whole)
             if placed is not None:
@@ -122,8 +122,6 @@ def _place(
     None where something finds no room, or whole packs would make ranks wait: exchanges hardly change that.
     """
     num_rows = num_microbatches * batch.dp_size
-    if whole and batch.pack_offsets is None:
-        return None
     item_of = _whole_packs(batch, num_rows) if whole else np.arange(batch.lengths.shape[0])
     lengths = np.bincount(item_of, weights=batch.lengths).astype(np.int64)
     of_items = np.bincount(item_of, weights=costs).astype(np.float64)

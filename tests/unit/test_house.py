@@ -48,21 +48,21 @@ LINES = {
     "harness/integrations": 2_855,
     "harness/launch": 2_308,
     "harness/loader": 4_546,
-    "harness/megatron": 10_521,
+    "harness/megatron": 10_522,
     "harness/parity": 2_549,
     "harness/plan": 5_585,
     "harness/prep": 10_865,
     "harness/recipes": 10,
-    "harness/schedule": 1_017,
+    "harness/schedule": 1_060,
     "harness/storage": 2_634,
     "harness/train": 2_597,
     "recipes": 495,
-    "tests": 57_463,
+    "tests": 57_573,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_574,
-    "from packs to the optimizer's step, lines": 3_956,
+    "core ring, lines": 19_618,
+    "from packs to the optimizer's step, lines": 3_999,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -70,9 +70,9 @@ SHAPE = {
     "names in __all__": 210,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 100,
+    "Markdown by hand, kB": 101,
 }
-MOST_LINES_IN_ALL = 62_092
+MOST_LINES_IN_ALL = 62_136
 
 
 def tree(path: Path) -> ast.Module:
