@@ -13,14 +13,15 @@ import json
 import os
 import socket
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
+import cuda_stand_ins
 import datasets
 import numpy as np
 import torch
@@ -96,6 +97,7 @@ NOTES: dict[str, str] = {
 }
 _SUPPORTED = ("dp_size", "tp_size", "ep_size", "microbatches", "pack_size", "num_workers", "shuffle", "seed")
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask", "cu_seqlens", "max_seqlen")
+_FOREVER = ExitStack()
 # Steps for which a batch is repeated; more than any check trains.
 _STEPS = 100
 _ARGUMENTS = """
@@ -132,41 +134,17 @@ class _CudaMeansCpu(TorchFunctionMode):
         return made.replace("torch.", "torch.cuda.", 1) if is_name else made
 
 
-class _Idle:
-    """A stream or an event of a device that has nothing to wait for."""
-
-    cuda_stream = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record_event(self, *_: Any) -> _Idle:
-        return self
-
-    def is_capturing(self) -> bool:
-        return False
-
-    synchronize = wait = wait_stream = wait_event = record = record_event
-
-
 def _is_gpu(device: Any) -> bool:
     return type(device) is int or str(device).startswith("cuda")
 
 
 def _use_cpu() -> None:
     """Answer what Megatron asks of a GPU; it has no setting for a CPU."""
-    properties = SimpleNamespace(major=8, minor=0, total_memory=1 << 40, name="none")
-    answers: dict[str, Any] = {
-        **{"is_available": True, "device_count": 1, "current_device": torch.device("cpu"), "memory_stats": {}},
-        **{"get_device_capability": (8, 0), "get_device_properties": properties, "stream": nullcontext()},
-        **dict.fromkeys(("current_stream", "default_stream"), _Idle()),
-        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
-        **dict.fromkeys(("set_device", "set_stream", "synchronize", "empty_cache", "reset_peak_memory_stats")),
-    }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    torch.cuda.Stream = torch.cuda.Event = _Idle
-    torch.accelerator.current_stream = lambda *_: _Idle()
+    _FOREVER.enter_context(cuda_stand_ins.like_a_gpu())
+    _FOREVER.enter_context(_CudaMeansCpu())
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_stream = torch.cuda.default_stream = cuda_stand_ins.Idle
+    torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
     torch.accelerator.is_available = lambda: False  # of loaders, which pin memory otherwise
     # One generator for everything.
     torch.cuda.manual_seed = torch.default_generator.manual_seed
@@ -174,7 +152,6 @@ def _use_cpu() -> None:
     torch.cuda.set_rng_state = megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     torch._dynamo.config.disable = True  # a compiler that sees a GPU looks for its driver
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    _CudaMeansCpu().__enter__()
     # The wheel has these helpers built, and not what they are built of.
     dataset_utils.compile_helpers = lambda: None
     DotProductAttention.forward = _attend
