@@ -61,8 +61,8 @@ NOTES: dict[str, str] = {
         "Documented: the prompt format `default` trains all tokens; see assistant-alone-is-trained."
     ),
     "labels-at-boundaries": (
-        "SFTDataset.__getitem__ shifts the labels of the whole row at once (`pack_targets[1:]`). A conversation whose "
-        "first token is not trained is safe; the prompt formats `default` and `identity` train all."
+        "SFTDataset.__getitem__ shifts the labels of the whole row at once (`pack_targets[1:]`). Conversations "
+        "whose first token is not trained are not affected; the prompt formats `default` and `identity` train all."
     ),
     "epoch-is-complete": (
         "It has no epochs. update_train_iters divides `--train-samples` by the global batch size and leaves the rest "
@@ -88,11 +88,12 @@ NOTES: dict[str, str] = {
     ),
     "evaluation-mean": (
         "Documented in a comment of `evaluate` in training.py: with `--sft` it is normalized over a microbatch instead "
-        "of the global batch, so that a row of few trained tokens weighs as much as one of many."
+        "of the global batch, so that a row of few trained tokens weighs as much as one of many. "
+        "NVIDIA/Megatron-LM#7207, which is open, sums tokens."
     ),
     "router-ignores-padding": (
         "SFTDataset makes no padding mask and get_batch_on_this_tp_rank passes none, so that the padding of a row "
-        "counts in the balancing loss; GPTModel takes one."
+        "counts in the balancing loss. GPTModel takes one, and with it the check passes."
     ),
 }
 _SUPPORTED = ("dp_size", "tp_size", "ep_size", "microbatches", "pack_size", "num_workers", "shuffle", "seed")
