@@ -10,10 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,46 +23,9 @@ from harness.loader import LoaderConfig
 from harness.megatron.job import runtime
 from harness.megatron.model.gpt import build_chunks
 from harness.plan import ModelConfig, ParallelConfig
+from tests.integrations.cuda_stand_ins import like_a_gpu
 
 VOCAB = 300
-
-
-@contextmanager
-def like_a_gpu() -> Iterator[None]:
-    """Answer what Megatron-LM asks of a GPU beside what `runtime.start` answers."""
-    event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None)
-    nothing = SimpleNamespace(
-        wait_stream=lambda *_: None,
-        wait_event=lambda *_: None,
-        record_event=lambda *_: event,
-        synchronize=lambda: None,
-        cuda_stream=0,
-    )
-    idle = SimpleNamespace(is_capturing=lambda: False)
-    with (
-        mock.patch.multiple(
-            torch.cuda,
-            is_available=lambda: True,
-            device_count=lambda: 1,
-            set_device=lambda device: None,
-            set_stream=lambda stream: None,
-            get_device_capability=lambda device=None: (8, 0),
-            get_device_properties=lambda device=None: SimpleNamespace(
-                major=8, minor=0, total_memory=1 << 40, name="none"
-            ),
-            Stream=lambda *_, **__: nothing,
-            stream=lambda stream: nullcontext(),
-            Event=lambda *_, **__: event,
-            memory_stats=lambda *_: {},
-            memory_allocated=lambda *_: 0,
-            max_memory_allocated=lambda *_: 0,
-            memory_reserved=lambda *_: 0,
-            max_memory_reserved=lambda *_: 0,
-            reset_peak_memory_stats=lambda *_: None,
-        ),
-        mock.patch.object(torch.accelerator, "current_stream", return_value=idle),
-    ):
-        yield
 
 
 class Recorder:

@@ -1,4 +1,4 @@
-"""Stand-ins for packages that exist for CUDA alone, so that code which imports them can be imported on a CPU.
+"""Stand-ins for what exists for CUDA alone, so that code which imports or asks for it runs on a CPU.
 
 `megatron.core` decides by the same imports whether to use these packages itself, so it is imported before.
 """
@@ -10,9 +10,11 @@ import importlib.machinery
 import importlib.util
 import sys
 from abc import ABCMeta
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 PACKAGES = (
     *("causal_conv1d", "fla", "mamba_ssm", "megatron.energon", "mlflow", "modelopt", "nvidia_resiliency_ext"),
@@ -81,3 +83,38 @@ def install(*packages: str, after: Sequence[str] = ()) -> None:
     for name in after:
         importlib.import_module(name)
     sys.meta_path.append(_Finder(packages or PACKAGES))
+
+
+class Idle:
+    """A stream or an event of a device that has nothing to wait for."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record_event(self, *_: Any) -> Idle:
+        return self
+
+    def is_capturing(self) -> bool:
+        return False
+
+    synchronize = wait_stream = wait_event = record = record_event
+
+
+@contextmanager
+def like_a_gpu() -> Iterator[None]:
+    """Answer what Megatron-LM asks of a GPU, but its streams, its generators and the current device."""
+    import torch
+
+    properties = SimpleNamespace(major=8, minor=0, total_memory=1 << 40, name="none")
+    answers = {"is_available": True, "device_count": 1, "stream": nullcontext(), "memory_stats": {}}
+    answers |= {"get_device_capability": (8, 0), "get_device_properties": properties}
+    answers |= dict.fromkeys(("set_device", "set_stream", "reset_peak_memory_stats"))
+    answers |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0)
+    made = {name: mock.Mock(return_value=answer) for name, answer in answers.items()}
+    with (
+        mock.patch.multiple(torch.cuda, Stream=Idle, Event=Idle, **made),
+        mock.patch.object(torch.accelerator, "current_stream", Idle),
+    ):
+        yield

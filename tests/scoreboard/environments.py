@@ -58,6 +58,8 @@ ENVIRONMENTS = {
             ),
             alone=(f"nemo-automodel=={PEERS['nemo-automodel']}", "megatron-fsdp==0.5.0", "flashoptim==0.1.3", _TRL),
         ),
+        # All of it is there already, in the environment of `.ci/versions`.
+        Environment("scoreboard-megatron-core", ("megatron-core==0.19.2", "datasets", "transformers"), newer=True),
     )
 }
 # A loop on accelerate needs what transformers needs.
