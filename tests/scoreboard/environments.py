@@ -65,6 +65,7 @@ ENVIRONMENTS = {
 # A loop on accelerate needs what transformers needs.
 ENVIRONMENTS["accelerate"] = ENVIRONMENTS["transformers"]
 ENVIRONMENTS["torchtitan"] = INTEGRATIONS["torchtitan"]
+ENVIRONMENTS["megatron-bridge"] = INTEGRATIONS["megatron_bridge"]
 
 
 if __name__ == "__main__":
