@@ -48,7 +48,7 @@ LINES = {
     "harness/integrations": 2_855,
     "harness/launch": 2_308,
     "harness/loader": 4_546,
-    "harness/megatron": 10_522,
+    "harness/megatron": 10_527,
     "harness/parity": 2_549,
     "harness/plan": 5_585,
     "harness/prep": 10_865,
@@ -57,7 +57,7 @@ LINES = {
     "harness/storage": 2_634,
     "harness/train": 2_597,
     "recipes": 495,
-    "tests": 58_469,
+    "tests": 58_482,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_136
+MOST_LINES_IN_ALL = 62_141
 
 
 def tree(path: Path) -> ast.Module:

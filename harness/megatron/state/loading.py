@@ -156,7 +156,7 @@ class _Reader(FileSystemReader):
         for name, items in by_file.items():
             try:
                 super().read_data(replace(plan, items=items), checked)
-            except (pickle.UnpicklingError, EOFError) as error:
+            except (pickle.UnpicklingError, EOFError, UnicodeDecodeError) as error:
                 raise _refused(name, folder, error) from None
         return done
 

@@ -72,6 +72,19 @@ def test_a_flipped_bit_anywhere_in_a_file_of_torch_is_found_by_comparing_or_chan
     assert refused > len(data) // 3
 
 
+@pytest.mark.parametrize("record", range(7))
+def test_a_record_that_is_marked_as_a_folder_is_found_by_comparing(record: int) -> None:
+    """Torch would take its values from memory that nothing has written."""
+    saved = io.BytesIO()
+    torch.save(torch.arange(6.0), saved)
+    data, header = bytearray(saved.getvalue()), -1
+    for _ in range(record + 1):
+        header = data.index(b"PK\x01\x02", header + 1)
+    data[header + 38] ^= 1 << 4  # in the directory of the archive, an attribute of MS-DOS
+    with pytest.raises(pickle.UnpicklingError):
+        check_archive(io.BytesIO(bytes(data)), compare=True)
+
+
 def archive(value: Any, *, pickled: bytes = b"", method: int = zipfile.ZIP_STORED) -> io.BytesIO:
     """A file of torch.save, written again with another pickle or compressed."""
     saved, out = io.BytesIO(), io.BytesIO()
