@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
+import socket
 import sys
 from abc import ABCMeta
 from collections.abc import Iterator, Sequence
@@ -83,6 +85,16 @@ def install(*packages: str, after: Sequence[str] = ()) -> None:
     for name in after:
         importlib.import_module(name)
     sys.meta_path.append(_Finder(packages or PACKAGES))
+
+
+def become_one_rank() -> None:
+    """Make this process a job of one rank, unless it is a rank already."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
 
 
 class Idle:

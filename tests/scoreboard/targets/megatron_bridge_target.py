@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import shutil
-import socket
 import sys
 from contextlib import ExitStack, nullcontext
 from importlib.metadata import version
@@ -154,12 +153,7 @@ def _layers(model: Any) -> Any:
 
 def _start() -> ExitStack:
     """Make this process a job of one rank, unless it is a rank already, and let a CPU stand for its GPU."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
+    cuda_stand_ins.become_one_rank()
     torch.compiler.set_stance("force_eager")  # what Megatron's routers compile
     patches = ExitStack()
     patches.enter_context(compat.without_kernels(on_cpu=True))

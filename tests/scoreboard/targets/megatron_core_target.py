@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -241,11 +240,7 @@ class Trainer:
 
     def __init__(self) -> None:
         _use_cpu()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": free.getsockname()[1]}
-        for name, value in {"MASTER_ADDR": "127.0.0.1", **alone}.items():
-            os.environ.setdefault(name, str(value))
+        cuda_stand_ins.become_one_rank()
         distributed.init_process_group("gloo")
         self._rows: list[list[Any]] = []
         self._logged: list[tuple[float, float]] = []
