@@ -17,6 +17,7 @@ from harness.megatron.weights import TensorShard, check_weights, fill_model
 from harness.plan import ModelConfig, read_hf_config
 from harness.plan.hf_config import check_model, find_weights
 from harness.prep import tokenizer_hash
+from harness.printing import count_of
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -41,8 +42,9 @@ class Pretrained:
         if prefixes := self.model.left_out:
             with HfWeights(self.folder) as weights:
                 counts = {start: sum(name.startswith(start) for name in weights.names) for start in prefixes}
-            found = ", ".join(f"{start}* ({count:,} tensors)" for start, count in counts.items() if count)
-            return [f"a part of the weights is neither trained nor exported: {found}"] if found else []
+            found = ", ".join(f"{start}* ({count_of(count, 'tensor')})" for start, count in counts.items() if count)
+            kept = "; `harness export --mtp` copies mtp.*" if counts.get("mtp.") else ""
+            return [f"a part of the weights is neither trained nor exported: {found}{kept}"] if found else []
         if not self.mtp_layers:
             return []
         return [

@@ -92,14 +92,14 @@ def export_checkpoint(
     # PyTorch's layers have the weights of all others, and a CPU runs them.
     model = ModelConfig(**{**settings["model"], "attention": "torch", "fp8": "off"})
     vocab_size = _check_choices(model, path, adapters_only=adapters_only, keep_mtp=keep_mtp)
-    base_layers = _mtp_layers(model, path) if keep_mtp else _copied_tensors(model)
+    copied = _copied_tensors(model, path, keep_mtp=keep_mtp)
     with _claim(out) as writing, runtime.start("cpu"):
         chunk = _load(model, path, vocab_size)
         if adapters_only:
             size = _write_adapters(chunk, model, writing)
         else:
             lora.merge(chunk, model)
-            size = _write_weights(chain(hf_tensors(chunk, model, vocab_size), base_layers), writing)
+            size = _write_weights(chain(hf_tensors(chunk, model, vocab_size), copied), writing)
         tokens = write_tokenizer(data, writing, vocab_size=vocab_size)
         config, generation = _settings_of(model, data, tokens, vocab_size, has_mtp=keep_mtp or bool(model.mtp_layers))
         _write_json(writing / GENERATION_FILE, generation)
@@ -300,30 +300,29 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
     return weights, total
 
 
-def _mtp_layers(model: ModelConfig, where: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over the tensors of MTP layers in the initial weights, by name."""
+def _copied_tensors(model: ModelConfig, where: Path, *, keep_mtp: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return an iterator over the tensors that an export has as the initial weights have them, by name."""
     folder = None if model.init_from is None else find_weights(model.init_from)
-    count = 0 if folder is None else read_hf_config(folder).mtp_layers
-    layers = tuple(f"model.layers.{model.num_layers + number}." for number in range(count))
+    parts = () if model.media is None else model.media.copied
+    layers: tuple[str, ...] = ()
+    if keep_mtp and folder is not None:
+        after = range(model.num_layers, model.num_layers + read_hf_config(folder).mtp_layers)
+        layers = ("mtp.", *(f"model.layers.{number}." for number in after))
 
-    def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        if folder is not None and names:
+            with HfWeights(folder) as weights:
+                for name in names:
+                    yield name, weights.rows(name)
+
+    names: list[str] = []
+    if folder is not None and (parts or layers):
         with HfWeights(folder) as weights:
-            for name in sorted(name for name in weights.names if name.startswith(layers)):
-                yield name, weights.rows(name)
-
-    if folder is None or not layers:
+            names = sorted(name for name in weights.names if name.startswith((*parts, *layers)))
+    if keep_mtp and not any(name.startswith(layers) for name in names):
         what = f"the initial weights ({model.init_from or 'random ones'}) have no MTP layers that can be exported"
         raise ConfigError(what, where=str(where), fix="omit --mtp")
-    return read(folder)
-
-
-def _copied_tensors(model: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of parts that an export has as the initial weights have them, by name."""
-    if model.media is None or not model.media.copied or model.init_from is None:
-        return
-    with HfWeights(find_weights(model.init_from)) as weights:
-        for name in sorted(name for name in weights.names if name.startswith(model.media.copied)):
-            yield name, weights.rows(name)
+    return read()
 
 
 def _write_adapters(chunk: GPTModel, model: ModelConfig, folder: Path) -> tuple[int, int]:
