@@ -358,9 +358,6 @@ class _Placement:
         """
         wanted, most = changes
         givers, pair, takers, of_taker = self._sequences_of(owner_of, *pairs)
-        if not givers.shape[0]:
-            return 0
-
         # For every giver, the takers of its pair whose cost differs from its own by about what is wanted, and none.
         apart = 2 * self.costs[-1] + 1
         costs, lengths, sought, limit = self.costs[givers], self.lengths[givers], wanted[pair], most[pair]
@@ -373,11 +370,8 @@ class _Placement:
             if number < _NEAR:
                 at = np.flatnonzero(of_taker[place + number] == pair)
                 taken = takers[place[at] + number]
-                rows, change, added = (
-                    self.row_of[taken],
-                    costs[at] - self.costs[taken],
-                    lengths[at] - self.lengths[taken],
-                )
+                rows, change = self.row_of[taken], costs[at] - self.costs[taken]
+                added = lengths[at] - self.lengths[taken]
             else:
                 at, rows, change, added = np.arange(givers.shape[0]), freest[pair], costs, lengths
             allowed = (change > 0) & (change < limit[at]) & (added <= self.free[rows])
