@@ -28,6 +28,7 @@ _ROUNDS_OF_ROWS, _ROUNDS_OF_RANKS = 6, 48
 _PARTNERS, _FEW = 3, 50
 # Takers of about the wanted cost that a sequence is tried with.
 _NEAR = 4
+_NONE = np.array([-1, -1])
 # Weight of the wait that an exchange adds to a microbatch, over the cost that it takes off the busier rank. It falls
 # to 0 with the number of exchanges, because the last improvements often cost a wait.
 _WAIT_WEIGHT = 2.0
@@ -363,7 +364,7 @@ class _Placement:
         costs, lengths, sought, limit = self.costs[givers], self.lengths[givers], wanted[pair], most[pair]
         place = np.searchsorted(of_taker * apart + self.costs[takers], pair * apart + np.maximum(0.0, costs - sought))
         # Beyond the ends is a taker of no pair.
-        of_taker, takers = np.pad(of_taker, 2, constant_values=-1), np.pad(takers, 2)
+        of_taker, takers = (np.concatenate([_NONE, values, _NONE]) for values in (of_taker, takers))
         slack = self._slack() if weight else None
         least, best = np.full(givers.shape[0], np.inf), np.zeros(givers.shape[0], np.int64)
         for number in range(_NEAR + 1):
