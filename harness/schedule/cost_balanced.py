@@ -359,6 +359,9 @@ class _Placement:
         """
         wanted, most = changes
         givers, pair, takers, of_taker = self._sequences_of(owner_of, *pairs)
+        if not givers.shape[0]:
+            return 0
+
         # For every giver, the takers of its pair whose cost differs from its own by about what is wanted, and none.
         apart = 2 * self.costs[-1] + 1
         costs, lengths, sought, limit = self.costs[givers], self.lengths[givers], wanted[pair], most[pair]
