@@ -85,8 +85,7 @@ class CheckpointError(HarnessError):
 _EXTRAS = {
     **dict.fromkeys(("typer", "rich", "yaml", "hydra", "omegaconf"), "cli"),
     **dict.fromkeys(("torch", "megatron", "psutil", "safetensors", "tensorboard", "matplotlib"), "train"),
-    **dict.fromkeys(("tokenizers", "transformers"), "tokenize"),
-    "jinja2": "report",
+    **dict.fromkeys(("tokenizers", "transformers", "jinja2"), "tokenize"),
     "ray": "ray",
 }
 
