@@ -85,7 +85,7 @@ _NAMES_ELSEWHERE = (
 )
 # Answers to further names: a text, or settings of which the command has one; of several, the first counts.
 _ANSWERS = {
-    "optimizer.min_lr_ratio is the final learning rate as a share of optimizer.lr": "min_lr",
+    "optimizer.min_lr_ratio is the final learning rate as a fraction of optimizer.lr": "min_lr",
     "loader.global_batch_size is packs per step; schedule.max_tokens_per_rank limits microbatches": "eval_batch_size "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps",
     "data.micro_batch_size|microbatches are planned from the lengths of sequences: schedule.max_tokens_per_rank is "

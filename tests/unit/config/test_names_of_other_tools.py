@@ -52,7 +52,7 @@ WORDS = (
         ("train sft load_in_4bit=true", "quantized weights are not supported; model.lora_rank trains adapters "),
         ("train sft --lr 3", "did you mean optimizer.lr=3? "),
         ("train sft batch_size=8", "did you mean loader.global_batch_size=8? "),
-        ("train sft min_lr=1e-6", "optimizer.min_lr_ratio is the final learning rate as a share of optimizer.lr; "),
+        ("train sft min_lr=1e-6", "optimizer.min_lr_ratio is the final learning rate as a fraction of optimizer.lr; "),
         ("train sft adapter=lora", "model.lora_rank trains LoRA adapters; without it, all weights are trained; "),
         ("prepare num_proc=4", "did you mean data.num_workers=4? "),
         ("prepare source.mix=[{path:a.jsonl,weight:3}]", "did you mean source.mix[].epochs? "),
