@@ -40,7 +40,7 @@ _ROOT_PAGES = {
     "security.md": "SECURITY.md",
 }
 _HOW = """Pass settings as `key=value` on the command line. `--cfg` prints the composed settings and exits.
-See [how settings are composed](../train.md#your-own-configuration).
+See [how settings are composed](../train.md#your-own-hydra-files).
 """
 # Page: its command, the recipe that composes its defaults, and the schema.
 _SETTINGS = {

@@ -228,7 +228,7 @@ def require_cores(num_processes: int, *, setting: str, cores: int | None = None)
     most = max(16, PROCESSES_PER_CORE * cores)
     if num_processes > most:
         what = f"{num_processes:,} processes on {cores:,} cores would only wait for each other"
-        raise ConfigError(what, where=setting, fix=f"set it to {most:,} or less, {PROCESSES_PER_CORE} a core")
+        raise ConfigError(what, where=setting, fix=f"set it to {most:,} or less, {PROCESSES_PER_CORE} per core")
 
 
 def memory_bytes() -> int:

@@ -85,8 +85,7 @@ class CheckpointError(HarnessError):
 _EXTRAS = {
     **dict.fromkeys(("typer", "rich", "yaml", "hydra", "omegaconf"), "cli"),
     **dict.fromkeys(("torch", "megatron", "psutil", "safetensors", "tensorboard", "matplotlib"), "train"),
-    **dict.fromkeys(("tokenizers", "transformers"), "tokenize"),
-    "jinja2": "report",
+    **dict.fromkeys(("tokenizers", "transformers", "jinja2"), "tokenize"),
     "ray": "ray",
 }
 
@@ -150,7 +149,7 @@ def _of_disk(error: OSError) -> HarnessError:
     place = str(error.filename or "")
     if not place and _end_output() is not None:
         place = "standard output"
-    what = f"the disk refused to write or to read: {error.strerror or error}"
+    what = f"a disk could not be written to or read: {error.strerror or error}"
     fix = "free disk space or check the disk (dmesg), then run the same command again"
     return HarnessError(what, where=place or f"a file or the output of `{' '.join(sys.argv)[:200]}`", fix=fix)
 
@@ -206,7 +205,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             error = HarnessError(
                 f"out of memory: {str(error).partition(chr(10))[0] or 'this process'}",
                 where=f"`{' '.join(sys.argv)[:200]}`",
-                fix="use a machine with more memory, or give this process more of it, then run the same command again",
+                fix="use a machine with more memory, or let this process use more, then run the same command again",
             )
         if error is not None and (system := os_error_of(error)) is not None and is_of_disk(system):
             error = _of_disk(system)

@@ -39,7 +39,9 @@ _NOISE = (
 # Commands that have the settings of a section; all others are those of a training run.
 _HOMES = {
     **dict.fromkeys(("data", "source", "tokenizer"), "harness prepare"),
-    **{"tolerance": "harness compare RUN RUN", "gpu_gib": "harness plan sft", "nodes": "harness submit sft"},
+    **dict.fromkeys(("model", "parallel", "optimizer", "trainer", "loader", "schedule"), "harness train sft"),
+    **{"tolerance": "harness compare RUN RUN", "gpu_gib": "harness plan sft"},
+    **dict.fromkeys(("nodes", "cluster"), "harness submit sft"),
 }
 # Settings, and their fixed values, by their names in TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift.
 _NAMES_ELSEWHERE = (
@@ -50,9 +52,9 @@ _NAMES_ELSEWHERE = (
     "optimizer.warmup_steps:lr_warmup_iters,num_warmup_steps loader.global_batch_size:train_batch_size,batch_size,"
     "global_batch_size,gbs loader.num_workers:dataloader_num_workers loader.shuffle:shuffle_merged_datasets "
     "data.over_long:truncation_strategy,excess_length_strategy data.num_workers:num_proc,dataset_num_proc,"
-    "preprocessing_num_workers data.validation_fraction:val_size,val_set_size,split_dataset_ratio "
-    "data.path:dataset_prepared_path,cached_dataset data.overwrite:overwrite_cache source.path:dataset,datasets,"
-    "dataset_name,dataset_path,train_file,train_dataset source.split:dataset_train_split "
+    "preprocessing_num_workers data.packed_storage:format,packed_storage data.validation_fraction:val_size,"
+    "val_set_size,split_dataset_ratio data.path:dataset_prepared_path,cached_dataset data.overwrite:overwrite_cache "
+    "source.path:dataset,datasets,dataset_name,dataset_path,train_file,train_dataset source.split:dataset_train_split "
     "source.subset:dataset_config,dataset_config_name source.limit:max_samples tokenizer.name:tokenizer_name,"
     "tokenizer_name_or_path,tokenizer_model tokenizer.chat_template:template,chat_template,chat_template_jinja,"
     "chat_template_path tokenizer.train_on=last_turn:mask_history tokenizer.train_on:loss_scale "
@@ -62,26 +64,28 @@ _NAMES_ELSEWHERE = (
     "model.fp8:fp8_format model.dtype=bfloat16:bf16 model.dtype:torch_dtype,precision "
     "model.attention:attn_implementation,flash_attention,flash_attn,use_flash_attn,attention_backend,attn_impl "
     "model.recompute:recompute_granularity,recompute_method,recompute_activations,gradient_checkpointing,"
-    "activation_checkpointing model.lora_rank:r,lora_r,lora_rank model.lora_alpha:lora_alpha "
-    "model.lora_targets:lora_target_modules,target_modules,lora_target,lora_target_linear "
+    "activation_checkpointing,gradient_checkpointing_kwargs model.lora_rank:r,lora_r,lora_rank "
+    "model.lora_alpha:lora_alpha model.lora_targets:lora_target_modules,target_modules,lora_target,lora_target_linear "
     "parallel.tensor_parallel_size:tp,tensor_model_parallel_size parallel.pipeline_parallel_size:pp,"
     "pipeline_model_parallel_size parallel.virtual_pipeline_parallel_size:vpp,virtual_pipeline_model_parallel_size "
     "parallel.pipeline_layout:pipeline_model_parallel_layout parallel.context_parallel_size:cp,"
     "sequence_parallel_degree,sequence_parallel_size parallel.expert_parallel_size:ep,expert_model_parallel_size "
     "parallel.expert_tensor_parallel_size:etp parallel.overlap_gradients:overlap_grad_reduce "
     "parallel.overlap_weights:overlap_param_gather parallel.ranks:num_gpus,gpus,nproc_per_node,num_processes,"
-    "world_size parallel.distributed_optimizer:use_distributed_optimizer "
-    "parallel.distributed_optimizer=true:deepspeed,fsdp,fsdp_config trainer.epochs:num_train_epochs,num_epochs,"
-    "max_epochs,epochs trainer.loss_average:calculate_per_token_loss trainer.timeout_s:ddp_timeout "
+    "world_size parallel.distributed_optimizer:use_distributed_optimizer parallel.distributed_optimizer=true:deepspeed,"
+    "fsdp,fsdp_config trainer.epochs:num_train_epochs,num_epochs,max_epochs,epochs "
+    "trainer.loss_average:calculate_per_token_loss trainer.timeout_s:ddp_timeout "
     "trainer.early_stop:early_stopping_patience trainer.sample_tokens:max_new_tokens trainer.steps:max_steps,"
     "train_iters trainer.eval_interval:eval_steps trainer.eval_batches:eval_iters "
     "trainer.checkpoint_interval:save_steps,save_interval trainer.keep_checkpoints:save_total_limit "
     "trainer.trackers:report_to,wandb_project,tensorboard_dir,logging_dir schedule.name:sequence_packing_scheduler "
-    "nodes:nnodes,num_nodes tolerance.loss:tolerance,atol,rtol name:run_name resume=true:resume_from_checkpoint"
+    "nodes:nodes,nnodes,num_nodes cluster.partition:partition cluster.account:account cluster.time:time "
+    "cluster.image:image,container_image tolerance.loss:tolerance,atol,rtol name:run_name "
+    "resume=true:resume_from_checkpoint"
 )
 # Answers to further names: a text, or settings of which the command has one; of several, the first counts.
 _ANSWERS = {
-    "optimizer.min_lr_ratio is the final learning rate as a share of optimizer.lr": "min_lr",
+    "optimizer.min_lr_ratio is the final learning rate as a fraction of optimizer.lr": "min_lr",
     "loader.global_batch_size is packs per step; schedule.max_tokens_per_rank limits microbatches": "eval_batch_size "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps",
     "data.micro_batch_size|microbatches are planned from the lengths of sequences: schedule.max_tokens_per_rank is "
@@ -103,8 +107,9 @@ _ANSWERS = {
     "tokenizer.train_on selects turns": "assistant_only_loss completion_only_loss mask_prompt train_on_inputs "
     "train_on_responses_only train_on_prompt roles_to_train",
     "with resume=true, the run in run_dir continues; model.init_from starts from weights": "load checkpoint",
+    "tokenizer.name|model.init_from": "model",
     "code in a model's folder is never run": "trust_remote_code",
-    "model.fuse_swiglu and model.fuse_cross_entropy select fused kernels": "use_liger_kernel liger_kernel",
+    "model.fuse_swiglu and model.fuse_cross_entropy select fused kernels": "use_liger_kernel liger_kernel liger",
     "float16 is not supported, because it requires loss scaling; model.dtype with the value bfloat16 does not": "fp16",
     "quantized weights are not supported; model.lora_rank trains adapters on weights in model.dtype": "load_in_4bit "
     "load_in_8bit quantization_bit",
@@ -132,6 +137,7 @@ _VALUES = {
     "model.attention": "flash=true,fa2,flash_attention_2,flash_attention_3 torch=false,eager,sdpa fused unfused auto",
     "model.recompute": "full=true,unsloth none=false,null selective",
     "model.fp8": "off=false,null tensorwise blockwise mxfp8",
+    "data.packed_storage": "parquet memmap binidx jsonl npy virtual",
     "data.over_long": "drop=delete cut=truncate,right split",
     "tokenizer.train_on": "last_turn=last_round all_assistant=default",
     "trainer.loss_average": "token=true conversation",
@@ -142,18 +148,13 @@ _VALUES = {
     "linear_fc2=down_proj,all,all-linear",
 }
 _LISTS = ("trainer.trackers", "model.lora_targets")
-SYNONYMS = {word: answer for answer, words in _ANSWERS.items() for word in words.split()} | {
-    word: setting
-    for setting, _, words in (row.partition(":") for row in _NAMES_ELSEWHERE.split())
-    for word in words.split(",")
-}
+_ROWS = [row.split(":") for row in _NAMES_ELSEWHERE.split()]
+SYNONYMS = {word: answer for answer, words in _ANSWERS.items() for word in words.split()}
+SYNONYMS |= {word: setting for setting, words in _ROWS for word in words.split(",")}
+_OWN_NAMES = {name for text in SYNONYMS.values() for name in text.split("|")}
 # Settings that take a name or a path, by the group of files that it is easily given to.
-_NAMES = {
-    "data": ("source.path", "data.path"),
-    "model": ("model.init_from",),
-    "source": ("source.path",),
-    "tokenizer": ("tokenizer.name",),
-}
+_NAMES = {"model": "model.init_from", "tokenizer": "tokenizer.name"}
+_NAMES |= {"data": "source.path data.path", "source": "source.path"}
 
 
 def word_of(name: str) -> str:
@@ -164,15 +165,17 @@ def word_of(name: str) -> str:
 def suggest_setting(key: str, value: str, known: Collection[str]) -> str:
     """Return the beginning of a fix for an unknown setting: the one that it stands for, or the nearest; else empty.
 
-    A setting with a value is printed as a shell takes it.
-
-    Args:
-        value: that it was given; empty where it is unknown.
-        known: settings of the command.
+    `known` contains the settings of the command; `value` is empty if it is unknown. Values are quoted for a shell.
     """
     near = nearest_name(key, sorted(known)) or ""
     has_name = near.rpartition(".")[2] == key.rpartition(".")[2]
     meant = "" if key in known or ("." in key and has_name) else SYNONYMS.get(word_of(key), "")
+    section, _, leaf = key.partition(".")
+    home = "" if section in {name.partition(".")[0] for name in known} else _HOMES.get(section, "")
+    # Without a dot, `model` and `loader` are words of other tools.
+    is_elsewhere = home and (leaf or (home != "harness train sft" and not meant))
+    if key not in known and (is_elsewhere or (key in _OWN_NAMES and near.startswith("data.live."))):
+        meant = key
     if not meant:
         return f"did you mean {_assigned(near, value if has_name and near != key else '')}? " if near else ""
     names = meant.split("|")
@@ -241,9 +244,7 @@ class KnownSettings:
     def files(self, group: str) -> list[str]:
         """List the files of a group that hold settings of this command, without their suffix."""
         prefix = f"{group}." if group in self.sections else ""
-        names = {
-            key.removeprefix(prefix).split(".")[0] for key in {*self.types, *self.sections} if key.startswith(prefix)
-        }
+        names = {key.removeprefix(prefix).split(".")[0] for key in self.types if key.startswith(prefix)}
         files = {file.stem: file for folder in self.folders for file in (folder / group).glob("*.yaml")}
         return sorted(stem for stem, file in files.items() if _top_keys(file) <= names)
 
@@ -352,7 +353,7 @@ class KnownSettings:
         if self.find(name) is None:
             group, _, stem = name.partition("/")
             near = nearest_name(stem, names := self.files(group))
-            of_names = next((key for key in _NAMES.get(group, ()) if key in self.types), None)
+            of_names = next((key for key in _NAMES.get(group, "").split() if key in self.types), None)
             meant = f"{group}={near}" if near else f"{of_names}={stem}" if of_names else ""
             fix = (f"did you mean {meant}? " if meant else "") + f"files of {group}: {', '.join(names) or 'none'}"
             raise ConfigError(f"the group {group} has no file {stem!r}", where=where, fix=fix)
@@ -360,9 +361,8 @@ class KnownSettings:
     def unknown(self, key: str, value: str, *, where: str) -> ConfigError:
         """Return the error of an unknown setting, with the one that is meant."""
         known = {*self.types, *self.sections, *self.groups, *self.also}
-        hint = suggest_setting(
-            key, value, {name for name in known if not key.startswith(f"{name}.") or name in self.types}
-        )
+        known = {name for name in known if not key.startswith(f"{name}.") or name in self.types}
+        hint = suggest_setting(key, value, known)
         if key in self.groups:
             hint = f"a file of the group {key} begins with `# @package _global_`; "
         return self.error(f"unknown setting {key!r}", where=where, fix=hint)

@@ -18,7 +18,7 @@ UInt8Array = npt.NDArray[np.uint8]
 UInt64Array = npt.NDArray[np.uint64]
 
 MAX_TOKEN_ID = 2**31 - 1
-_WHOLE = "give int32 tokens and starts, and a mask of whole numbers"
+_WHOLE = "pass int32 tokens and starts, and a mask of whole numbers"
 # Weights of tokens are stored in hundredths, in datasets whose manifest says so.
 HUNDREDTHS = 100
 MEDIA_KINDS = ("audio", "image")
@@ -222,8 +222,8 @@ class Schedule:
     def __post_init__(self) -> None:
         rows = self.row_offsets.shape[0] - 1
         if rows % self.dp_size:
-            what = f"{rows} rows cannot be dealt to {self.dp_size} data-parallel ranks evenly"
-            fix = "give every rank a row in every microbatch, an empty one too"
+            what = f"{rows} rows cannot be divided evenly among {self.dp_size} data-parallel ranks"
+            fix = "give every rank a row in every microbatch, even an empty one"
             raise ScheduleError(what, where="Schedule", fix=fix)
 
     @property

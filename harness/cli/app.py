@@ -1,10 +1,8 @@
-"""Assemble the command `harness`: its commands, its version and its exit codes.
-
-Exit codes: 0 all is well, 1 a check found something, 2 the command could not be carried out.
-"""
+"""Assemble the command `harness`: its commands, its version and its usage errors."""
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +22,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "From chats to a model": {
         "sft": ("end_to_end", "Prepare chats, train a model on them and export it."),
         "prepare": ("runs", "Pack chats into datasets."),
-        "train": ("runs", "Train on one rank or several."),
+        "train": ("runs", "Train a model on one or more ranks."),
         "export": ("runs", "Export a checkpoint for serving."),
     },
     "Before a run": {
@@ -98,6 +96,8 @@ class _Commands(TyperGroup):
                 self.commands[cmd_name].name = cmd_name
             else:
                 self.commands.update(typer.main.get_group(getattr(module, f"{COMMANDS[cmd_name][0]}_app")).commands)
+            for command in (*self.commands.values(), *getattr(self.commands[cmd_name], "commands", {}).values()):
+                command.help = re.sub(r"(?<!\n)\n(?=\S)", " ", command.help or "")  # Rich keeps line breaks
         return self.commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -153,7 +153,7 @@ def usage_error(error: Any) -> ConfigError:
     command = "harness" if error.ctx is None else error.ctx.command_path
     if not isinstance(error, typer.BadParameter) or error.param is None or error.ctx is None or error.message:
         what = error.format_message().rstrip(".")
-        return ConfigError(what[:1].lower() + what[1:], where=command, fix=f"{command} --help shows what it takes")
+        return ConfigError(what[:1].lower() + what[1:], where=command, fix=f"{command} --help lists the arguments")
     names = [each for each in error.ctx.command.params if each.param_type_name == "argument" and each.required]
     missing = error.param.metavar
     given = [str(error.ctx.params.get(each.name) or each.metavar) for each in names]

@@ -28,14 +28,14 @@ HELP = f"""Measure speed on this machine, mostly as ratios within one run.
 
 {_LIST}
 
-`harness bench NAME --cfg` prints the settings of a bench."""
+`harness bench NAME --cfg` prints the settings of a benchmark."""
 
 
 def run_bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help=", ".join(BENCHES), show_default=False)],
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="sizes of the bench")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="benchmark sizes")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="small sizes that take a few seconds, to check the bench itself")
+        bool, typer.Option("--quick", help="small sizes that take a few seconds, to check the benchmark itself")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs instead of tables")] = False,
     save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the JSON to this file too")] = None,
@@ -61,7 +61,7 @@ def run_bench(
     with Workspace(folder, keep=keep) as workspace:
         report = run_measurement(lambda progress: chosen.measure(sizes, workspace, progress), as_json=as_json)
     if save is not None:
-        with os_errors_as(ConfigError, "the figures cannot be written", where=save, fix="choose another file"):
+        with os_errors_as(ConfigError, "the results cannot be written", where=save, fix="choose another file"):
             save.parent.mkdir(parents=True, exist_ok=True)
             save.write_text(_to_json(report) + "\n")
     if broken := report.failed:

@@ -21,13 +21,13 @@ def run_conformance(
         str, typer.Argument(metavar="[TARGET]", help="a class: FILE.py[:CLASS] or MODULE:CLASS", show_default=False)
     ] = "",
     command: Annotated[
-        str, typer.Option("--command", metavar="TEXT", help="in place of TARGET, a command with places in braces")
+        str, typer.Option("--command", metavar="TEXT", help="command to check instead of TARGET, with fields in braces")
     ] = "",
     python: Annotated[
-        str, typer.Option("--python", metavar="FILE", help="the Python of the trainer's environment")
+        str, typer.Option("--python", metavar="FILE", help="Python interpreter of the trainer's environment")
     ] = sys.executable,
-    checks: Annotated[str, typer.Option("--checks", metavar="NAMES", help="some checks, separated by commas")] = "",
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the verdicts as JSON")] = None,
+    checks: Annotated[str, typer.Option("--checks", metavar="NAMES", help="checks to run, separated by commas")] = "",
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the results as JSON")] = None,
     folder: Annotated[
         Path | None, typer.Option("--dir", help="keep logs and files in this new folder (default: a temporary one)")
     ] = None,
@@ -35,7 +35,7 @@ def run_conformance(
 ) -> None:
     """Check how a trainer packs, masks, averages, orders and resumes, on a CPU, with a small model.
 
-    Exit code 1: a check failed.
+    The exit code is 1 if a check fails.
     """
     from harness.conformance import CHECKS, OUTCOMES, ConformanceVerdict, TargetProcess
 

@@ -142,7 +142,7 @@ def _divide(model: str, chats: str, out: Path, settings: Sequence[str]) -> _Stag
     for text in ("data.overwrite=true" if text == "--overwrite" else text for text in settings):
         key, _, value = text.partition("=")
         if (why := _CHOSEN.get(key)) is not None:
-            raise ConfigError(f"harness sft sets {key} itself", where=text, fix=f"leave it out: {why}")
+            raise ConfigError(f"harness sft sets {key} itself", where=text, fix=f"omit it: {why}")
         is_file = key in known.groups and value in known.files(key)
         (stages.prepare if key in known.types or is_file else stages.train).append(text)
     stages.prepare.append(f"data.path={stages.data}")

@@ -149,7 +149,7 @@ def plan(
 ) -> None:
     """Estimate memory, time, MFU, microbatches and checkpoint sizes of a run, without a GPU.
 
-    `harness plan auto model=llama3_8b parallel.ranks=8` lists the layouts of a model that fit, the fastest first.
+    `harness plan auto model=llama3_8b parallel.ranks=8` lists the layouts of a model that fit, fastest first.
     """
     from harness.config import compose_run
     from harness.plan import SftConfig
@@ -203,7 +203,7 @@ def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None,
     from harness.plan.run_plan import plan_run
     from harness.plan.search import search_layouts, suggest_settings
 
-    print_line("looking for settings and layouts that fit ...", file=sys.stderr)
+    print_line("searching for settings and layouts that fit ...", file=sys.stderr)
     lines = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
     with suppress(ConfigError):  # of data that is not here
         divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
@@ -212,7 +212,7 @@ def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None,
     for line in lines:
         print_line(f"it fits with: {line}")
     if not lines:
-        print_line("no savings and no layout of these ranks fit: use more ranks, shorter rows or a smaller model")
+        print_line("no memory savings or layout fits these ranks: use more ranks, shorter rows or a smaller model")
 
 
 def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float | None, *, assumes_data: bool) -> None:
@@ -253,7 +253,7 @@ def _draw_waves(planned: RunPlan, path: str | None) -> None:
     if planned.batch is None:
         what = planned.why_no_work or "schedule=as_packed trains packs as they are"
         raise ConfigError(f"no batch can be drawn: {what}", where=f"waves={path}", fix="omit it")
-    with os_errors_as(ConfigError, "the picture cannot be written", where=path, fix="name a PNG file in a folder"):
+    with os_errors_as(ConfigError, "the picture cannot be written", where=path, fix="specify a PNG file in a folder"):
         planned.batch.draw(Path(path))
     print_line(f"a batch on its ranks: {path}")
 

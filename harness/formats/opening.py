@@ -277,7 +277,7 @@ def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, An
         readable = ", ".join(format.name for format in _formats() if format.in_buckets)
         what = f"objects without a manifest open in object storage as {readable} only, not {places[0].name}"
         raise FormatError(what, where=path, fix="copy them to a folder and convert them there")
-    raise FormatError(f"no format knows {places[0]}", where=path, fix=_suffixes())
+    raise FormatError(f"the format of {places[0]} is unknown", where=path, fix=_suffixes())
 
 
 def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader:
@@ -333,7 +333,7 @@ def _nothing(path: Path) -> FormatError:
     if path.is_dir():
         return _incomplete(LocalFolder(path))
     if path.exists():
-        return FormatError(f"no format knows the suffix {path.suffix!r}", where=str(path), fix=_suffixes())
+        return FormatError(f"no format has the suffix {path.suffix!r}", where=str(path), fix=_suffixes())
     return FormatError("there is no dataset", where=str(path), fix=near_paths(path) or "`harness prepare` writes one")
 
 

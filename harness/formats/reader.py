@@ -338,7 +338,7 @@ def require_plain(data: Any, reader_of_packs: str) -> None:
     """Raise ConfigError for an open dataset with media, or with weights, which `reader_of_packs` takes for a mask."""
     refuse_media(data, reader_of_packs)
     if data.max_weight > 1:
-        what = f"the dataset has weights of tokens, which {reader_of_packs} does not read"
+        what = f"the dataset has token weights, which {reader_of_packs} does not read"
         raise ConfigError(what, where=data.path, fix="prepare it again without tokenizer.train_on=weighted")
 
 

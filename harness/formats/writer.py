@@ -103,7 +103,7 @@ class PackWriter:
                 raise ConfigError(f"{name} is {value}", where=f"data.{name}", fix="set it to 1 or more")
         destination = open_folder(path)
         if provenance.max_weight > 1 and format.name == "jsonl":
-            what = "the dataset has weights of tokens, which the labels of jsonl cannot express"
+            what = "the dataset has token weights, which the labels of jsonl cannot express"
             raise ConfigError(what, where=destination.where(), fix="write another format")
         self.where = destination.where()
         self.pack_size = pack_size

@@ -104,7 +104,7 @@ class LiveConfig(CheckedSettings, section="data.live"):
         check_sources(self.blend, "data.live.blend")
         if twice := [path for path, times in Counter(map(os.path.normpath, self.folders)).items() if times > 1]:
             raise ConfigError(
-                f"{twice[0]} is named twice", where="data.live.blend", fix="name it once, with the sum of the weights"
+                f"{twice[0]} is listed twice", where="data.live.blend", fix="list it once, with the sum of the weights"
             )
 
     @property

@@ -35,7 +35,7 @@ class Tolerances(CheckedSettings, section="tolerances"):
 
     loss: float = bounded(5e-7, lowest=0, highest=1)
     grad_norm: float = bounded(2e-6, lowest=0, highest=1)
-    reason: str = "sums are taken in another order, and float32 rounds them otherwise"
+    reason: str = "sums are computed in another order, and float32 rounds them differently"
 
 
 # Of GPUs, and of other versions of the libraries, where no noise has been measured.

@@ -171,8 +171,8 @@ def _check_heads(model: ModelConfig) -> None:
     _check_multiple("num_attention_heads", model.num_attention_heads, "model.num_query_groups", model.num_query_groups)
     if model.rotated_size % 2 or (model.head_size % 2 and not model.kv_lora_rank):
         raise ConfigError(
-            f"the rotary embedding turns {model.rotated_size} of the {model.head_size} numbers of a head "
-            f"(hidden_size {model.hidden_size}, {model.num_attention_heads} attention heads): both have to be even",
+            f"the rotary embedding rotates {model.rotated_size} of the {model.head_size} numbers of a head "
+            f"(hidden_size {model.hidden_size}, {model.num_attention_heads} attention heads): both must be even",
             where="model.hidden_size, model.num_attention_heads, model.head_dim, model.qk_rope_head_dim",
             fix="choose values that result in even numbers, such as a head size that is a multiple of 8",
         )

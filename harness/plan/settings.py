@@ -414,7 +414,7 @@ _SHARED = tuple(
             "parallel.cuda_graphs=false, or schedule=cost_balanced",
         ),
         *(
-            (name, SET, "the lengths of sequences that are still being made are not known", "schedule=cost_balanced")
+            (name, SET, "lengths of sequences that are still being generated are unknown", "schedule=cost_balanced")
             for name in ("data.live.path", "data.live.blend")
         ),
         *(

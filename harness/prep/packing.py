@@ -44,7 +44,7 @@ class PackingConfig(CheckedSettings, section="data"):
         path: output folder, on a disk or in a bucket (`s3://BUCKET/KEY`). Its subfolders `train`, `validation` and
             `test` are the datasets.
         pack_size: maximum number of tokens in a pack.
-        algorithm: name of a packing algorithm in `PACKERS`.
+        algorithm: packing algorithm: `best_fit_decreasing`, `first_fit_decreasing`, `first_fit` or `next_fit`.
         seed: seed of the order of packs, and of the choice between sequences of equal length.
         over_long: handling of conversations of more than `pack_size` tokens: `drop`, `cut` at `pack_size`, or `split`
             at turn boundaries, repeating the system prompt.

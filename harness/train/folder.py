@@ -92,7 +92,7 @@ def check_settings(values: Any, *, where: Path) -> dict[str, Any]:
     """
     missing = [name for name in _SECTIONS if not isinstance(values, dict) or name not in values]
     if missing:
-        raise FormatError(f"the run's settings have no {', '.join(missing)}", where=str(where), fix=_RUN_AGAIN)
+        raise FormatError(f"the run's settings lack {', '.join(missing)}", where=str(where), fix=_RUN_AGAIN)
     if isinstance(values["trainer"], dict):
         kept = {name: value for name, value in values["trainer"].items() if name not in _REMOVED}
         values = {**values, "trainer": kept}

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.errors import FormatError, HarnessError, os_errors_as
+from harness.errors import FormatError, HarnessError, how_to_install, os_errors_as
 from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.tables import Table
@@ -191,7 +191,8 @@ class MetricsWriter(LineFile):
             yield
         except Exception as error:  # whatever its package raises
             self._events = None if name == "tensorboard" else self._events
-            self._log(f"{name} receives no more metrics of this run ({error}); training continues")
+            fix = how_to_install(error) if isinstance(error, ModuleNotFoundError) else ""
+            self._log(f"{name} receives no more metrics of this run ({error}{fix and f'; {fix}'}); training continues")
 
     def _report(self, problems: Iterable[str]) -> None:
         for problem in filter(None, problems):
@@ -358,10 +359,8 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
         "tokens": f"{tokens:,}, of them {sum(s.trained_tokens for s in steps):,} trained",
         "tokens per second": f"{tokens / seconds:,.0f}",
         "row fill": f"{sum(s.fill for s in steps) / count:.1%}",
-        "busiest rank, relative to the mean": (
-            f"{sum(s.imbalance_tokens for s in steps) / count:.3f} in tokens, "
-            f"{sum(s.imbalance_cost for s in steps) / count:.3f} in attention cost"
-        ),
+        "busiest rank, relative to the mean": f"{sum(s.imbalance_tokens for s in steps) / count:.3f} in tokens, "
+        f"{sum(s.imbalance_cost for s in steps) / count:.3f} in training cost",
         "waiting for data": f"{sum(s.data_wait_s for s in steps) / seconds:.2%} of step time",
         **_slow_ranks(steps),
         **facts,

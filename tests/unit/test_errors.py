@@ -84,7 +84,7 @@ def test_a_full_disk_and_a_missing_package_are_named(capsys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/out/shard")
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        "HarnessError: the disk refused to write or to read: No space left on device\n"
+        "HarnessError: a disk could not be written to or read: No space left on device\n"
         "  where: /data/out/shard\n"
         "  fix:   free disk space or check the disk (dmesg), then run the same command again\n"
     )

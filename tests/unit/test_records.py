@@ -80,7 +80,7 @@ def test_a_schedule_gives_rows_by_microbatch_and_rank():
         schedule.row(2, 0)
     with pytest.raises(IndexError):
         schedule.row(0, -1)
-    with pytest.raises(ScheduleError, match="3 rows cannot be dealt to 2"):
+    with pytest.raises(ScheduleError, match="3 rows cannot be divided evenly among 2"):
         Schedule(2, np.array([0]), np.array([0, 1, 1, 1]))
 
 

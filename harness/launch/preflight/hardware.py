@@ -110,7 +110,7 @@ def _fabric_faults(gpu: ElementTree.Element) -> Iterator[str]:
     elif state == "Completed" and status not in ("", "Success"):
         yield f"NVSwitch's fabric has ended with {status!r}"
     if _text_of(gpu, "fabric/health/bandwidth") == "Degraded":
-        yield "NVSwitch's fabric has less than its bandwidth"
+        yield "NVSwitch's fabric has reduced bandwidth"
     if _text_of(gpu, "fabric/health/route_unhealthy") == "True":
         yield "a route of NVSwitch's fabric is unhealthy"
     elif _text_of(gpu, "fabric/health/summary") == "Unhealthy":

@@ -112,8 +112,8 @@ def judge_nodes(
     causes, was_stopped = read_srun(srun, [node for node in nodes for _ in range(tasks_per_node)])
     present = [node for node in nodes if node in answers]
     fix = (
-        "look in its own log (slurmd.log, `scontrol show node {0}`) whether the step began there; leave it out "
-        "with cluster.exclude={0}. If an image is unpacked first, raise cluster.preflight.timeout_s"
+        "check whether the step began there (slurmd.log, `scontrol show node {0}`); exclude it with "
+        "cluster.exclude={0}. If an image is unpacked first, raise cluster.preflight.timeout_s"
     )
     silent = [node for node in nodes if node not in answers]
     faults = [Fault(node, *causes[node]) for node in silent if node in causes]

@@ -200,7 +200,7 @@ def _copy(path: str, local_dir: Path, timeout_s: float) -> Facts:
         wait([copied], 0.2)
     if not copied.done():
         fix = "the file system or the disk of the node hangs; or another job copies the same there"
-        raise HarnessError(f"no byte came for {timeout_s:g} s", where=path, fix=fix)
+        raise HarnessError(f"no data arrived for {timeout_s:g} s", where=path, fix=fix)
     made = copied.result()
     facts = {"files": len(made.files), "bytes": made.num_bytes, "xxh3": made.digest}
     return {**facts, "took_s": time.monotonic() - began, "new_bytes_s": made.new_bytes}

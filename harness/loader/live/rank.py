@@ -270,7 +270,7 @@ class FolderReader:
         self._block.clear()
         if self._stream and chunk.stream not in ("", self._stream):
             what = f"the chunk belongs to the stream {chunk.stream}, but this run was trained on {self._stream}"
-            fix = "name the folder that the run started with, start a new run, or set loader.allow_other_data=true"
+            fix = "specify the folder that the run started with, start a new run, or set loader.allow_other_data=true"
             raise LoaderError(
                 what, where=chunk.place, fix=f"{fix} to continue after the same chunk numbers of this one"
             )

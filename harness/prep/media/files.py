@@ -39,9 +39,9 @@ class MediaLimits(CheckedSettings, section="source.media"):
     """Bounds of one image or sound, checked before it is decoded.
 
     Attributes:
-        num_bytes: maximum size of its file.
+        num_bytes: maximum size of a media file in bytes.
         num_pixels: maximum number of pixels of an image.
-        seconds: maximum length of a sound.
+        seconds: maximum length of an audio clip in seconds.
     """
 
     num_bytes: int = bounded(256 << 20, lowest=1, highest=2**31)
@@ -97,7 +97,7 @@ def read_medium(source: object, folder: str | None = "", limits: MediaLimits | N
     if source[:7].lower() == "file://":
         source = unquote(urlsplit(source).path)
     elif re.match(r"https?://", source, re.IGNORECASE):
-        raise _problem("is on the web, where it can change; download it, and name its path")
+        raise _problem("is on the web, where it can change; download it, and specify its path")
     elif len(source) > 4096 or "\0" in source or "\n" in source:
         raise _problem(f"is neither a path nor base64 of a format that is read: {_FORMATS}")
     return _read_file(source, folder or "", most)

@@ -203,7 +203,7 @@ def _count_qwen2_audio(numbers: Mapping[str, Any], size: AudioSize) -> int:
     samples = size.samples_at(numbers["sampling_rate"])
     if samples > numbers["chunk_length"] * numbers["sampling_rate"]:
         what = f"has {samples / numbers['sampling_rate']:,.2f} s, more than the {numbers['chunk_length']} s that a "
-        raise PrepError(f"{what}model of this family hears", where="a medium", fix="cut it into shorter ones")
+        raise PrepError(f"{what}model of this family processes", where="a medium", fix="cut it into shorter ones")
     frames = -(-samples // int(numbers["hop_length"]))
     return ((frames - 1) // 2 + 1 - 2) // 2 + 1
 

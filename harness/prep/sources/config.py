@@ -49,7 +49,7 @@ class SourceConfig(CheckedSettings, section="source"):
             optionally followed by `@REVISION` and by a file, folder or glob.
         split: split to read, such as `train`, if the source has several; empty reads `train` of a hub dataset.
         subset: subset (configuration) to read, if a hub dataset has several.
-        schema: schema of the records, one of `harness.prep.chat.SCHEMAS`; empty detects it from the first records.
+        schema: schema of the records, such as `messages` or `sharegpt`; empty detects it from the first records.
             Alternatively a function `module:function`, from the working folder or an installed package, that receives
             each record as a dict and returns one with `messages`, or None to omit the record.
         columns: names of renamed fields, such as `source.columns.messages=chat` for records with a field `chat`.

@@ -77,7 +77,7 @@ class DelimitedReader:
             raise PrepError(what, where=where, fix="write the file again, as UTF-8")
         names = [name.strip() or f"Unnamed: {number}" for number, name in enumerate(row or [])]
         if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), "")):
-            what = f"the header is one column, {names[0]!r}, which {other!r} seems to separate"
+            what = f"the header is one column, {names[0]!r}, which seems to be separated by {other!r}"
             raise PrepError(what, where=where, fix="separate columns with commas in .csv and with tabs in .tsv")
         if twice := [name for name in names if names.count(name) > 1]:
             what = f"several columns have the name {twice[0]!r}"

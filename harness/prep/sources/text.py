@@ -41,7 +41,7 @@ _MAGIC = {
     b"PK\x03\x04": "zip",
     b"\xfd7zXZ": "xz",
 }
-TEXT_SUFFIX = ".txt"
+TEXT_SUFFIXES = (".txt", ".md")
 _TO_LINES = "jq -c '.[]' FILE.json > FILE.jsonl"
 
 
@@ -59,23 +59,20 @@ def open_text(place: Place) -> Iterator[tuple[BinaryIO, Any]]:
 
 
 def find_unit(place: Place, *, is_json: bool) -> str:
-    """Return whether a text file holds one record a line, or one JSON list.
-
-    Args:
-        is_json: its name ends in `.json`, which is used for both.
-    """
+    """Return whether a text file contains one record per line or one JSON list; `.json` is used for both."""
     with open_text(place) as (stream, _):
         head = stream.read(_HEAD_BYTES)
         for magic, kind in _MAGIC.items():
             if head.startswith(magic):
-                raise PrepError(f"the file is {kind}, but its name indicates text", where=str(place), fix="rename it")
+                fix = "extract it, or export a spreadsheet as .csv" if kind in ("zip", "xz") else "rename it"
+                raise PrepError(f"the file is {kind}, but its name indicates text", where=str(place), fix=fix)
         if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            fix = "iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
-            raise PrepError("the file is UTF-16, expected UTF-8", where=str(place), fix=fix)
+            what, fix = "the file is UTF-16, expected UTF-8", "iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE"
+            raise PrepError(what, where=str(place), fix=fix)
         head = head.removeprefix(BOM).lstrip()
         while not head and (more := stream.read(_HEAD_BYTES)):
             head = more.lstrip()
-        if PurePosixPath(str(place)).suffix.lower() == TEXT_SUFFIX and head[:1] not in (b"", b"{"):
+        if PurePosixPath(str(place)).suffix.lower() in TEXT_SUFFIXES and head[:1] not in (b"", b"{"):
             fix = text_to_records(shlex.quote(str(place)))
             raise PrepError("the file is plain text, expected records", where=str(place), fix=fix)
         line = head.partition(b"\n")

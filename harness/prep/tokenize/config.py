@@ -29,7 +29,7 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
         chat_template: Jinja file or name of a built-in template that replaces the tokenizer's own template. Special
             tokens of the template are added to a trained tokenizer.
         mask: rule that selects trained tokens. `auto` selects and reports a rule by template: generation marks if the
-            template has them, an audited rule for a known template, and otherwise the text that follows the generation
+            template has them, a verified rule for a known template, and otherwise the text that follows the generation
             prompt of each turn. `generation`: tokens inside `{% generation %}`; `assistant_turns`: tokens that each
             assistant turn appends to the conversation; `all`: every token.
         history: handling of templates that omit reasoning from earlier turns. `as_served` creates a separate sequence

@@ -152,7 +152,7 @@ class _Process:
         if code == OUT_OF_CHARACTERS:
             raise _StoppedError(f"writes more than {MAX_CHARACTERS:,} characters")
         if code == OUT_OF_MEMORY:
-            raise _StoppedError(f"finds no memory; it may use {self.memory_bytes / 2**30:g} GiB of memory")
+            raise _StoppedError(f"ran out of memory; its limit is {self.memory_bytes / 2**30:g} GiB of memory")
         raise _StoppedError(f"ended the process that renders it ({f'signal {-code}' if code < 0 else f'code {code}'})")
 
 

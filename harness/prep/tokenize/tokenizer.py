@@ -297,10 +297,10 @@ class ChatTokenizer:
         """Return what does not depend on the template."""
         for place, text in texts_of(conversation) if self._control_begins else ():
             if any(character in text for character in self._control_begins) and (found := self._control.search(text)):
-                detail = f"{place} spells the control token {found.group()!r}"
+                detail = f"{place} contains the control token {found.group()!r}"
                 return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
         if conversation.media and self.media_rules is None:
-            detail = "the record has media, and the tokenizer is not in the folder of a model that is trained with them"
+            detail = "the record has media, and the tokenizer does not belong to a model that supports them"
             return BadRecord(conversation.where, BadReason.MEDIA, detail)
         if conversation.text is None:
             return None

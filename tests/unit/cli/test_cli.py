@@ -192,6 +192,8 @@ def test_the_help_of_a_recipe_begins_with_the_settings_that_most_runs_change(har
     assert shown[:2] == ["data.path", "model.init_from"]
     assert set(shown) <= {setting.key for setting in explain_settings(SftConfig)}
     assert "harness train sft --help" in harness("train", "--help")[1]
+    # A paragraph is filled, without the line breaks of the docstring.
+    assert "OUT (by default runs/MODEL-CHATS) contains the dataset" in harness("sft", "--help")[1]
 
 
 def test_a_search_without_data_assumes_some_and_says_so(harness, tmp_path, monkeypatch):

@@ -244,7 +244,7 @@ def test_a_position_in_another_number_of_folders_is_refused(folders, tokenizer):
     assert len(positions_from_json(state.live, 2)) == 2
     with pytest.raises(LoaderError, match="has positions in 2 folders of live chunks, and 1 are named"):
         positions_from_json(state.live, 1)
-    with pytest.raises(ConfigError, match="is named twice"):
+    with pytest.raises(ConfigError, match="is listed twice"):
         LiveConfig(blend=[LiveSource("data/a"), LiveSource("data/b"), LiveSource("data/./a", 2.0)])
 
 

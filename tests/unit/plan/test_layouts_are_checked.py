@@ -247,7 +247,7 @@ HYBRID = {"family": "nemotron_h", "layer_pattern": "M*-E", "num_experts": 4, "sc
         ({"family": "deepseek_v3"}, "deepseek_v3 require the setting kv_lora_rank, but it is 0"),
         ({"kv_lora_rank": 8}, "llama do not have the setting kv_lora_rank, but it is 8"),
         ({**LATENT, "num_query_groups": 2}, "as many query groups as attention heads"),
-        ({**LATENT, "qk_rope_head_dim": 5}, "the rotary embedding turns 5 of the 133 numbers"),
+        ({**LATENT, "qk_rope_head_dim": 5}, "the rotary embedding rotates 5 of the 133 numbers"),
         ({**LATENT, "rope_scaling": "llama3"}, "rope_scaling is llama3: .* not support this scaling with latent"),
         ({"qk_norm": True}, "family llama do not have the setting qk_norm, but it is true"),
         ({"family": "glm4_moe"}, "family glm4_moe require the setting qk_norm, but it is null"),

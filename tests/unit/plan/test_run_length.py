@@ -61,7 +61,7 @@ def test_the_log_describes_the_course_of_the_learning_rate(optimizer, steps, lin
 def test_the_old_name_of_the_final_rate_is_refused_with_the_new_one() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting 'optimizer\.min_lr'") as error:
         compose_config("sft", SftConfig, ["optimizer.min_lr=1e-6"])
-    assert error.value.fix.startswith("optimizer.min_lr_ratio is the final learning rate as a share of optimizer.lr")
+    assert error.value.fix.startswith("optimizer.min_lr_ratio is the final learning rate as a fraction of optimizer.lr")
 
 
 def test_a_run_is_one_epoch_of_pretrained_weights_and_sixty_steps_of_random_ones() -> None:

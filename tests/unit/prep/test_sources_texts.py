@@ -110,6 +110,8 @@ def test_long_integers_do_not_end_the_reading(tmp_path):
         ("a.jsonl", json.dumps([chat("Hi")], indent=1), "but its name indicates one record per line", ".json"),
         ("a.jsonl", "PAR1" + "x" * 99, "the file is Parquet", "rename"),
         ("a.jsonl", gzip.compress(b"{}", mtime=0).decode("latin-1"), "the file is gzip", "rename"),
+        ("a.xlsx", "PK\x03\x04" + "x" * 99, "the file is zip", "export a spreadsheet as .csv"),
+        ("a.md", "# Notes\n", "the file is plain text", "jq -cR"),
         ("a.json", "\xff\xfe{\0}\0", "UTF-16", "iconv"),
     ],
 )
@@ -256,7 +258,7 @@ def test_rows_of_other_widths_and_with_broken_text_are_bad_with_their_lines(tmp_
     ("content", "words", "fix"),
     [
         ('prompt,completion\nA,B\nC,"D\nE,F\n', "ends within quoted text", "close the quote"),
-        ("prompt;completion\nA;B\n", "';' seems to separate", "commas in .csv"),
+        ("prompt;completion\nA;B\n", "seems to be separated by ';'", "commas in .csv"),
         ("prompt,prompt\nA,B\n", "several columns have the name 'prompt'", "rename"),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_disk_that_does_not_answer_is_reported(tmp_path, original, monkeypatch
     os.mkfifo(pipe)
     monkeypatch.setattr("harness.launch.preflight.probe.copy_to_node", lambda *_, **__: pipe.read_bytes())
     ((_, check),) = copy_checks([str(original)], tmp_path / "local", timeout_s=0.3).items()
-    with pytest.raises(HarnessError, match=r"no byte came for 0.3 s"):
+    with pytest.raises(HarnessError, match=r"no data arrived for 0.3 s"):
         check()
     with os.fdopen(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "wb"):  # ends the thread
         pass

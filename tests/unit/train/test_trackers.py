@@ -136,6 +136,12 @@ def test_a_tensorboard_that_cannot_be_written_is_reported_once(run):
     assert len(lines(run / "metrics.jsonl")) == 2
 
 
+def test_a_missing_tensorboard_is_reported_with_its_extra(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    (line,) = write(run, [metrics(1, 3.0)], trackers=["tensorboard"])
+    assert "pip install 'megatron-sft-harness[train]'" in line
+
+
 def test_a_copied_run_does_not_continue_the_curves_of_the_original(tmp_path):
     original, copy = tmp_path / "a", tmp_path / "b"
     (original / "wandb").mkdir(parents=True)

@@ -99,7 +99,7 @@ def test_metrics_are_steps_without_gaps_and_numbers_that_are_finite(run: Path, l
     [
         (None, "the run's settings are missing"),
         ("model: [", "the run's settings cannot be read"),
-        ("model: {}\n", "the run's settings have no data, loader, optimizer, parallel, trainer"),
+        ("model: {}\n", "the run's settings lack data, loader, optimizer, parallel, trainer"),
         (YAML.replace("num_layers", "num_layerr"), "the run's settings are damaged, or of another version: there is"),
         (
             YAML.replace("eps: 1.0e-08", "eps: tiny"),
