@@ -498,11 +498,15 @@ def test_the_text_model_of_one_that_encodes_images_is_read_trained_and_exported(
             assert weights.shape(name) == tuple(tensor.shape)
             assert torch.equal(weights.rows(name, 1, 3), tensor[1:3])
             assert tensor.dim() != 2 or torch.equal(weights.columns(name, 1, 3), tensor[:, 1:3])
+    # Its code is not in an export.
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    config["text_config"]["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
     others = [text for text in overrides_of(dataset, tmp_path / "run") if not text.startswith("model.")]
     run_here(sft, SftConfig, [*others, *STILL, "trainer.steps=1", f"model.init_from={tmp_path / 'whole'}"])
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == [f"{kind}ForCausalLM"]
+    assert (config["architectures"], config.get("auto_map")) == ([f"{kind}ForCausalLM"], None)
     np.testing.assert_array_equal(expected(tmp_path / "out"), expected(tmp_path / "text"))
 
 
