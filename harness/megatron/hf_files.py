@@ -12,7 +12,7 @@ import torch
 
 from harness.errors import FormatError
 
-INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE, _WHOLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # Ends of the names of tensors that are quantized to MXFP4, whose eight numbers of either sign follow.
 _BLOCKS, _SCALES = "_blocks", "_scales"
 # Of all experts of a layer together, gate before up; with biases (gpt-oss) they are stacked in another way.
@@ -65,7 +65,9 @@ class HfWeights(ExitStack):
             for name in names:
                 file = self.enter_context(safe_open(folder / name, framework="pt"))
                 for own in file.keys():  # noqa: SIM118
-                    self._files[_name_of_part(own)] = _Stored(file, own)
+                    part, stored = _name_of_part(own), _Stored(file, own)
+                    if self._files.setdefault(part, stored) is not stored:
+                        raise ValueError(f"{name} has {part} a second time")
             self._divide_experts()
             for name in [name.removesuffix(_BLOCKS) for name in self._files if name.endswith(_BLOCKS)]:
                 if name + _SCALES in self._files:
@@ -133,6 +135,8 @@ def _indexed_files(folder: Path) -> list[str]:
         names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
         if outside := next((name for name in names if Path(name).name != name), None):
             raise ValueError(f"{outside!r} is not a file in the folder")
+        if _WHOLE_FILE not in names and (folder / _WHOLE_FILE).is_file():
+            raise ValueError(f"{_WHOLE_FILE} is another model than the files that it names: remove one of them")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{INDEX_FILE} is damaged: {error}") from None
     return names

@@ -111,8 +111,7 @@ class TensorShard:
 
     def of(self, count: int) -> tuple[int, int]:
         """Return the bounds of this rank's share of `count` rows or columns."""
-        share = count // self.size
-        return self.rank * share, (self.rank + 1) * share
+        return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
 
 def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
@@ -196,7 +195,8 @@ def _scan_tensors(end: str, model: ModelConfig) -> dict[str, slice]:
 def copied_names(model: ModelConfig) -> dict[str, str]:
     """Return the names of tensors that are copies of the model's own, with the names of these."""
     layers = range(model.num_layers, model.num_layers + model.mtp_layers)
-    return {f"model.layers.{number}.{copy}": own for number in layers for own, copy in _COPIES.items()}
+    tied = {_OUTPUT: _EMBEDDING} if model.tie_embeddings else {}
+    return tied | {f"model.layers.{number}.{copy}": own for number in layers for own, copy in _COPIES.items()}
 
 
 def expert_names(model: ModelConfig) -> ExpertNames:
@@ -243,11 +243,11 @@ def check_weights(
         encoder: shapes of the tensors of the model's encoder.
     """
     expected = expected_shapes(model, vocab_size) | dict(encoder)
-    expected |= {copy: expected[own] for copy, own in copied_names(model).items() if copy in weights.names}
+    own_names = {copy: model.traits.stored_name(own) for copy, own in copied_names(model).items()}
+    expected |= {copy: expected[own] for copy, own in own_names.items() if copy in weights.names}
     left_out = tuple(f"model.layers.{model.num_layers + number}." for number in range(mtp_layers))
     left_out += model.left_out
     names = {name for name in weights.names if not name.startswith(left_out)}
-    names -= {_OUTPUT} if model.tie_embeddings else set()  # some store a tied matrix twice
     wrong = {name: weights.shape(name) for name in expected if name in names and weights.shape(name) != expected[name]}
     for verb, odd in (("lack", sorted(set(expected) - names)), ("have unknown", sorted(names - set(expected)))):
         if odd:
@@ -267,22 +267,20 @@ def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, s
         for chunk in chunks:
             for name, parameter in global_parameters(chunk):
                 read_parameter(name, parameter, weights, model, shard)
-            if getattr(chunk, "mtp_process", False):
+            if chunk.pre_process or getattr(chunk, "mtp_process", False):
                 _check_copies(weights, model, shard)
 
 
 def _check_copies(weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
-    """Raise FormatError if a layer that predicts further tokens has another embedding or output layer than the model.
-
-    Megatron has one of each. A rank compares the rows that it has.
-    """
+    """Raise FormatError if a matrix of which Megatron has one differs from its copy, in the rows of this rank."""
     for copy, own in copied_names(model).items():
         if copy not in weights.names:
             continue
-        rows = shard.of(weights.shape(own)[0])
-        if not torch.equal(weights.rows(copy, *rows), weights.rows(own, *rows)):
+        rows = weights.rows(own, *shard.of(weights.shape(own)[0]))
+        if not torch.equal(weights.rows(copy, *shard.of(weights.shape(own)[0])).to(rows.dtype), rows):
             what = f"{copy} differs from {own}, which Megatron-Core uses instead"
-            raise FormatError(what, where=str(weights.folder), fix="model.mtp_layers=0 omits the MTP layers")
+            fix = f"{'tie_word_embeddings=false in config.json' if copy == _OUTPUT else 'model.mtp_layers=0'} omits it"
+            raise FormatError(what, where=str(weights.folder), fix=fix)
 
 
 def global_parameters(chunk: GPTModel, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -426,7 +424,7 @@ def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator
     stacks: dict[str, list[torch.Tensor]] = {}
     for ours, parameter in global_parameters(chunk):
         for name, tensor in to_hf(ours, parameter.detach(), model, vocab_size).items():
-            for copy in (copy for copy, own in copied_names(model).items() if own == name):
+            for copy in (copy for copy, own in copied_names(model).items() if own == name and copy != _OUTPUT):
                 yield copy, tensor.clone()
             if ".mlp.experts." not in name or not expert_names(model).are_stacked:
                 yield name, tensor.contiguous()

@@ -35,7 +35,7 @@ _FEATURES = {
 REFUSED_FEATURES = (
     "quantized weights (mxfp4 of gpt_oss is read)",
     "activations other than silu (relu2 of nemotron_h is supported)",
-    "biases that models of the family do not have",
+    "biases that models of the family do not have, dropout, attention that is not causal",
     "sliding windows shorter than the positional encoding (gpt_oss has them)",
     "rope scaling other than llama3, linear and yarn",
 )

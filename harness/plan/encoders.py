@@ -15,15 +15,12 @@ from harness.records import Float64Array, Int64Array
 # Of the rotary embedding of models whose positions have three dimensions.
 _MROPE = ("mrope_section", "mrope_interleaved")
 # Values of a text model that a nested config.json leaves out, because they are the defaults of its class.
+_LLAMA = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
+_LLAMA |= {"vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
 _DEFAULTS = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "intermediate_size": 11008,
-    "tie_word_embeddings": False,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
+    "qwen2_5_vl": {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+    "qwen3_vl": {"rms_norm_eps": 1e-6},
+    "qwen3_omni_moe_thinker": {"rms_norm_eps": 1e-6, "norm_topk_prob": True, "rope_theta": 1e6},
 }
 
 
@@ -318,8 +315,9 @@ def encoder_text(values: Mapping[str, Any]) -> str | None:
     if model is None:
         return None
     text = values.get("text_config") or values
-    found = {**values, **(text.get("rope_parameters") or text.get("rope_scaling") or {})}
-    kept = {name: found[name] for name in model.kept if name in found}
+    found = {**values, **(text.get("rope_scaling") or text.get("rope_parameters") or {})}
+    # Images have three-dimensional positions, whose sections are required.
+    kept = {name: found[name] for name in model.kept if name in found or name == _MROPE[0]}
     return json.dumps({"model_type": model.name, model.token: int(values[model.token]), **kept}, sort_keys=True)
 
 
@@ -330,9 +328,9 @@ def text_of(values: Mapping[str, Any]) -> dict[str, Any]:
     # Older files have the text model's values beside those of the encoder.
     nested = values.get("text_config") or {**values, "model_type": f"{model.name}_text"}
     tied = bool(values.get("tie_word_embeddings") and "visual" in model.parts)
-    text = {**_DEFAULTS, "tie_word_embeddings": tied, **nested}
-    text["model_type"] = model.text_types.get(text["model_type"], text["model_type"])
-    return text
+    outer = {"tie_word_embeddings": tied, "quantization_config": values.get("quantization_config")}
+    text = {**_DEFAULTS.get(model.name, _LLAMA), **outer, **nested}
+    return {**text, "model_type": model.text_types.get(text["model_type"], text["model_type"])}
 
 
 def read_encoder(text: str) -> tuple[MediaModel, dict[str, Any]]:
@@ -378,7 +376,7 @@ def with_encoder(text: dict[str, Any], encoder: str) -> dict[str, Any]:
 def rope_axes(values: Mapping[str, Any]) -> tuple[int, ...]:
     """Return `ModelConfig.rope_axes` for the values of `model.encoder`: sections of a head, or one number in three."""
     sections = [int(size) for size in values.get("mrope_section", ())]
-    if values.get("mrope_interleaved"):
+    if values.get("model_type") == "qwen3_vl":  # whatever `mrope_interleaved` is
         half = [axis if number < 3 * sections[axis] else 0 for number in range(sum(sections)) for axis in [number % 3]]
     else:
         half = [axis % 3 for axis, size in enumerate(sections) for _ in range(size)]

@@ -13,7 +13,7 @@ from harness.errors import ConfigError
 from harness.paths import explain_path
 from harness.plan.encoders import encoder_text, is_part_of, text_of, with_encoder
 from harness.plan.families import FAMILIES, MISSING
-from harness.plan.families.base import Family, Refuse
+from harness.plan.families.base import Family, Refuse, read_rope
 from harness.plan.model import ModelConfig
 from harness.storage.inputs import ask_hub
 from harness.storage.local_copies import local_copy
@@ -25,20 +25,22 @@ _OF_TRAINING = (
     "lora_targets aux_loss aux_loss_scope z_loss expert_bias_rate freeze_router grouped_gemm mtp_loss"
 )
 # What transformers assumes for values that a config.json does not have, by family, other than in Llama's.
-_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-_DEEPSEEK = {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+_WINDOW = {"sliding_window": 4096}
+_DEEPSEEK = {"num_key_value_heads": 128, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4}
+_UNSCALED, _LITE = {"routed_scaling_factor": 1.0}, {"routed_scaling_factor": 1.8}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "mistral": {"num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4},
+    "mistral": {"num_key_value_heads": 8, **_WINDOW},
+    "qwen2": {"num_key_value_heads": 32, **_WINDOW},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, **_WINDOW},
+    "qwen3_moe": {"num_key_value_heads": 4, **_WINDOW},
     "mixtral": {"num_key_value_heads": 8, "rope_theta": 1e6},
-    "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": 1536},
-    "deepseek_v3": {"n_shared_experts": 1, "q_lora_rank": 1536, **_DEEPSEEK},
-    "glm4_moe": {"num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "glm4_moe_lite": {"n_shared_experts": 1, "q_lora_rank": 768, "routed_scaling_factor": 1.8},
-    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150_000, "rope_scaling": _YARN},
-    "nemotron_h": {"num_key_value_heads": 8, "head_dim": 128},
+    "olmoe": {"rms_norm_eps": 1e-5},
+    "deepseek_v2": {"n_shared_experts": 2, "q_lora_rank": 1536, **_UNSCALED},
+    "deepseek_v3": {"n_shared_experts": 1, "q_lora_rank": 1536, "routed_scaling_factor": 2.5, **_DEEPSEEK},
+    "glm4_moe": {"num_key_value_heads": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, **_UNSCALED},
+    "glm4_moe_lite": {"num_key_value_heads": 20, "n_shared_experts": 1, "q_lora_rank": 768, **_LITE},
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150_000},
+    "nemotron_h": {"num_key_value_heads": 8, "head_dim": 128, **_UNSCALED},
     "qwen3_next": {"num_key_value_heads": 2, "head_dim": 256},
     "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
     "qwen3_5_moe_text": {"num_key_value_heads": 2, "head_dim": 256},
@@ -51,14 +53,26 @@ _SIZES = {
 }
 # Constants of Megatron's `llama3` position scaling; every published Llama 3 has these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
+# Values of yarn that transformers assumes.
+_OF_YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+# Values with which transformers makes another model than Megatron-Core, in every family.
+_KNOWN = {"hidden_act": "silu", "mlp_bias": False, "is_causal": True, "per_layer_config": None, "clip_qkv": None}
+_KNOWN |= dict.fromkeys(("attention_dropout", "hidden_dropout", "router_jitter_noise"), 0)
 # Number of layers that predict further tokens, by the names that models and transformers have for it.
 MTP_SETTINGS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 # Types of models that also encode images, whose text model is a family.
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
+
+
+class _Values(dict[str, Any]):
+    """Values of a config.json, of which a null is missing."""
+
+    def __getitem__(self, name: str) -> Any:
+        if (value := super().__getitem__(name)) is None:
+            raise KeyError(name)
+        return value
 
 
 @dataclass(frozen=True)
@@ -100,11 +114,13 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         missing = f": they need {MISSING[name]}" if name in MISSING else ""
         raise refuse(f"models of type {name!r} are not supported{missing}")
     family = FAMILIES[name]
-    values = dict(family.standard({**_DEFAULTS.get(family.name, {}), **values}))
+    values = _Values(family.standard({**_DEFAULTS.get(family.name, {}), **values}))
     for odd in list_odd_features(values, family):
         raise refuse(odd)
-    rope = _read_rope(values)
+    rope = _Values(read_rope(values))
     kind = rope["rope_type"]
+    if rope["rope_theta"] % 1:
+        raise refuse(f"rope_theta {rope['rope_theta']} is not supported: Megatron-Core has whole numbers")
     heads = int(values["num_attention_heads"])
     head_dim = int(values.get("head_dim") or values["hidden_size"] // heads)
     return HfModel(
@@ -117,8 +133,8 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
             "rotary_base": int(rope["rope_theta"]),
             "rope_scaling": "none" if kind == "default" else kind,
             "rope_scaling_factor": 1.0 if kind == "default" else float(rope["factor"]),
-            **(_read_yarn(rope, family, refuse) if kind == "yarn" else {}),
-            "norm_epsilon": float(values.get("rms_norm_eps", family.norm_epsilon) or values["rms_norm_eps"]),
+            **(_read_yarn(rope, refuse) if kind == "yarn" else {}),
+            "norm_epsilon": float(values["rms_norm_eps"]),
             "num_experts": 0,
             **({} if encoder is None else {"encoder": encoder}),
             **family.read(values, refuse),
@@ -140,49 +156,33 @@ def text_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_odd_features(values: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield each feature of a config.json that no model of its family is trained with; `Family.read` finds more.
-
-    Raises:
-        KeyError: a value is missing.
-    """
+    """Yield each feature that no model of its family is trained with, of those that all families may have in common."""
     quantized = (values.get("quantization_config") or {}).get("quant_method", "unknown means")
     is_read = quantized == "mxfp4" and family.experts is not None and family.experts.are_stacked
     if values.get("quantization_config") and not is_read:
         yield f"weights quantized by {quantized} are not supported: save them in bfloat16 with transformers"
-    if values.get("hidden_act", "silu") != "silu":
-        yield f"the activation {values['hidden_act']!r} is not supported (silu is)"
-    for name in ("mlp_bias",) if family.has_qkv_bias else ("attention_bias", "mlp_bias"):
-        if values.get(name):
-            yield f"{name} is set, and is not supported"
+    for name, known in _KNOWN.items() if family.has_qkv_bias else (*_KNOWN.items(), ("attention_bias", False)):
+        if values.get(name) not in (None, known):
+            yield f"{name} {values[name]!r} is not supported ({known!r} is)"
     window = values.get("sliding_window")
     is_windowed = not family.window_setting or values.get(family.window_setting)
     if is_windowed and window is not None and window < int(values["max_position_embeddings"]):
-        yield f"attention with a window of {window:,} tokens is not supported"
-    rope = _read_rope(values)
+        yield f"attention with a window of {window:,} tokens (sliding_window) is not supported"
+    rope = read_rope(values)
     kind = rope["rope_type"]
-    if kind == "llama3":
-        for name, known in _LLAMA3.items():
-            if (value := rope.get(name)) != known:
-                yield f"rope scaling llama3 with {name} {value} is not supported: Megatron-Core has {known}"
-    elif kind not in ("default", "linear", "yarn"):
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            yield f"rope_parameters of the layers of type {name} are not supported"
+        elif name == "original_max_position_embeddings" and values.get(name) not in (None, value):
+            yield f"{name} {value} of the rope scaling and {values[name]} beside it are not supported"
+    for name, known in {"attention_factor": None, **_rope_constants(kind, family)}.items():
+        if (value := rope.get(name, _OF_YARN.get(name))) != known:
+            yield f"rope scaling {kind} with {name} {value} is not supported ({known} is)"
+    if kind not in ("default", "linear", "llama3", "yarn"):
         yield f"rope scaling {kind!r} is not supported (llama3, linear and yarn are)"
 
 
-def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    scaling = {"rope_theta": values.get("rope_theta", 10000.0), **(values.get("rope_scaling") or {})}
-    rope = values.get("rope_parameters") or scaling
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    # `mrope` is of older files; `model.encoder` has the sections of a head.
-    return {**rope, "rope_type": "default" if kind == "mrope" else kind}
-
-
-def _read_yarn(rope: dict[str, Any], family: Family, refuse: Refuse) -> dict[str, Any]:
-    for name, known in _yarn_constants(family).items():
-        default = True if name == "truncate" else known
-        if (value := rope.get(name, default)) != known:
-            raise refuse(f"rope scaling yarn with {name} {value} is not supported ({known} is)")
-    if rope.get("attention_factor") is not None:
-        raise refuse(f"rope scaling yarn with attention_factor {rope['attention_factor']} is not supported")
+def _read_yarn(rope: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
     mscale, all_dim = float(rope.get("mscale") or 0), float(rope.get("mscale_all_dim") or 0)
     if all_dim and not mscale:
         raise refuse(f"rope scaling yarn with mscale_all_dim {all_dim} and without mscale is not supported")
@@ -194,9 +194,9 @@ def _read_yarn(rope: dict[str, Any], family: Family, refuse: Refuse) -> dict[str
     }
 
 
-def _yarn_constants(family: Family) -> dict[str, Any]:
-    """Return the values of yarn in every published model of a family, and in Megatron-Core."""
-    return {"beta_fast": 32, "beta_slow": 1, "truncate": family.yarn_truncates}
+def _rope_constants(kind: str, family: Family) -> dict[str, Any]:
+    """Return the values of a scaling in every published model of a family, and in Megatron-Core."""
+    return {"llama3": _LLAMA3, "yarn": {**_OF_YARN, "truncate": family.yarn_truncates}}.get(kind, {})
 
 
 def complete_model(
@@ -274,10 +274,9 @@ def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:
     config = {name: value for name, value in config.items() if name not in family.unwritten} | family.write(model)
     if model.rope_scaling != "none":
         config["rope_scaling"] = scaling = {"rope_type": model.rope_scaling, "factor": model.rope_scaling_factor}
-        if model.rope_scaling == "llama3":
-            scaling |= _LLAMA3
+        scaling |= _rope_constants(model.rope_scaling, family)
         if model.rope_scaling == "yarn":
-            scaling |= {"original_max_position_embeddings": model.rope_original_positions, **_yarn_constants(family)}
+            scaling["original_max_position_embeddings"] = model.rope_original_positions
             if model.rope_mscale_all_dim:
                 scaling |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
     return config if model.encoder is None else with_encoder(config, model.encoder)

@@ -33,7 +33,7 @@ from harness.megatron.weights import hf_tensors
 from harness.parity.made_data import _image, _rules_of, _sound, make_dataset
 from harness.parity.reference import make_model
 from harness.plan import ModelConfig, ParallelConfig, SftConfig
-from harness.plan.encoders import MEDIA_MODELS, encoder_work, read_encoder
+from harness.plan.encoders import MEDIA_MODELS, encoder_work, read_encoder, rope_axes
 from harness.plan.hf_config import HfModel, complete_model, read_hf_config, to_hf_config
 from harness.prep.media import measure
 from harness.recipes import sft
@@ -249,6 +249,48 @@ def test_a_published_config_with_the_text_models_values_beside_the_encoders_is_r
     assert media.count(kept, 3584) == 676_550_144 == sum(math.prod(shape) for shape in encoder_shapes(model).values())
     with pytest.raises(ConfigError, match="its mrope_section has 64 numbers for heads of 64"):
         replace(model, head_dim=64)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_value_that_a_text_model_leaves_out_is_that_of_transformers_or_refused(folders, tmp_path, name) -> None:
+    from transformers import AutoConfig
+
+    whole = json.loads((folders[name] / "config.json").read_text())
+    # With those that differ in size, weights do not fit.
+    sizes = {"vocab_size", "intermediate_size", "hidden_size", "max_position_embeddings", "num_hidden_layers"}
+    for value in whole["text_config"].keys() - sizes:
+        text = {key: other for key, other in whole["text_config"].items() if key != value}
+        (tmp_path / "config.json").write_text(json.dumps({**whole, "text_config": text}))
+        try:
+            found = read_hf_config(tmp_path).settings
+        except HarnessError:
+            continue
+        (tmp_path / "config.json").write_text(json.dumps(AutoConfig.from_pretrained(tmp_path).to_dict()))
+        made = read_hf_config(tmp_path).settings
+        assert (value, made | {"encoder": ""}) == (value, found | {"encoder": ""})
+        assert rope_axes(json.loads(made["encoder"])) == rope_axes(json.loads(found["encoder"]))
+    for change, why in (
+        ({"quantization_config": {"quant_method": "fp8"}}, "weights quantized by fp8 are not supported"),
+        ({"text_config": {**whole["text_config"], "is_causal": False}}, "is_causal False is not supported"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(whole | change))
+        with pytest.raises(HarnessError, match=why):
+            read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_of_images_are_those_of_transformers_whatever_config_json_says(folders, tmp_path, name) -> None:
+    whole = json.loads((folders[name] / "config.json").read_text())
+    right = model_of(folders[name]).rope_axes
+    rope = whole["text_config"]["rope_parameters"]
+    for interleaved in (True, False, None):
+        rope["mrope_interleaved"] = interleaved
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        assert model_of(tmp_path).rope_axes == right
+    del rope["mrope_section"]
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(HarnessError, match="has no 'mrope_section'"):
+        read_hf_config(tmp_path)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +104,9 @@ MODELS |= {
     "qwen3_5": ("Qwen3_5Text", DELTAS),
     "qwen3_5_moe": ("Qwen3_5MoeText", {**DELTAS, **GATED_EXPERTS}),
 }
+# Values that no family is trained with.
+REFUSED = {"is_causal": False, "attention_dropout": 0.1, "hidden_dropout": 0.1, "router_jitter_noise": 0.1}
+REFUSED |= {"per_layer_config": {"0": {"rms_norm_eps": 0.1}}, "mlp_bias": True, "hidden_act": "gelu"}
 # Sizes of tensor, pipeline, expert and expert tensor parallelism; the last two are of models with experts.
 LAYOUTS = {"tp1": (1, 1, 1, 1), "tp2": (2, 1, 1, 1), "pp2": (1, 2, 1, 1), "ep2": (1, 1, 2, 1), "etp2": (2, 1, 1, 2)}
 # Of the layers of deepseek_v3: one layout of each number of ranks is enough.
@@ -319,29 +326,42 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models) -> None:
     ("change", "message"),
     [
         ({"model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"]}, "than every second one"),
-        ({"model_type": "glm4_moe", "attention_bias": True, "partial_rotary_factor": 0.25}, "0.25 of each head"),
+        (
+            {"model_type": "glm4_moe", "attention_bias": True, "partial_rotary_factor": 0.25},
+            "partial_rotary_factor 0.25 is not supported (0.5 is)",
+        ),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0, "layer_types": None}, "swiglu_limit 5.0 is not supported"),
         ({"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [1]}, "dense layers [1] that are not the"),
         (
             {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0},
-            "values clipped to 8.0 are",
+            "clip_qkv 8.0 is not supported",
         ),
         ({"model_type": "deepseek_v32"}, "'deepseek_v32' are not supported: they need sparse attention"),
-        ({"model_type": "glm4_moe"}, "queries, keys and values without biases are not supported"),
+        ({"model_type": "glm4_moe"}, "attention_bias False is not supported (True is)"),
         ({"model_type": "deepseek_v2", **GROUPED, "topk_method": "group_limited_greedy"}, "'group_limited_greedy' are"),
         (
             {"model_type": "deepseek_v3", **GROUPED, "num_experts_per_tok": 6},
             "6 experts per token of 2 of 4 groups are",
         ),
-        ({"model_type": "deepseek_v3", **GROUPED, "norm_topk_prob": False}, "sigmoid scores that are not normalized"),
+        (
+            {"model_type": "deepseek_v3", **GROUPED, "norm_topk_prob": False},
+            "norm_topk_prob False is not supported (True is)",
+        ),
         ({"model_type": "deepseek_v3", **GROUPED, "rope_interleave": False}, "rope_interleave False is not supported"),
         ({"model_type": "glm4_moe_lite", **LATENT, "mlp_layer_types": ["sparse", "dense"]}, "that are not the first"),
-        ({"model_type": "deepseek_v3", **GROUPED, "moe_layer_freq": 2}, "experts in one of 2 layers"),
+        ({"model_type": "deepseek_v3", **GROUPED, "moe_layer_freq": 2}, "moe_layer_freq 2 is not supported (1 is)"),
         ({"model_type": "deepseek_v3", **GROUPED, "rope_parameters": {**YARN, "beta_fast": 16}}, "with beta_fast 16"),
         ({"rope_parameters": {**YARN, "truncate": False}}, "yarn with truncate False is not supported (True is)"),
         ({"rope_parameters": {**YARN, "attention_factor": 1.0}}, "yarn with attention_factor 1.0 is not supported"),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "with low_freq_factor 2.0 is not supported"),
         ({"hidden_size": None}, "hidden_size"),
+        *(({name: value}, f"{name} {value!r} is not supported") for name, value in REFUSED.items()),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.5}}, "rope_theta 500.5 is not supported"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 500}}},
+            "rope_parameters of the layers of type full",
+        ),
+        ({"rope_parameters": YARN, "original_max_position_embeddings": 64}, "embeddings 16 of the rope scaling and 64"),
     ],
 )
 def test_unsupported_models_are_refused_by_name(models, tmp_path, change, message) -> None:
@@ -351,6 +371,46 @@ def test_unsupported_models_are_refused_by_name(models, tmp_path, change, messag
     with pytest.raises(HarnessError) as refused:
         read_hf_config(tmp_path)
     assert message in str(refused.value)
+
+
+def edits_of(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each value's name with a config.json that lacks it or has null, and all places of a rotary embedding."""
+    for name in config.keys() - {"model_type"}:
+        yield name, {key: value for key, value in config.items() if key != name}
+        yield name, {**config, name: None}
+    plain, linear = {"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}
+    uncut = {"type": "yarn", "truncate": False, "factor": 4.0, "original_max_position_embeddings": 16}
+    rest = {key: value for key, value in config.items() if key != "rope_parameters"}
+    for rope in ({}, None, plain, linear, {**YARN, "rope_theta": 700.0}, uncut, {**plain, "rope_theta": 700.0}):
+        for beside in ({}, {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16}):
+            yield "rope_scaling", {**rest, **beside, "rope_scaling": rope}
+            yield "rope_parameters", {**rest, **beside, "rope_parameters": rope}
+            yield "rope_scaling", {**config, **beside, "rope_scaling": rope}
+
+
+@pytest.mark.parametrize("name", {family: name for name, (family, _) in reversed(MODELS.items())}.values())
+def test_an_accepted_config_has_the_settings_of_what_transformers_makes_of_it(models, tmp_path, name) -> None:
+    from transformers import AutoConfig
+
+    accepted, unnamed = 0, {}
+    for value, edited in edits_of(json.loads((models[name] / "config.json").read_text())):
+        (tmp_path / "config.json").write_text(json.dumps(edited))
+        try:
+            found = read_hf_config(tmp_path)
+        except HarnessError as error:
+            unnamed |= {value: error.what} if "cannot be read" in error.what else {}
+            continue
+        try:
+            made = AutoConfig.from_pretrained(tmp_path).to_dict()
+        except Exception:  # transformers refuses it
+            continue
+        (tmp_path / "config.json").write_text(json.dumps(made))
+        # Without layers that predict further tokens, of which transformers assumes one and uses none.
+        right = replace(read_hf_config(tmp_path), mtp_layers=found.mtp_layers)
+        assert (value, right) == (value, found)
+        accepted += 1
+    assert accepted > 40
+    assert not unnamed
 
 
 def test_experts_quantized_to_mxfp4_have_the_weights_that_transformers_makes_of_them(models, tmp_path) -> None:
@@ -438,11 +498,15 @@ def test_the_text_model_of_one_that_encodes_images_is_read_trained_and_exported(
             assert weights.shape(name) == tuple(tensor.shape)
             assert torch.equal(weights.rows(name, 1, 3), tensor[1:3])
             assert tensor.dim() != 2 or torch.equal(weights.columns(name, 1, 3), tensor[:, 1:3])
+    # Its code is not in an export.
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    config["text_config"]["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
     others = [text for text in overrides_of(dataset, tmp_path / "run") if not text.startswith("model.")]
     run_here(sft, SftConfig, [*others, *STILL, "trainer.steps=1", f"model.init_from={tmp_path / 'whole'}"])
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["architectures"] == [f"{kind}ForCausalLM"]
+    assert (config["architectures"], config.get("auto_map")) == ([f"{kind}ForCausalLM"], None)
     np.testing.assert_array_equal(expected(tmp_path / "out"), expected(tmp_path / "text"))
 
 
@@ -495,6 +559,30 @@ def test_an_export_keeps_the_layers_that_predict_further_tokens_as_they_were(
         export_checkpoint(tmp_path / "run", tmp_path / "again", keep_mtp=True)
     with pytest.raises(HarnessError, match="the run trained all weights"):
         export_checkpoint(tmp_path / "run", tmp_path / "again", keep_mtp=True, adapters_only=True)
+
+
+def test_a_tensor_with_two_values_is_refused_by_name(models, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    shutil.copytree(models["qwen3"], tmp_path, dirs_exist_ok=True)
+    own = "model.embed_tokens.weight"
+    whole = tensors(tmp_path)[own]
+    other = whole.flip(0).contiguous()
+    save_file({own: other}, tmp_path / "model.safetensors")
+    with pytest.raises(HarnessError, match=r"model.safetensors is another model than the files that it names"):
+        HfWeights(tmp_path)  # where transformers reads this file alone
+    (tmp_path / INDEX_FILE).unlink()
+    with pytest.raises(HarnessError, match=f"has {own} a second time"):
+        HfWeights(tmp_path)
+    model = ModelConfig(**{**to_plain(ModelConfig()), **read_hf_config(tmp_path).settings})
+    for copy, message in ((other, f"lm_head.weight differs from {own}"), (whole, ""), (whole[1:], "is [299, 32]")):
+        save_file({"lm_head.weight": copy}, tmp_path / "model.safetensors")
+        refused = pytest.raises(HarnessError, match=re.escape(message)) if message else nullcontext()
+        with runtime.start("cpu"), HfWeights(tmp_path) as weights, refused:
+            join(ParallelConfig(), 1)
+            check_weights(weights, model, 300)
+            chunks = build_chunks(model, ParallelConfig(), vocab_size=300, device=torch.device("cpu"))
+            fill_model(chunks, weights, model, TensorShard())
 
 
 def test_damaged_weights_are_an_error_that_names_the_folder(tmp_path) -> None:

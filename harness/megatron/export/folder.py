@@ -183,7 +183,8 @@ def _settings_of(
     generation.pop("_from_model_config", None)
     if not has_mtp:
         config |= {name: 0 for name in (*MTP_SETTINGS, "mtp_num_hidden_layers") if config.get(name)}
-    config.pop("quantization_config", None)  # the weights are written as they were trained
+    # The weights are written as they were trained, for the model's class in transformers.
+    config = {name: value for name, value in config.items() if name not in ("quantization_config", "auto_map")}
     # Many programs read a list of one in config.json as no number.
     config |= {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in ids.items()}
     # transformers 5 reads the first name, and versions before 4.56 the second alone.

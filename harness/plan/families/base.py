@@ -40,16 +40,24 @@ class ExpertNames:
 def require_known(values: Mapping[str, Any], known: Mapping[str, Any], refuse: Refuse) -> None:
     """Raise the error for a value of a config.json, if it is there, that is not the known one."""
     for name, value in known.items():
-        if values.get(name, value) != value:
-            raise refuse(f"{name} {values[name]!r} is not supported ({value!r} is)")
+        if (found := values.get(name, value)) != value:
+            raise refuse(f"{name} {found!r} is not supported ({value!r} is)")
+
+
+def read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the rotary embedding. Of their older and newer places transformers reads the older first."""
+    names = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
+    outer = {name: values[name] for name in names if values.get(name) is not None}
+    rope = {"rope_theta": 10000.0, **outer, **(values.get("rope_scaling") or values.get("rope_parameters") or {})}
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    # `mrope` is of older files; `model.encoder` has the sections of a head.
+    return {**rope, "rope_type": "default" if kind == "mrope" else kind}
 
 
 def require_rotated(values: Mapping[str, Any], part: float, refuse: Refuse) -> None:
     """Raise the error for a config.json by which another part of each head is rotated."""
-    rope = values.get("rope_parameters") or {}
-    found = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", part))
-    if found != part:
-        raise refuse(f"rotary positions in {found:g} of each head are not supported ({part:g} is)")
+    name = "partial_rotary_factor"
+    require_known({name: read_rope(values).get(name, values.get(name, part))}, {name: part}, refuse)
 
 
 def has_scan(parts: str) -> bool:
@@ -119,7 +127,6 @@ class Family:
         norms_add_one: the weights of norms are relative to 1, but those of the norm of a scan.
         groups_scan_rows: the rows that make what is scanned are stored by key head.
         is_gated: the MLP and the experts have a gate (SwiGLU); otherwise they square what is positive.
-        norm_epsilon: where config.json has none; None if it must have one.
         read: returns further settings of `ModelConfig` from the values of a config.json; raises for what is missing.
         write: returns further values of a config.json from the settings of `ModelConfig`.
         standard: returns a config.json under the names that all other families use.
@@ -150,7 +157,6 @@ class Family:
     norms_add_one: bool = False
     groups_scan_rows: bool = False
     is_gated: bool = True
-    norm_epsilon: float | None = None
     experts: ExpertNames | None = None
     read: Callable[[Mapping[str, Any], Refuse], dict[str, Any]] = lambda values, refuse: {}
     write: Callable[[Any], dict[str, Any]] = lambda model: {"attention_bias": False}

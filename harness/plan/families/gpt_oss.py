@@ -8,6 +8,8 @@ from typing import Any
 from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, require_known, write_softmax
 
 _LIMIT, _ALPHA = 7.0, 1.702
+# What transformers assumes for a config.json without a rotary embedding.
+_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
 def _kinds(layers: int) -> list[str]:
@@ -17,7 +19,7 @@ def _kinds(layers: int) -> list[str]:
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     layers = int(values["num_hidden_layers"])
     if (values.get("layer_types") or _kinds(layers)) != _kinds(layers):
-        raise refuse("windows in layers other than every second one, the first included, are not supported")
+        raise refuse("layer_types of windows other than every second one, the first included, are not supported")
     require_known(values, {"swiglu_limit": _LIMIT, "swiglu_alpha": _ALPHA, "attention_bias": True}, refuse)
     return {"sliding_window": int(values["sliding_window"]), **read_softmax(values, normalize=True)}
 
@@ -50,6 +52,7 @@ FAMILY = Family(
         down="mlp.experts.down_proj",
         are_stacked=True,
     ),
+    standard=lambda values: {**values, "rope_parameters": _YARN} if values.get("rope_parameters") is None else values,
     read=_read,
     write=_write,
 )

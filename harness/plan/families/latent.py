@@ -36,8 +36,7 @@ def read_latent(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 def read_experts(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     """Return the sizes of experts, some of them shared, after some dense layers."""
-    if values.get("moe_layer_freq", 1) != 1:
-        raise refuse(f"experts in one of {values['moe_layer_freq']} layers are not supported")
+    require_known(values, {"moe_layer_freq": 1}, refuse)
     inner = int(values["moe_intermediate_size"])
     return {
         "num_experts": count_experts(values),
@@ -45,7 +44,7 @@ def read_experts(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
         "expert_ffn_hidden_size": inner,
         "shared_ffn_hidden_size": int(values.get("n_shared_experts") or 0) * inner,
         "dense_layers": int(values.get("first_k_dense_replace") or 0),
-        "router_scale": float(values.get("routed_scaling_factor", 1.0)),
+        "router_scale": float(values["routed_scaling_factor"]),
     }
 
 
@@ -80,8 +79,7 @@ def _read_v2(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
             f"experts chosen by topk_method {method!r} are not supported: Megatron-Core ranks a group by the sum of "
             "its best experts, not by the best one"
         )
-    if values.get("norm_topk_prob"):
-        raise refuse("norm_topk_prob is set, which DeepSeek-V2 in transformers ignores")
+    require_known(values, {"norm_topk_prob": False}, refuse)  # transformers ignores it
     return {**read_latent(values, refuse), "router_score": "softmax", "router_normalize": False, "expert_bias": False}
 
 
@@ -97,9 +95,9 @@ DEEPSEEK_V2 = Family(
 
 def read_router(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     """Return settings of a router by biased sigmoid scores in groups."""
-    require_known(values, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}, refuse)
-    if not values.get("norm_topk_prob", True):
-        raise refuse("sigmoid scores that are not normalized are not supported: Megatron-Core always normalizes them")
+    # Megatron-Core always normalizes sigmoid scores.
+    known = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True, "norm_topk_prob": True}
+    require_known(values, known, refuse)
     groups, top = int(values.get("n_group") or 1), int(values.get("topk_group") or 1)
     chosen = int(values["num_experts_per_tok"])
     if groups > top and chosen // top != DEEPSEEK_V3.ranks_groups_by:
@@ -147,8 +145,7 @@ _ROTATED = 0.5
 
 def _read_glm(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     require_rotated(values, _ROTATED, refuse)
-    if not values.get("attention_bias", False):
-        raise refuse("queries, keys and values without biases are not supported")
+    require_known({"attention_bias": False, **values}, {"attention_bias": True}, refuse)
     qk_norm = bool(values.get("use_qk_norm", False))
     return {"qk_norm": qk_norm, **read_experts(values, refuse), **read_router(values, refuse)}
 
@@ -184,8 +181,8 @@ def _read_lite(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     kinds = values.get("mlp_layer_types")
     dense = int(values.get("first_k_dense_replace", 1)) if kinds is None else list(kinds).count("dense")
     if kinds is not None and any(kind != "dense" for kind in kinds[:dense]):
-        raise refuse("dense layers that are not the first ones are not supported")
-    return DEEPSEEK_V3.read({**values, "first_k_dense_replace": dense}, refuse)
+        raise refuse("dense layers that are not the first ones (mlp_layer_types) are not supported")
+    return DEEPSEEK_V3.read(values, refuse) | {"dense_layers": dense}
 
 
 def _write_lite(model: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, write_softmax
+from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, require_known, write_softmax
 
 # Llama 2 to 3.3.
 LLAMA = Family("llama", "LlamaForCausalLM")
@@ -21,11 +21,10 @@ QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True)
 
 
 def _read_qwen3_moe(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    if values.get("decoder_sparse_step", 1) != 1:
-        raise refuse(f"experts in one of {values['decoder_sparse_step']} layers are not supported")
+    require_known(values, {"decoder_sparse_step": 1}, refuse)
     dense = values.get("mlp_only_layers") or []
     if sorted(dense) != list(range(len(dense))):
-        raise refuse(f"dense layers {dense} that are not the first ones are not supported")
+        raise refuse(f"dense layers {dense} that are not the first ones (mlp_only_layers) are not supported")
     normalize, inner = bool(values.get("norm_topk_prob", False)), int(values["moe_intermediate_size"])
     return read_softmax(values, normalize=normalize, inner=inner, dense_layers=len(dense))
 
@@ -69,12 +68,6 @@ MIXTRAL = Family(
 )
 
 
-def _read_olmoe(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    if values.get("clip_qkv") is not None:
-        raise refuse(f"queries, keys and values clipped to {values['clip_qkv']} are not supported")
-    return read_softmax(values, normalize=bool(values.get("norm_topk_prob", False)))
-
-
 def _write_olmoe(model: Any) -> dict[str, Any]:
     return {"attention_bias": False, "clip_qkv": None, "norm_topk_prob": model.router_normalize} | write_softmax(model)
 
@@ -85,9 +78,8 @@ OLMOE = Family(
     "OlmoeForCausalLM",
     has_head_norms=True,
     norms_span_heads=True,
-    norm_epsilon=1e-5,
     has_experts_everywhere=True,
     experts=ExpertNames(),
-    read=_read_olmoe,
+    read=lambda values, refuse: read_softmax(values, normalize=bool(values.get("norm_topk_prob", False))),
     write=_write_olmoe,
 )

@@ -48,15 +48,16 @@ def _standard(values: Mapping[str, Any]) -> dict[str, Any]:
         "layer_pattern": pattern,
         "num_hidden_layers": len(pattern),
         "rms_norm_eps": values["layer_norm_epsilon"],
-        "rope_theta": 10_000,  # no part of a head is rotated
+        **dict.fromkeys(("rope_theta", "rope_parameters", "rope_scaling")),  # no part of a head is rotated
         "num_nextn_predict_layers": 0,  # MTP layers are left out
     }
 
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     require_known(values, _CONSTANTS, refuse)
-    if (lowest := (values.get("time_step_limit") or [0])[0]) > 0:
-        raise refuse(f"steps of at least {lowest:g} (time_step_limit) are not supported: Megatron-Core has no limit")
+    # Files of transformers 5 have infinity as an object.
+    if any(isinstance(one, int | float) and 0 < one < float("inf") for one in values.get("time_step_limit") or ()):
+        raise refuse(f"time_step_limit {values['time_step_limit']} is not supported: Megatron-Core has no limit")
     pattern = values["layer_pattern"]
     settings = {"layer_pattern": pattern, **{ours: int(values[theirs]) for ours, theirs in _SIZES.items()}}
     if "E" not in pattern:
@@ -64,7 +65,7 @@ def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     return settings | {
         **{ours: int(values[theirs]) for ours, theirs in _EXPERT_SIZES.items()},
         "expert_latent_size": int(values.get("moe_latent_size") or 0),
-        "router_scale": float(values.get("routed_scaling_factor", 1.0)),
+        "router_scale": float(values["routed_scaling_factor"]),
         **latent.read_router(values, refuse),
     }
 

@@ -73,8 +73,8 @@ def test_a_model_that_cannot_be_trained_is_printed_with_every_reason(harness, tm
     assert code == 1
     assert [line.strip() for line in printed.splitlines()][1:-1] == [
         "weights quantized by fp8 are not supported: save them in bfloat16 with transformers",
-        "the activation 'gelu' is not supported (silu is)",
-        "attention_bias is set, and is not supported",
+        "hidden_act 'gelu' is not supported ('silu' is)",
+        "attention_bias True is not supported (False is)",
         "rope scaling 'dynamic' is not supported (llama3, linear and yarn are)",
     ]
 
@@ -84,8 +84,8 @@ def test_a_model_that_cannot_be_trained_is_printed_with_every_reason(harness, tm
     [
         ("qwen3_8b", {"model_type": "jamba"}, "they need layers with a recurrent state"),
         ("qwen3_8b", {"model_type": "bert"}, "models of type 'bert' are not supported"),
-        ("mistral_7b", {"sliding_window": 4096}, "attention with a window of 4,096 tokens is not supported"),
-        ("qwen3_30b_a3b", {"decoder_sparse_step": 2}, "experts in one of 2 layers are not supported"),
+        ("mistral_7b", {"sliding_window": 4096}, "a window of 4,096 tokens (sliding_window) is not supported"),
+        ("qwen3_30b_a3b", {"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported (1 is)"),
         ("qwen3_8b", {"vocab_size": 0}, "vocab_size"),
         ("qwen3_8b", {"num_key_value_heads": 5}, "5"),
     ],
