@@ -44,7 +44,6 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
         hidden_states: torch.Tensor,
         *,
         labels: torch.Tensor | None,
-        position_ids: torch.Tensor,
         rotary_pos_emb: Any,
         packed_seq_params: Any,
         **_unused: Any,
@@ -57,7 +56,7 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
             return hidden_states
         ahead = packed_seq_params.ahead if isinstance(packed_seq_params, compat.PackedRow) else ()
         if ahead and labels is not None and self.training and torch.is_grad_enabled():
-            hidden_states = self._predict(hidden_states, ahead, position_ids, rotary_pos_emb, packed_seq_params)
+            hidden_states = self._predict(hidden_states, ahead, rotary_pos_emb, packed_seq_params)
         logits, _ = self.output_layer(hidden_states)
         if labels is None:
             made: torch.Tensor = logits.transpose(0, 1).contiguous()
@@ -65,13 +64,11 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
             made = self.compute_language_model_loss(labels, logits)
         return made
 
-    def _predict(
-        self, hidden_states: torch.Tensor, ahead: Sequence[Any], position_ids: torch.Tensor, angles: Any, row: Any
-    ) -> torch.Tensor:
+    def _predict(self, hidden_states: torch.Tensor, ahead: Sequence[Any], angles: Any, row: Any) -> torch.Tensor:
         """Attach the losses of further tokens to the states, whose backward pass then begins with theirs."""
         states, sums, config = hidden_states, [], self.config
         for layer, fields in zip(self.mtp.layers, ahead, strict=True):
-            embedded = self.embedding(input_ids=fields.tokens, position_ids=position_ids)
+            embedded = self.embedding(input_ids=fields.tokens, position_ids=None)  # positions are in the angles
             padding = own_tokens(fields.padding_mask, config)
 
             def run(

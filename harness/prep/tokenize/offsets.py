@@ -41,7 +41,7 @@ class TokenBytes:
             try:
                 self._bytes[number] = token.translate(_BYTE_OF).encode("latin-1")
             except UnicodeEncodeError:
-                self._bytes[number] = token.encode(errors="replace")
+                self._bytes[number] = token.encode()
         for number, text in added.items():
             self._bytes[number] = text.encode()
         self._lengths = np.fromiter(map(len, self._bytes), np.int32, len(self._bytes))

@@ -167,6 +167,7 @@ def test_weights_with_epochs_end_where_a_source_is_used_up():
     assert [(step.start, step.stop) for step in steps] == [(0, 5), (5, 10), (10, 15), (15, 17)]
     error = made.used_up()
     assert error.what == "source 1 (2 epochs of 4 packs) is exhausted after 17 packs of the blend"
+    blend([10, 4]).check_lasts(1000)  # without weights the next epoch follows
     made.check_lasts(17)
     with pytest.raises(ConfigError, match=r"trains 18 packs, but source 1 \(2 epochs of 4 packs\)"):
         made.check_lasts(18)

@@ -8,8 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from harness.errors import ConfigError
+from harness.megatron.batch import run_row, to_device
+from harness.megatron.model.attention import RMSNorm
+from harness.megatron.model.mtp import own_tokens, predicted_losses
 from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig
 from harness.records import SequenceView
@@ -18,7 +22,7 @@ from harness.train import StepResult
 
 from .conftest import one_rank
 
-VOCAB = 128
+VOCAB, CPU = 128, torch.device("cpu")
 SIZES = {"family": "glm4_moe", "qk_norm": False, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48}
 SIZES |= {"num_experts": 4, "shared_ffn_hidden_size": 48, "router_score": "sigmoid", "expert_bias": True}
 SIZES |= {"expert_bias_rate": 0, "z_loss": 0.01, "tie_embeddings": False, "mtp_layers": 2, "init_std": 0.2}
@@ -59,6 +63,7 @@ def test_further_tokens_train_alike_packed_padded_and_alone(recompute) -> None:
             rtol=1e-6,
         )
         assert other.experts["routed_tokens"] == expected.experts["routed_tokens"]
+        assert other.experts["shared_tokens"] == other.experts["routed_tokens"]
 
 
 def test_each_layer_counts_by_its_part_of_the_coefficient_and_leaves_the_loss_of_the_model_as_it_is() -> None:
@@ -66,7 +71,9 @@ def test_each_layer_counts_by_its_part_of_the_coefficient_and_leaves_the_loss_of
     row = build_thd_batch(conversations())
     still = OptimizerConfig(lr=1e-30, min_lr_ratio=0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
     with one_rank(ModelConfig(**{**SIZES, "mtp_loss": 0.3}), vocab_size=VOCAB, optimizer=still) as step:
-        norm = step.chunks[0].module.mtp.layers[-1].final_layernorm.weight
+        last = step.chunks[0].module.mtp.layers[-1]
+        assert {type(last.enorm), type(last.hnorm), type(last.final_layernorm)} == {RMSNorm}
+        norm = last.final_layernorm.weight
         weighted = step.train(SimpleNamespace(rows=[row]))
         slope, losses = norm.main_grad.clone(), []
         for sign in (-1, 1):
@@ -75,12 +82,27 @@ def test_each_layer_counts_by_its_part_of_the_coefficient_and_leaves_the_loss_of
             losses.append(step.train(SimpleNamespace(rows=[row])).mtp_losses[-1])
             with torch.no_grad():
                 norm.sub_(slope, alpha=sign * 1e-2 / float(slope.norm()))
+        logits = run_row(step.chunks[0], to_device(row, CPU, mtp_layers=2), with_labels=False)
+        own = torch.nn.functional.cross_entropy(logits[0], torch.from_numpy(row.labels), reduction="none")
+        mask = torch.from_numpy(row.loss_mask)
+        assert float((own * mask).sum() / mask.sum()) == pytest.approx(weighted.loss, rel=1e-6)
+        many = 2**24 + 1  # float32 has no such number
+        step.chunks[0].module.predicted = torch.full((2, 3), many, dtype=torch.float64)
+        assert predicted_losses(step.chunks, 2, CPU) == ([1.0, 1.0], 2 * many)
     masks = [sequence.loss_mask[:-1] for sequence in conversations()]
     tokens, trained = sum(int(mask[2:].sum()) for mask in masks), sum(int(mask.sum()) for mask in masks)
     found = (losses[1] - losses[0]) / 2e-2 * tokens / trained * 0.3 / 2
     assert found == pytest.approx(float(slope.norm()), rel=0.01)
     (unweighted,) = train_each([[row]], mtp_loss=0.0)
     assert (unweighted.loss, unweighted.mtp_losses) == (weighted.loss, weighted.mtp_losses)
+
+
+def test_a_rank_of_sequence_parallelism_has_its_part_of_the_tokens(monkeypatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 1)
+    values = torch.arange(12).reshape(2, 6)
+    for shared, expected in ((True, [[2, 3], [8, 9]]), (False, values.tolist())):
+        config = SimpleNamespace(sequence_parallel=shared, tensor_model_parallel_size=3)
+        assert own_tokens(values, config).tolist() == expected
 
 
 @pytest.mark.parametrize(

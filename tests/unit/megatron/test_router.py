@@ -79,6 +79,33 @@ def test_a_router_moves_unless_it_is_frozen(settings, moving) -> None:
     assert changed == moving
 
 
+def test_biases_of_experts_belong_to_their_rank_as_their_weights_do_and_move() -> None:
+    settings = {"family": "gpt_oss", "router_score": "softmax", "expert_bias": False, "expert_bias_rate": 0}
+    model = ModelConfig(**{**SIZES, **settings}, sliding_window=8)
+    with one_rank(model, vocab_size=VOCAB, optimizer=OptimizerConfig(lr=0.01, warmup_steps=0)) as step:
+        named = list(step.chunks[0].named_parameters())
+        biases = [one for name, one in named if ".experts." in name and name.endswith("linear_fc2.bias")]
+        before = [one.detach().clone() for one in biases]
+        step.train(
+            SimpleNamespace(rows=[build_thd_batch([SequenceView(np.arange(65) % VOCAB, np.ones(65, np.uint8))])])
+        )
+    assert len(biases) == 2 * SIZES["num_experts"]
+    assert all(one.tensor_model_parallel and not one.sequence_parallel for one in biases)
+    assert not any(map(torch.equal, before, biases))
+
+
+def test_experts_are_drawn_from_the_seed_and_a_validation_has_the_load_that_a_step_on_it_has() -> None:
+    rows = [build_thd_batch([SequenceView(np.arange(65) * 7 % VOCAB, np.ones(65, np.uint8))], pad_to_multiple=16)]
+    with one_rank(ModelConfig(**SIZES, init_std=0.3), vocab_size=VOCAB, optimizer=STILL) as step:
+        validated = step.evaluate([SimpleNamespace(rows=rows)])
+        assert validated.expert_load == pytest.approx(step.train(SimpleNamespace(rows=rows)).experts["load"])
+        assert validated.expert_load > 1
+        # Weights that a seed draws are the same in every version.
+        drawn = step.chunks[0].module.decoder.layers[1].mlp.experts.local_experts[2]
+        assert drawn.linear_fc1.weight[0, :3].tolist() == pytest.approx([-0.1349, 0.1113, -0.1486], abs=1e-4)
+        assert drawn.linear_fc2.weight[0, :3].tolist() == pytest.approx([0.2248, -0.0232, 0.1321], abs=1e-4)
+
+
 def test_a_dispatcher_without_its_kernels_is_refused() -> None:
     layout = ParallelConfig(expert_parallel_size=2, expert_dispatcher="flex")
     with pytest.raises(ConfigError, match="DeepEP's kernels require GPUs"):

@@ -118,6 +118,10 @@ def test_with_only_the_last_turn_trained_a_split_keeps_what_fits_before_it(folde
     assert "reads" not in text
     assert "hold turns" in text
     assert trained(tokenizer, fitted) == ["a<|im_end|>"]
+    # A question without an answer is left out, and all that is before it fits.
+    asked = chat(("system", "and"), *turns, ("user", "packs hold"))
+    (text,) = texts(tokenizer, fit(tokenizer, asked, size_of(tokenizer, asked) - 1))
+    assert text == tokenizer.decode(tokenizer.encode([chat(("system", "and"), *turns)])[0].input_ids.tolist())
 
 
 def test_every_token_is_trained_once_where_all_are(folder):
@@ -128,6 +132,10 @@ def test_every_token_is_trained_once_where_all_are(folder):
     assert len(fitted.pieces) == 2
     assert fitted.pieces[1].loss_mask[:5].tolist() == [0, 0, 0, 0, 0]
     assert "".join(trained(tokenizer, fitted)).count("learns") == 1
+    twice = [("user", "turns"), ("assistant", "model")] * 2
+    again = fit(tokenizer, chat(*twice), size_of(tokenizer, chat(*twice[:2])))
+    assert len(again.pieces) == 1
+    assert again.num_lost == len(again.pieces[0])
 
 
 def test_tools_are_in_every_part_and_each_is_rendered_as_served(tmp_path):
@@ -147,6 +155,10 @@ def test_tools_are_in_every_part_and_each_is_rendered_as_served(tmp_path):
     assert all("# Tools" in text for text in texts(tokenizer, fitted))
     assert len(made) > 1
     assert fitted.num_lost == 0
+    views = [one.view for one in made]
+    dropped = fit(tokenizer, whole, max(map(len, views)) - 1, "drop")
+    assert (len(dropped.pieces), dropped.is_cut, dropped.is_partial) == (len(made) - 1, False, True)
+    assert dropped.num_lost == max(views, key=len).loss_mask.sum()
 
 
 def test_text_without_turns_is_divided_every_pack(tokenizer):

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, BadRecord, Conversation, MediaPart, parse_record
+from harness.prep.chat import BadReason, BadRecord, Conversation, MediaPart, Message, ToolCall, parse_record
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig, train_bpe
+from harness.prep.tokenize.chats import Form
 from harness.prep.tokenize.masks import _without_reasoning
 
 TURN = "<|im_start|>{{ m.role }}\n"
@@ -95,9 +96,12 @@ def test_a_prompt_that_opens_the_reasoning_is_closed_for_a_turn_that_has_none(
     assert "<|im_start|>assistant\nHello<|im_end|>\n" in second.text
 
 
-def test_a_prompt_with_thinking_switched_off_counts_as_served(tokenizer: Any) -> None:
-    template = OPENED.replace("<think>\n", "{{ '' if enable_thinking is false else '<think>\n' }}")
-    (sequence,) = encode(tokenizer(template), chat("Hi", "Hello"))
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_prompt_with_thinking_switched_on_or_off_counts_as_served(tokenizer: Any, name: str, switch: bool) -> None:
+    # The turns are those of one position of the switch, and prompts are of the other one by themselves.
+    opening = f"{{{{ '' if {name} is {str(switch).lower()} else '<think>\n' }}}}"
+    (sequence,) = encode(tokenizer(OPENED.replace("<think>\n", opening)), chat("Hi", "Hello"))
     assert trained(sequence) == ["Hello<|im_end|>"]
 
 
@@ -278,6 +282,17 @@ HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "He
 FOX = "The quick brown fox jumps over the lazy dog."
 CUT = "'The quick brown fox jumps over the lazy ...'"
 ARGUMENTS = "c.function.arguments | tojson"
+
+
+def test_arguments_of_calls_are_handed_over_as_objects_or_as_text_and_text_is_not_quoted_again() -> None:
+    calls = tuple(ToolCall("f", arguments) for arguments in ({"a": "ü"}, '{"a": 1}', "[1]", "{"))
+    message = Message("assistant", "", tool_calls=calls)
+
+    def handed(arguments: str) -> list[Any]:
+        return [call["function"]["arguments"] for call in Form("given", arguments).turn(message)["tool_calls"]]
+
+    assert handed("text") == ['{"a": "ü"}', '{"a": 1}', "[1]", "{"]
+    assert handed("object") == [{"a": "ü"}, {"a": 1}, "[1]", "{"]
 
 
 def calling(arguments: dict[str, Any]) -> Conversation:

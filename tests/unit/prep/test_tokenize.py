@@ -190,6 +190,12 @@ def test_a_token_that_shares_a_character_with_a_span_is_masked():
     assert token_mask([(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)], [(1, 2)]).tolist() == [0, 1, 1, 1, 0]
     # A trimmed space: "a b" as a, " b" with offsets of b alone.
     assert token_mask([(0, 1), (2, 3)], [(1, 3)]).tolist() == [0, 1]
+    assert token_mask([(0, 1)], []).dtype == np.uint8
+
+
+def test_a_token_of_no_bytes_is_spelled_as_it_is():
+    made = TokenBytes({"a": 0, "世": 1}, {})
+    assert made.mask(np.array([0, 1], np.int32), "a世", [(1, 2)]).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("change", [{"normalizer": True}, {"added": True}, {}])

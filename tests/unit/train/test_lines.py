@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.errors import FormatError, HarnessError
-from harness.train.lines import LineFile, describe_hole, keep_lines_before
+from harness.train.lines import LineFile, describe_hole, keep_lines_before, read_sound_lines
 
 
 class FullDisk(io.FileIO):
@@ -61,9 +61,16 @@ def test_a_damaged_line_is_named_and_stays(tmp_path: Path, damaged: bytes) -> No
 
 def test_bytes_that_are_no_text_stay_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    path.write_bytes(b'{"step": 1, "answer": "\xff "}\n{"step": 2}\n')
+    path.write_bytes(b'{"step": 1, "answer": "\xff "}\r\n{"step": 1}\n{"step": 2}\n')
     keep_lines_before(path, 2)
-    assert path.read_bytes() == b'{"step": 1, "answer": "\xff "}\n'
+    assert path.read_bytes() == b'{"step": 1, "answer": "\xff "}\r\n{"step": 1}\n'
+
+
+def test_damaged_lines_are_left_out_of_the_newest(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"stex": 3}\n{"step": 4}\n{"st')
+    assert [line.step for line in read_sound_lines(path)] == [1, 2, 4]
+    assert [line.step for line in read_sound_lines(path, 3)] == [2, 4]
 
 
 def test_lines_of_a_step_that_is_trained_again_are_removed_or_all_stay(
@@ -73,6 +80,7 @@ def test_lines_of_a_step_that_is_trained_again_are_removed_or_all_stay(
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     keep_lines_before(path, 2)
     assert path.read_text() == '{"step": 1}\n'
+    lines = LineFile(path, "the run's metrics")
 
     def refuse(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -82,10 +90,16 @@ def test_lines_of_a_step_that_is_trained_again_are_removed_or_all_stay(
         keep_lines_before(path, 1)
     assert path.read_text() == '{"step": 1}\n'
     assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(HarnessError, match="the run's metrics cannot be written: Input/output error"):
+        lines.sync()
+    lines.close()
+    with pytest.raises(HarnessError, match="the run's metrics cannot be written"):
+        LineFile(tmp_path, "the run's metrics")
 
 
 def test_steps_without_a_line_are_named_and_those_after_the_checkpoint_are_not_missed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
+    assert keep_lines_before(path, 1) == []
     path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 4, 5, 7)))
     kept = keep_lines_before(path, 7)
     assert kept == [1, 4, 5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -70,10 +71,23 @@ def test_validation_and_checkpoints_come_at_their_intervals_and_at_the_end():
     assert [record.step for record in noted.records] == [1, 2, 3, 4, 5, 6, 7]
     assert [record.step for record in noted.records if record.evaluations] == [3, 6, 7]
     assert noted.records[2].evaluations["validation"] == Evaluation(3.0, 5)
-    assert all(0 <= record.data_wait_s <= record.step_s for record in noted.records)
+    assert noted.records[2].result == StepResult(7.0, 100, 1.0, 0.1, False)
     _, noted = run(TrainerConfig(steps=4, eval_interval=0, checkpoint_interval=0), LinearLoss())
     assert noted.saved == [(4, 4)]
     assert [record.step for record in noted.records if record.evaluations] == [4]
+    _, noted = run(TrainerConfig(steps=3, eval_interval=1, checkpoint_interval=1), LinearLoss())
+    assert noted.saved == [(1, 1), (2, 2), (3, 3)]
+    assert [record.step for record in noted.records if record.evaluations] == [1, 2, 3]
+
+
+def test_times_are_of_this_step_and_those_without_waits_for_other_ranks(monkeypatch):
+    # Every look at the clock comes a second after the one before; a quarter of each was waited for others.
+    seconds, waits = itertools.count(100.0), itertools.count(7.0, 0.25)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(Noted, "waits_s", lambda self: next(waits), raising=False)
+    _, noted = run(TrainerConfig(steps=2, checkpoint_interval=1), LinearLoss(), validation={})
+    times = [(made.step_s, made.data_wait_s, made.compute_s, made.data_s) for made in noted.records]
+    assert times == [(2.0, 1.0, 0.75, 0.75)] * 2
 
 
 def test_the_first_step_of_a_run_has_the_validations_before_it():
