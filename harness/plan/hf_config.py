@@ -196,7 +196,9 @@ def _read_yarn(rope: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 def _rope_constants(kind: str, family: Family) -> dict[str, Any]:
     """Return the values of a scaling in every published model of a family, and in Megatron-Core."""
-    return {"llama3": _LLAMA3, "yarn": {**_OF_YARN, "truncate": family.yarn_truncates}}.get(kind, {})
+    if kind == "yarn":
+        return {**_OF_YARN, "truncate": family.yarn_truncates}
+    return _LLAMA3 if kind == "llama3" else {}
 
 
 def complete_model(
