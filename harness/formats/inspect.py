@@ -124,15 +124,15 @@ def render_summary(summary: DatasetSummary) -> RenderableType:
         rows["media stored"] = ", ".join(f"{count:,} {kind}" for kind, count in summary.media.items())
     known = {key: value for key, value in summary.provenance.items() if key != "counts" and value not in ("", None)}
     if mask := known.pop("mask", {}):
-        known |= {"mask": "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in mask.items())}
+        known["mask"] = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in mask.items() if value != "[]")
     rows |= {key.replace("_", " "): str(value) for key, value in known.items()}
     rows |= {"fingerprint": summary.fingerprint} if summary.fingerprint else {}
-    rows |= {key.replace("_", " "): f"{value:,}" for key, value in summary.provenance.get("counts", {}).items()}
+    counts = summary.provenance.get("counts", {})
+    rows |= {key.replace("_", " "): f"{value:,}" for key, value in counts.items() if value}
     lengths = {f"{first:,}-{last:,}": count for first, last, count in summary.histogram}
-    title = Text(one_line(summary.path), style="bold")
     bars = make_histogram("tokens", lengths).to_terminal()
     below = Text("\nsequences by length in tokens", style="bold")
-    return Group(title, Table((), list(rows.items())).to_terminal(), below, bars)
+    return Group(Text(one_line(summary.path), style="bold"), Table((), list(rows.items())).to_terminal(), below, bars)
 
 
 class TokenizerFile:

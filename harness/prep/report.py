@@ -256,7 +256,7 @@ class PrepareReport(Counts):
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(self.media_by_kind.items()))
             hours = f"; {self.audio_seconds / 3600:.2f} hours of audio" if self.audio_seconds else ""
             facts["media"] = f"{kinds}{hours}; {self.media_tokens:,} tokens"
-        facts["tokens over one rendering"] = f"{self.repetition():.2f}"
+        facts["tokens, relative to one rendering"] = f"{self.repetition():.2f}"
         facts["unused fields"] = ", ".join(self.unused)
         return {name: text for name, text in facts.items() if text}
 

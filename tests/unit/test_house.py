@@ -39,7 +39,7 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_891,
+    "harness": 2_890,
     "harness/bench": 1_988,
     "harness/cli": 2_687,
     "harness/conformance": 1_614,
@@ -51,17 +51,17 @@ LINES = {
     "harness/megatron": 10_527,
     "harness/parity": 2_549,
     "harness/plan": 5_585,
-    "harness/prep": 10_865,
+    "harness/prep": 10_862,
     "harness/recipes": 10,
     "harness/schedule": 1_060,
     "harness/storage": 2_634,
-    "harness/train": 2_597,
+    "harness/train": 2_596,
     "recipes": 495,
-    "tests": 58_483,
+    "tests": 58_502,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_618,
+    "core ring, lines": 19_616,
     "from packs to the optimizer's step, lines": 3_999,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_141
+MOST_LINES_IN_ALL = 62_136
 
 
 def tree(path: Path) -> ast.Module:
