@@ -60,8 +60,6 @@ _KNOWN = {"hidden_act": "silu", "mlp_bias": False, "is_causal": True, "per_layer
 _KNOWN |= dict.fromkeys(("attention_dropout", "hidden_dropout", "router_jitter_noise"), 0)
 # Number of layers that predict further tokens, by the names that models and transformers have for it.
 MTP_SETTINGS = ("num_nextn_predict_layers", "num_mtp_layers")
-
-
 # Types of models that also encode images, whose text model is a family.
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 

@@ -355,6 +355,19 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models) -> None:
         ({"rope_parameters": {**YARN, "attention_factor": 1.0}}, "yarn with attention_factor 1.0 is not supported"),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "with low_freq_factor 2.0 is not supported"),
         ({"hidden_size": None}, "hidden_size"),
+        (
+            {"model_type": "deepseek_v3", **GROUPED, "n_group": 1, "num_experts_per_tok": 1},
+            "num_experts_per_tok 1 is not",
+        ),
+        *(
+            ({"model_type": "nemotron_h", **NEMOTRON3, "layer_norm_epsilon": 1e-5, name: value}, f"{name} {value} is")
+            for name in ("time_step_limit", "mamba_dt_limit")
+            for value in ([0.0, 0.1], [0.0001, 1e9])
+        ),
+        (
+            {"model_type": "nemotron_h", **NEMOTRON3, "layer_norm_epsilon": 1e-5, "time_step_min": 0.1},
+            "step_min 0.1 is",
+        ),
         *(({name: value}, f"{name} {value!r} is not supported") for name, value in REFUSED.items()),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.5}}, "rope_theta 500.5 is not supported"),
         (
