@@ -34,7 +34,7 @@ from harness.megatron.weights import (
     hf_tensors,
 )
 from harness.plan import SftConfig
-from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
+from harness.plan.hf_config import MTP_SETTINGS, read_hf_config, to_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.recipes import sft
@@ -104,6 +104,8 @@ MODELS |= {
     "qwen3_5": ("Qwen3_5Text", DELTAS),
     "qwen3_5_moe": ("Qwen3_5MoeText", {**DELTAS, **GATED_EXPERTS}),
 }
+# The first model of each family.
+FIRST = list({family: name for name, (family, _) in reversed(MODELS.items())}.values())
 # Values that no family is trained with.
 REFUSED = {"is_causal": False, "attention_dropout": 0.1, "hidden_dropout": 0.1, "router_jitter_noise": 0.1}
 REFUSED |= {"per_layer_config": {"0": {"rms_norm_eps": 0.1}}, "mlp_bias": True, "hidden_act": "gelu"}
@@ -386,6 +388,15 @@ def test_unsupported_models_are_refused_by_name(models, tmp_path, change, messag
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("name", FIRST)
+def test_a_config_written_from_settings_alone_gives_the_logits_of_the_one_that_was_read(models, tmp_path, name) -> None:
+    shutil.copytree(models[name], tmp_path, dirs_exist_ok=True)
+    found = read_hf_config(tmp_path)
+    settings = ModelConfig(**found.settings, max_sequence_length=found.max_positions)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(settings, vocab_size=300)))
+    np.testing.assert_array_equal(expected(tmp_path), expected(models[name]))
+
+
 def edits_of(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each value's name with a config.json that lacks it or has null, and all places of a rotary embedding."""
     for name in config.keys() - {"model_type"}:
@@ -401,7 +412,7 @@ def edits_of(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "rope_scaling", {**config, **beside, "rope_scaling": rope}
 
 
-@pytest.mark.parametrize("name", {family: name for name, (family, _) in reversed(MODELS.items())}.values())
+@pytest.mark.parametrize("name", FIRST)
 def test_an_accepted_config_has_the_settings_of_what_transformers_makes_of_it(models, tmp_path, name) -> None:
     from transformers import AutoConfig
 

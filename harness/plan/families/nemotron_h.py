@@ -83,6 +83,7 @@ def _write(model: Any) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "chunk_size": 128,
+        "time_step_min": 1e-9,  # without it, transformers has a limit
         "num_nextn_predict_layers": 0,
     }
     if not model.num_experts:
