@@ -15,10 +15,8 @@ from harness.records import Float64Array, Int64Array
 # Of the rotary embedding of models whose positions have three dimensions.
 _MROPE = ("mrope_section", "mrope_interleaved")
 # Values of a text model that a nested config.json leaves out, because they are the defaults of its class.
-_LLAMA = {
-    **{"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008},
-    **{"vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
-}
+_LLAMA: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_LLAMA |= {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
 _DEFAULTS = {
     "qwen2_5_vl": {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
     "qwen3_vl": {"rms_norm_eps": 1e-6},

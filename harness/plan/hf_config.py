@@ -52,16 +52,14 @@ _SIZES = {
     "num_attention_heads": "num_attention_heads",
 }
 # Constants of Megatron's `llama3` position scaling; every published Llama 3 has these.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Values of yarn that transformers assumes.
-_OF_YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+_OF_YARN: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
 # Values with which transformers makes another model than Megatron-Core, in every family.
 _KNOWN = {"hidden_act": "silu", "mlp_bias": False, "is_causal": True, "per_layer_config": None, "clip_qkv": None}
 _KNOWN |= dict.fromkeys(("attention_dropout", "hidden_dropout", "router_jitter_noise"), 0)
 # Number of layers that predict further tokens, by the names that models and transformers have for it.
 MTP_SETTINGS = ("num_nextn_predict_layers", "num_mtp_layers")
-
-
 # Types of models that also encode images, whose text model is a family.
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 

@@ -205,12 +205,15 @@ def _check_encoder(model: ModelConfig) -> None:
         return
     where, fix = "model.encoder", "omit it: model.init_from sets it to that of the weights"
     try:
-        media, _ = read_encoder(model.encoder)
+        media, values = read_encoder(model.encoder)
     except ValueError as error:
         raise ConfigError(f"it is {error}", where=where, fix=fix) from None
     if model.family not in media.text_types.values():
         what = f"text models of {media.name} are of the family {', '.join(media.text_types.values())}"
         raise ConfigError(f"{what}, and family is {model.family}", where=f"{where}, model.family", fix=fix)
+    parts = (part for part in values.values() if isinstance(part, dict))
+    if dropped := [f"{name} {rate}" for part in parts for name, rate in part.items() if "drop" in name and rate]:
+        raise ConfigError(f"its {' and '.join(dropped)} is not supported (0 is)", where=where, fix="set it to 0")
     if (axes := model.rope_axes) and (len(axes) != model.rotated_size or model.rope_scaling != "none"):
         what = f"its mrope_section has {len(axes) // 2} numbers for heads of {model.rotated_size}, and rope scaling "
         what += f"is {model.rope_scaling}: half as many, and none, are supported"

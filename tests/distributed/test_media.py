@@ -293,8 +293,10 @@ def test_positions_of_images_are_those_of_transformers_whatever_config_json_says
         read_hf_config(tmp_path)
 
 
+DROPPED = '{"model_type":"qwen2_audio","audio_token_index":1,"audio_config":{"dropout":0.1,"encoder_layerdrop":0.2}}'
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"encoder": "{}"}, "not the config.json of an encoder"),
+    ({"encoder": DROPPED}, "its dropout 0.1 and encoder_layerdrop 0.2 is not supported"),
     ({"family": "llama"}, "text models of qwen2_audio are of the family qwen2"),
     ({"train_encoder": True, "lora_rank": 4}, "adapters of the text model alone"),
     ({"fp8": "blockwise"}, "FP8 is not supported with an encoder"),

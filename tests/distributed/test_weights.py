@@ -34,7 +34,7 @@ from harness.megatron.weights import (
     hf_tensors,
 )
 from harness.plan import SftConfig
-from harness.plan.hf_config import MTP_SETTINGS, read_hf_config
+from harness.plan.hf_config import MTP_SETTINGS, read_hf_config, to_hf_config
 from harness.plan.layout import ParallelConfig
 from harness.plan.model import ModelConfig
 from harness.recipes import sft
@@ -104,6 +104,8 @@ MODELS |= {
     "qwen3_5": ("Qwen3_5Text", DELTAS),
     "qwen3_5_moe": ("Qwen3_5MoeText", {**DELTAS, **GATED_EXPERTS}),
 }
+# The first model of each family.
+FIRST = list({family: name for name, (family, _) in reversed(MODELS.items())}.values())
 # Values that no family is trained with.
 REFUSED = {"is_causal": False, "attention_dropout": 0.1, "hidden_dropout": 0.1, "router_jitter_noise": 0.1}
 REFUSED |= {"per_layer_config": {"0": {"rms_norm_eps": 0.1}}, "mlp_bias": True, "hidden_act": "gelu"}
@@ -355,6 +357,19 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models) -> None:
         ({"rope_parameters": {**YARN, "attention_factor": 1.0}}, "yarn with attention_factor 1.0 is not supported"),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "with low_freq_factor 2.0 is not supported"),
         ({"hidden_size": None}, "hidden_size"),
+        (
+            {"model_type": "deepseek_v3", **GROUPED, "n_group": 1, "num_experts_per_tok": 1},
+            "num_experts_per_tok 1 is not",
+        ),
+        *(
+            ({"model_type": "nemotron_h", **NEMOTRON3, "layer_norm_epsilon": 1e-5, name: value}, f"{name} {value} is")
+            for name in ("time_step_limit", "mamba_dt_limit")
+            for value in ([0.0, 0.1], [0.0001, 1e9])
+        ),
+        (
+            {"model_type": "nemotron_h", **NEMOTRON3, "layer_norm_epsilon": 1e-5, "time_step_min": 0.1},
+            "step_min 0.1 is",
+        ),
         *(({name: value}, f"{name} {value!r} is not supported") for name, value in REFUSED.items()),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.5}}, "rope_theta 500.5 is not supported"),
         (
@@ -373,6 +388,15 @@ def test_unsupported_models_are_refused_by_name(models, tmp_path, change, messag
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("name", FIRST)
+def test_a_config_written_from_settings_alone_gives_the_logits_of_the_one_that_was_read(models, tmp_path, name) -> None:
+    shutil.copytree(models[name], tmp_path, dirs_exist_ok=True)
+    found = read_hf_config(tmp_path)
+    settings = ModelConfig(**found.settings, max_sequence_length=found.max_positions)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(settings, vocab_size=300)))
+    np.testing.assert_array_equal(expected(tmp_path), expected(models[name]))
+
+
 def edits_of(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each value's name with a config.json that lacks it or has null, and all places of a rotary embedding."""
     for name in config.keys() - {"model_type"}:
@@ -388,7 +412,7 @@ def edits_of(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield "rope_scaling", {**config, **beside, "rope_scaling": rope}
 
 
-@pytest.mark.parametrize("name", {family: name for name, (family, _) in reversed(MODELS.items())}.values())
+@pytest.mark.parametrize("name", FIRST)
 def test_an_accepted_config_has_the_settings_of_what_transformers_makes_of_it(models, tmp_path, name) -> None:
     from transformers import AutoConfig
 

@@ -100,6 +100,8 @@ def read_router(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     require_known(values, known, refuse)
     groups, top = int(values.get("n_group") or 1), int(values.get("topk_group") or 1)
     chosen = int(values["num_experts_per_tok"])
+    if chosen == 1:
+        raise refuse("num_experts_per_tok 1 is not supported: Megatron-Core does not normalize a single score")
     if groups > top and chosen // top != DEEPSEEK_V3.ranks_groups_by:
         raise refuse(
             f"{chosen} experts per token of {top} of {groups} groups are not supported: the model ranks a group by the "
@@ -138,8 +140,6 @@ DEEPSEEK_V3 = Family(
     read=lambda values, refuse: read_latent(values, refuse) | read_router(values, refuse),
     write=lambda model: write_latent(model) | write_router(model),
 )
-
-
 _ROTATED = 0.5
 
 

@@ -48,8 +48,6 @@ QWEN3_MOE = Family(
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
 )
-
-
 _PLACE = "block_sparse_moe"
 # Mistral's attention, and a few large experts.
 MIXTRAL = Family(

@@ -25,6 +25,8 @@ _CONSTANTS = {
     "residual_in_fp32": False,
     "layer_norm_epsilon": 1e-5,
 }
+# Limits of a step, infinity as an object. Transformers has that of all published models, 0.001; NVIDIA's code has none.
+_LIMITS = {"time_step_limit": 0, "mamba_dt_limit": 0, "time_step_min": 0.001, "mamba_dt_min": 0.001}
 _SIZES = {
     "scan_num_heads": "mamba_num_heads",
     "scan_head_dim": "mamba_head_dim",
@@ -55,9 +57,10 @@ def _standard(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     require_known(values, _CONSTANTS, refuse)
-    # Files of transformers 5 have infinity as an object.
-    if any(isinstance(one, int | float) and 0 < one < float("inf") for one in values.get("time_step_limit") or ()):
-        raise refuse(f"time_step_limit {values['time_step_limit']} is not supported: Megatron-Core has no limit")
+    for name, accepted in _LIMITS.items():
+        limits = limit if isinstance(limit := values.get(name) or 0, list) else [limit]
+        if any(isinstance(one, int | float) and accepted < one < float("inf") for one in limits):
+            raise refuse(f"{name} {limit} is not supported: Megatron-Core has no limit")
     pattern = values["layer_pattern"]
     settings = {"layer_pattern": pattern, **{ours: int(values[theirs]) for ours, theirs in _SIZES.items()}}
     if "E" not in pattern:
@@ -80,6 +83,7 @@ def _write(model: Any) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "chunk_size": 128,
+        "time_step_min": 1e-9,  # without it, transformers has a limit
         "num_nextn_predict_layers": 0,
     }
     if not model.num_experts:

@@ -97,8 +97,6 @@ QWEN3_NEXT = Family(
     read=_read,
     write=_write,
 )
-
-
 QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", **_LAYERS, read=_read_layers, write=_write_layers)
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
