@@ -65,6 +65,7 @@ def test_losses_are_means_over_the_trained_tokens_of_all_rows_in_training_and_va
         both = step.train(rows)
         alone = [step.train([row]) for row in rows]
         seen = step.evaluate([SimpleNamespace(rows=[row]) for row in rows])
+        step.check_drift(1)
         rows[1].labels[3] = 32
         with pytest.raises(ConfigError, match="a token id is 32"):
             step.evaluate([SimpleNamespace(rows=rows[1:2])])
