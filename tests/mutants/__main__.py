@@ -74,7 +74,6 @@ MODULES = {
     ),
     "harness/megatron/model/router.py": ("tests/unit/megatron/test_router.py", "tests/unit/megatron/test_mtp.py"),
     "harness/megatron/model/mtp.py": ("tests/unit/megatron/test_mtp.py",),
-    "harness/prep/tokenize/chats.py": ("tests/unit/prep/test_masker.py", "tests/unit/prep/test_masks.py"),
     "harness/prep/tokenize/offsets.py": ("tests/unit/prep/test_tokenize.py", "tests/unit/prep/test_masks.py"),
     "harness/prep/fitting.py": ("tests/unit/prep/test_fitting.py",),
     "harness/formats/index.py": ("tests/unit/formats/test_index.py",),
