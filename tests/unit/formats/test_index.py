@@ -108,6 +108,12 @@ def test_an_index_that_is_damaged_or_of_other_sequences_is_refused(tmp_path, wit
     for change in ({"num_packs": 5}, {"num_packs": 3}, {"num_sequences": 7}, {"num_sequences": 5}):
         with pytest.raises(FormatError):
             load_index(folder, SimpleNamespace(**{**vars(manifest), **change}))
+    for name in index_names(manifest):
+        whole = np.load(tmp_path / name)
+        np.save(tmp_path / name, whole[:-1])
+        with pytest.raises(FormatError):
+            load_index(folder, manifest)
+        np.save(tmp_path / name, whole)
     offsets = np.load(tmp_path / index.PACK_OFFSETS)
     for place, value in ((0, 1), (-1, 5)):
         changed = offsets.copy()
@@ -147,3 +153,12 @@ def test_lengths_are_those_between_starts_and_starts_of_no_sequences_are_refused
     ):
         with pytest.raises(FormatError, match=f"pack {number} "):
             lengths(num_tokens, starts, offsets, first_row=10)
+    with pytest.raises(FormatError, match="pack 1 "):
+        lengths([7, 4], [0, 3, 1], [0, 2, 3])
+
+
+def test_more_zeros_than_packs_are_counted_block_by_block(monkeypatch) -> None:
+    monkeypatch.setattr(index, "_BLOCK", 2)
+    assert lengths([3] * 9, [0] * 9, [*range(10)]) == [3] * 9
+    with pytest.raises(FormatError, match="has 4 sequences that start at 0 in 1 packs"):
+        lengths([9], [0] * 9, [0, 9])
