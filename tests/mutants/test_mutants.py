@@ -14,7 +14,7 @@ from tests.mutants.__main__ import MODULES, ROOT, listed, try_in_a_copy, write_m
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
 # Of each module; another sample for every commit.
-COUNT = 40
+COUNT = 20
 
 
 def test_19_of_20_mutants_fail_a_test(report_points: Callable[..., None]) -> None:

@@ -35,9 +35,7 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
         predicted: float64 [MTP layers, 3] of this step on this rank: summed losses, summed weights, trained tokens.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.predicted: Any = 0
+    predicted: Any = 0
 
     def _postprocess(
         self,

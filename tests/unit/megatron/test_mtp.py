@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from megatron.core import parallel_state
 
 from harness.errors import ConfigError
 from harness.megatron.batch import run_row, to_device
+from harness.megatron.compat import predicting_layer
 from harness.megatron.model.attention import RMSNorm
 from harness.megatron.model.mtp import own_tokens, predicted_losses
 from harness.plan.model import ModelConfig
@@ -73,8 +75,11 @@ def test_each_layer_counts_by_its_part_of_the_coefficient_and_leaves_the_loss_of
     with one_rank(ModelConfig(**{**SIZES, "mtp_loss": 0.3}), vocab_size=VOCAB, optimizer=still) as step:
         last = step.chunks[0].module.mtp.layers[-1]
         assert {type(last.enorm), type(last.hnorm), type(last.final_layernorm)} == {RMSNorm}
-        norm = last.final_layernorm.weight
+        norm, angles = last.final_layernorm.weight, []
+        for layer in (step.chunks[0].module.decoder.layers[0], predicting_layer(last)):
+            layer.register_forward_pre_hook(lambda *given: angles.append(given[2]["rotary_pos_emb"]), with_kwargs=True)
         weighted = step.train(SimpleNamespace(rows=[row]))
+        assert torch.equal(angles[0], angles[1])
         slope, losses = norm.main_grad.clone(), []
         for sign in (-1, 1):
             with torch.no_grad():
@@ -88,7 +93,9 @@ def test_each_layer_counts_by_its_part_of_the_coefficient_and_leaves_the_loss_of
         assert float((own * mask).sum() / mask.sum()) == pytest.approx(weighted.loss, rel=1e-6)
         many = 2**24 + 1  # float32 has no such number
         step.chunks[0].module.predicted = torch.full((2, 3), many, dtype=torch.float64)
-        assert predicted_losses(step.chunks, 2, CPU) == ([1.0, 1.0], 2 * many)
+        # Two tensor-parallel ranks, which have the same sums.
+        with mock.patch.object(parallel_state, "get_tensor_model_parallel_world_size", return_value=2):
+            assert predicted_losses(step.chunks, 2, CPU) == ([1.0, 1.0], many)
     masks = [sequence.loss_mask[:-1] for sequence in conversations()]
     tokens, trained = sum(int(mask[2:].sum()) for mask in masks), sum(int(mask.sum()) for mask in masks)
     found = (losses[1] - losses[0]) / 2e-2 * tokens / trained * 0.3 / 2

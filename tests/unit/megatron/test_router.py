@@ -98,8 +98,11 @@ def test_experts_are_drawn_from_the_seed_and_a_validation_has_the_load_that_a_st
     rows = [build_thd_batch([SequenceView(np.arange(65) * 7 % VOCAB, np.ones(65, np.uint8))], pad_to_multiple=16)]
     with one_rank(ModelConfig(**SIZES, init_std=0.3), vocab_size=VOCAB, optimizer=STILL) as step:
         validated = step.evaluate([SimpleNamespace(rows=rows)])
-        assert validated.expert_load == pytest.approx(step.train(SimpleNamespace(rows=rows)).experts["load"])
+        experts = step.train(SimpleNamespace(rows=rows)).experts
+        assert validated.expert_load == pytest.approx(experts["load"])
         assert validated.expert_load > 1
+        assert experts["bias_tokens"] == experts["routed_tokens"] == 2 * 64
+        assert 0.9 < experts["aux_loss"] < 1.5  # 1 where experts are even
         # Weights that a seed draws are the same in every version.
         drawn = step.chunks[0].module.decoder.layers[1].mlp.experts.local_experts[2]
         assert drawn.linear_fc1.weight[0, :3].tolist() == pytest.approx([-0.1349, 0.1113, -0.1486], abs=1e-4)

@@ -65,12 +65,14 @@ def test_losses_are_means_over_the_trained_tokens_of_all_rows_in_training_and_va
         both = step.train(rows)
         alone = [step.train([row]) for row in rows]
         seen = step.evaluate([SimpleNamespace(rows=[row]) for row in rows])
+        step.check_drift(1)
         rows[1].labels[3] = 32
         with pytest.raises(ConfigError, match="a token id is 32"):
             step.evaluate([SimpleNamespace(rows=rows[1:2])])
     assert [one.trained_tokens for one in alone] == [16, 8, 0]
     mean = (16 * alone[0].loss + 8 * alone[1].loss) / 24
     assert (both.loss, both.trained_tokens, alone[2].loss) == (pytest.approx(mean, rel=1e-6), 24, 0)
+    assert (both.mtp_losses, both.mtp_tokens) == ([], 0)
     assert (seen.loss, seen.trained_tokens, seen.expert_load) == (pytest.approx(mean, rel=1e-6), 24, None)
 
 

@@ -81,6 +81,8 @@ def test_lines_of_a_step_that_is_trained_again_are_removed_or_all_stay(
     keep_lines_before(path, 2)
     assert path.read_text() == '{"step": 1}\n'
     lines = LineFile(path, "the run's metrics")
+    lines.append('{"step": 2}\n')
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
     def refuse(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -88,7 +90,7 @@ def test_lines_of_a_step_that_is_trained_again_are_removed_or_all_stay(
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(HarnessError, match=r"metrics\.jsonl cannot be written: Input/output error"):
         keep_lines_before(path, 1)
-    assert path.read_text() == '{"step": 1}\n'
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(HarnessError, match="the run's metrics cannot be written: Input/output error"):
         lines.sync()
