@@ -48,21 +48,21 @@ LINES = {
     "harness/integrations": 2_855,
     "harness/launch": 2_308,
     "harness/loader": 4_546,
-    "harness/megatron": 10_527,
+    "harness/megatron": 10_526,
     "harness/parity": 2_549,
-    "harness/plan": 5_585,
+    "harness/plan": 5_584,
     "harness/prep": 10_862,
     "harness/recipes": 10,
-    "harness/schedule": 1_060,
+    "harness/schedule": 1_077,
     "harness/storage": 2_634,
     "harness/train": 2_596,
     "recipes": 495,
-    "tests": 58_502,
+    "tests": 59_231,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_616,
-    "from packs to the optimizer's step, lines": 3_999,
+    "core ring, lines": 19_633,
+    "from packs to the optimizer's step, lines": 4_016,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_136
+MOST_LINES_IN_ALL = 62_151
 
 
 def tree(path: Path) -> ast.Module:
