@@ -338,8 +338,8 @@ def read_encoder(text: str) -> tuple[MediaModel, dict[str, Any]]:
     try:
         values = json.loads(text)
         model = MEDIA_MODELS[values["model_type"]]
-        int(values[model.token])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        sum((int(values[model.token]), model.count(values, 1), *rope_axes(values)))  # raises for a wrong value
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         known = ", ".join(MEDIA_MODELS)
         raise ValueError(f"not the config.json of an encoder (model_type {known}): {error}") from None
     return model, values
