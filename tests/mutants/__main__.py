@@ -67,11 +67,6 @@ MODULES = {
     ),
     "harness/loader/live/balance.py": ("tests/unit/loader/test_live_balance.py",),
     "harness/loader/live/position.py": ("tests/unit/loader/test_live_position.py",),
-    "harness/megatron/step.py": (
-        "tests/unit/megatron/test_step.py",
-        "tests/unit/megatron/test_router.py",
-        "tests/unit/megatron/test_row_graph.py::test_rows_that_the_graph_is_not_for_are_refused",
-    ),
     "harness/megatron/model/router.py": ("tests/unit/megatron/test_router.py", "tests/unit/megatron/test_mtp.py"),
     "harness/megatron/model/mtp.py": ("tests/unit/megatron/test_mtp.py",),
     "harness/prep/tokenize/offsets.py": ("tests/unit/prep/test_tokenize.py", "tests/unit/prep/test_masks.py"),

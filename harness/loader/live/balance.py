@@ -60,7 +60,7 @@ def packs_in_order(offers: Sequence[Offer]) -> list[ReadPack]:
         packs = by_rank.setdefault(offer.dp_rank, [])
         for ids, lengths in zip(offer.sequence_ids, offer.lengths, strict=True):
             packs.append(ReadPack(len(packs), offer.dp_rank, ids, lengths))
-    return sorted((pack for packs in by_rank.values() for pack in packs), key=lambda pack: pack[:2])
+    return sorted(pack for packs in by_rank.values() for pack in packs)
 
 
 def place(packs: Sequence[ReadPack], plan: BatchPlan) -> Placement:

@@ -43,6 +43,7 @@ OFFERS = [offer(2, HELD[2]), offer(0, HELD[0][:1]), offer(0, HELD[0][1:], 1), of
         ("as_packed", {}),
         ("as_packed", {"group_size": 2}),
         ("dp_balanced", {}),
+        ("dp_balanced", {"group_size": 2}),
         ("cost_balanced", {"cp_size": 2, "pad_to_multiple": 4}),
         ("cost_balanced", {"group_size": 2}),
     ],
@@ -50,7 +51,7 @@ OFFERS = [offer(2, HELD[2]), offer(0, HELD[0][:1]), offer(0, HELD[0][1:], 1), of
 def test_every_sequence_is_trained_whole_by_the_rank_of_its_place(name, options) -> None:
     order = packs_in_order(OFFERS)
     assert [(pack.number, pack.dp_rank) for pack in order] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    plan = BatchPlan(RankLayout(dp_rank=0, dp_size=3, **options), 4, 24, SequenceCost(1.0, 0.01), schedule=name)
+    plan = BatchPlan(RankLayout(dp_rank=0, dp_size=3, **options), 4, 24, SequenceCost(1.0, 1.0), schedule=name)
     placement = place(order, plan)
     lengths = [5, 9, 3, 8, 4, 6, 7]
     assert (placement.lengths.tolist(), placement.readers.tolist()) == (lengths, [0, 0, 1, 1, 1, 2, 0])

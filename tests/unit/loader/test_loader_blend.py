@@ -133,6 +133,9 @@ def test_without_weights_an_epoch_holds_each_source_its_epochs():
     assert by_epoch[0] != by_epoch[1]
     sizes = [step.stop - step.start for step in itertools.islice(made.steps(order, epoch=0, packs_consumed=0), 4)]
     assert sizes == [5, 5, 5, 3]
+    for consumed, numbers in ((0, [0, 1, 2, 3, 0, 1]), (7, [2, 3, 4, 0, 1, 2])):
+        steps = itertools.islice(made.steps(order, epoch=0, packs_consumed=consumed), 6)
+        assert [step.index for step in steps] == numbers
     dropped = made.steps(config(5, drop_last=True), epoch=0, packs_consumed=0)
     assert [(step.epoch, step.start) for step in itertools.islice(dropped, 4)] == [(0, 0), (0, 5), (0, 10), (1, 0)]
 

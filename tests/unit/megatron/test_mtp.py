@@ -56,6 +56,9 @@ def test_further_tokens_train_alike_packed_padded_and_alone(recompute) -> None:
     masks = [sequence.loss_mask[:-1] for sequence in sequences]
     assert expected.mtp_tokens == sum(int(mask[further:].sum()) for mask in masks for further in (1, 2))
     assert all(loss > 1 for loss in expected.mtp_losses)
+    # A router counts the tokens that have one ahead: that many further in layers after the model's own two.
+    sizes = [max(0, len(mask) - further) for mask in masks for further in (0, 0, 1, 2)]
+    assert expected.experts["routed_tokens"] == sum(sizes)
     for other in others:
         assert other.mtp_tokens == expected.mtp_tokens
         np.testing.assert_allclose(other.mtp_losses, expected.mtp_losses, rtol=1e-6)

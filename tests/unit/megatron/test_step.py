@@ -79,15 +79,20 @@ def test_losses_are_means_over_the_trained_tokens_of_all_rows_in_training_and_va
 def test_without_a_last_step_the_rate_stays_after_the_warm_up_and_a_fill_replaces_the_weights() -> None:
     batch = [build_thd_batch([SequenceView(np.arange(17), np.ones(17, np.uint8))])]
     model = ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=16, tie_embeddings=False)
-    rates = {"inverse-square-root": [0, 0.2, 0.4, 0.4 * math.sqrt(2 / 3)], "cosine": [0, 0.2, 0.4, 0.4]}
+    courses = {"inverse-square-root": [0, 0.2, 0.4, 0.4 * math.sqrt(2 / 3)], "cosine": [0, 0.2, 0.4, 0.4]}
 
     @torch.no_grad()
     def fill(models: list[torch.nn.Module]) -> None:
         models[0].output_layer.weight.zero_()
 
-    for decay, expected in rates.items():
+    for decay, expected in courses.items():
         optimizer = OptimizerConfig(lr=0.4, min_lr_ratio=0, warmup_steps=2, decay=decay)
         with one_rank(model, vocab_size=128, optimizer=optimizer, fill=fill) as step:
             results = [step.train(batch) for _ in expected]
         assert results[0].loss == pytest.approx(math.log(128), rel=1e-5)
         np.testing.assert_allclose([result.learning_rate for result in results], expected, rtol=1e-6)
+    # A warm-up that is longer than the run ends a step before it.
+    long = OptimizerConfig(lr=0.4, min_lr_ratio=0, warmup_steps=9)
+    with one_rank(model, vocab_size=128, optimizer=long, decay_steps=3) as step:
+        rates = [step.train(batch).learning_rate for _ in range(4)]
+    np.testing.assert_allclose(rates, [0, 0.2, 0.4, 0], atol=1e-9)

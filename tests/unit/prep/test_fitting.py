@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -12,7 +15,7 @@ from harness.prep.chat import Message, ToolCall
 from harness.prep.chat.records import Conversation
 from harness.prep.fitting import fit_conversation
 from harness.prep.tokenize.bpe import train_bpe
-from harness.records import SequenceView
+from harness.records import Medium, SequenceView
 
 WORDS = ["packs", "hold", "turns", "that", "a", "model", "reads", "and", "learns"]
 TOOLS = ({"type": "function", "function": {"name": "find", "parameters": {}}},)
@@ -98,6 +101,17 @@ def test_a_long_exchange_is_divided_before_answers_and_each_part_begins_with_the
     assert parts[1].endswith("<|im_start|>assistant\nturns<|im_end|>\n")
     assert trained(tokenizer, fitted) == ["find model<|im_end|>", "find packs<|im_end|>", "turns<|im_end|>"]
     assert fitted.num_lost == 0
+    # One that just fits is not divided.
+    more = replace(whole, messages=whole.messages * 2)
+    assert len(fit(tokenizer, more, size_of(tokenizer, whole)).pieces) == 2
+
+
+@pytest.mark.parametrize(("over_long", "reason"), [("cut", "over_long_media"), ("drop", "over_long")])
+def test_a_sequence_with_media_is_neither_cut_nor_split(tokenizer, over_long, reason):
+    view = SequenceView(np.arange(9), np.ones(9, np.uint8), (Medium("image", 1, 2, b"pixels"),))
+    one = chat(("user", "packs"), ("assistant", "turns"))
+    made = fit_conversation(one, [SimpleNamespace(view=view)], tokenizer, pack_size=8, over_long=over_long)
+    assert (made.pieces, made.reason, made.num_lost) == ((), reason, 9)
 
 
 def test_an_answer_that_is_too_long_with_its_question_is_cut_and_the_other_exchanges_are_kept(tokenizer):
