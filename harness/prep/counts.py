@@ -39,6 +39,7 @@ class Counts:
         media_by_kind, media_tokens: media of kept conversations, and their placeholder tokens.
         audio_seconds: length of the sounds among them.
         user_last: kept conversations that end with a user turn, which is read and never answered.
+        tagged_calls: kept conversations with tool calls or results as tags in their text, which templates write too.
         examples: first places by kind: `bad REASON`, `dropped REASON`, `partial`, `truncated` and so on.
     """
 
@@ -56,6 +57,7 @@ class Counts:
     media_tokens: int = 0
     audio_seconds: float = 0.0
     user_last: int = 0
+    tagged_calls: int = 0
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def count(self, kind: str, place: str, *, reason: str = "") -> None:

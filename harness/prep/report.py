@@ -45,6 +45,7 @@ _KINDS = {
     "media": ("media left out", "conversations are trained only on their text"),
     "placeholders": ("placeholders removed", "media placeholders were removed from the text"),
     "user_last": ("end with a user turn", "conversations end with a user turn without an answer"),
+    "tagged_calls": ("calls in text", "conversations have tool calls in tags; source.tool_calls=hermes reads them"),
 }
 
 

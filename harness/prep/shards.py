@@ -51,6 +51,8 @@ SAMPLES = "samples.jsonl"
 _PROGRESS = "progress"
 _FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, MEDIA, MEDIA_DATA, BAD_RECORDS, TO_REPAIR, SAMPLES)
 _SHOWN_BAD = 10
+# Of calls and results in the text of Hermes' records; templates write tags of their own.
+_CALL_TAGS = ("<tool_call>", "<tool_response>")
 # Of media that are in memory at once, about.
 _MEDIA_BYTES = 64 << 20
 # Records are tokenized together in batches of about this time.
@@ -324,6 +326,7 @@ class _ShardWriter:
             ("split", fitted.is_split),
             ("media", conversation.dropped_media is not None),
             ("user_last", bool(conversation.messages) and conversation.messages[-1].role == "user"),
+            ("tagged_calls", any(tag in turn.text for turn in conversation.messages for tag in _CALL_TAGS)),
         ):
             if found:
                 counts.count(kind, where)

@@ -195,11 +195,13 @@ def test_all_sequences_of_a_conversation_are_in_one_split_and_duplicates_are_con
 def test_the_report_names_schema_mask_unused_fields_and_first_places(tmp_path):
     rows = [{**record(number), "id": number} for number in range(40)]
     rows[7]["messages"] = [*rows[7]["messages"], {"role": "user", "content": "and?"}]
+    rows[9]["messages"] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<tool_call>f"}]
     rows[11]["messages"] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "tokens " * 300}]
     source = write_jsonl(tmp_path / "chats.jsonl", rows)
     report, output = run(tmp_path / "d", source, over_long="cut")
     assert (report.schema, report.unused, report.user_last) == ("messages", ["id"], 1)
     assert report.examples["user_last"] == [f"{source}, line 8"]
+    assert report.examples["tagged_calls"] == [f"{source}, line 10"]
     assert f"{source}, line 12" in report.examples["truncated"]
     assert report.lost_tokens > 100
     values = json.loads((tmp_path / "d" / "report.json").read_text())
