@@ -51,13 +51,13 @@ LINES = {
     "harness/megatron": 10_526,
     "harness/parity": 2_549,
     "harness/plan": 5_584,
-    "harness/prep": 10_862,
+    "harness/prep": 10_868,
     "harness/recipes": 10,
     "harness/schedule": 1_077,
     "harness/storage": 2_634,
     "harness/train": 2_596,
     "recipes": 495,
-    "tests": 59_231,
+    "tests": 59_269,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_151
+MOST_LINES_IN_ALL = 62_157
 
 
 def tree(path: Path) -> ast.Module:
