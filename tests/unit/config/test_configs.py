@@ -84,7 +84,7 @@ def test_a_run_has_60_steps_and_on_live_data_as_many_as_the_stream():
         ("optimizer.min_lr=1e-6", "unknown setting 'optimizer.min_lr'"),
         ("optimizer.min_lr_ratio=1.1", "min_lr_ratio is 1.1"),
         ("optimizer.warmup_ratio=2", "warmup_ratio is 2"),
-        ("model.hidden_size=12", "turns 3 of the 3 numbers of a head"),
+        ("model.hidden_size=12", "rotates 3 of the 3 numbers of a head"),
     ],
 )
 def test_a_mistake_in_a_setting_is_refused_before_anything_starts(override, message):

@@ -67,7 +67,7 @@ def test_an_older_checkpoint_is_not_exported_with_damaged_settings(tmp_path: Pat
     checkpoint(tmp_path / "checkpoints", 5)
     text = to_yaml(SftConfig()).replace("num_layers", "num_layerr") if settings is None else settings
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(FormatError, match=r"the run's settings (have no|cannot be read|are damaged)"):
+    with pytest.raises(FormatError, match=r"the run's settings (lack|cannot be read|are damaged)"):
         export_checkpoint(tmp_path, tmp_path / "model")
 
 
