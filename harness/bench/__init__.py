@@ -65,8 +65,8 @@ def load(place: str, *, uses_megatron: bool = False) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "megatron"):
             raise
-        what = f"{module} needs {error.name}"
-        raise ConfigError(what, where=sys.executable, fix="install the extra `train`") from None
+        what = f"{module} requires {error.name}"
+        raise ConfigError(what, where=sys.executable, fix="install the `train` extra") from None
     return function
 
 

@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str], ranks: int, limit_s: float, log: Path) -> str
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        return f"it did not end within {limit_s:g} s"
+        return f"it did not finish within {limit_s:g} s"
     finally:
         end_job(process)
     return last_words(log, code) if code else None

@@ -74,7 +74,7 @@ class Sizes(CheckedSettings):
         """Return the first numbers of a list; raises ConfigError where it has fewer."""
         numbers: tuple[int, ...] = getattr(self, setting)
         if len(numbers) < count:
-            raise ConfigError(f"{len(numbers)} numbers, {count} needed", where=setting, fix="list more of them")
+            raise ConfigError(f"{len(numbers)} numbers, expected {count}", where=setting, fix="list more values")
         return list(numbers[:count])
 
     def aim(self, target: float) -> float | None:

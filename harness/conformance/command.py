@@ -40,13 +40,13 @@ class CommandTarget:
         places = set(re.findall(r"\{(\w+)\}", command))
         if unknown := sorted(places - set(_PLACES)):
             fix = f"use some of {', '.join(f'{{{name}}}' for name in _PLACES)}"
-            raise ConfigError(f"the command has no use for {{{unknown[0]}}}", where="--command", fix=fix)
+            raise ConfigError(f"unknown placeholder {{{unknown[0]}}} in the command", where="--command", fix=fix)
         if missing := sorted({"model", "data"} - places):
-            raise ConfigError(f"the command does not read {{{missing[0]}}}", where="--command", fix="add it")
+            raise ConfigError(f"the command does not contain {{{missing[0]}}}", where="--command", fix="add it")
         try:
             self._words = shlex.split(command)
         except ValueError as error:
-            raise ConfigError(f"the command is not one: {error}", where="--command", fix="close the quotes") from error
+            raise ConfigError(f"cannot parse command: {error}", where="--command", fix="close the quotes") from error
         self._places, self._load = places, ""
 
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Step:
@@ -68,7 +68,7 @@ class CommandTarget:
             line["eval_loss"] for line in self._run(steps="1", eval_data=self._values["data"]) if "eval_loss" in line
         ]
         if not losses:
-            raise NotSupported("no line has eval_loss")
+            raise NotSupported("no line contains eval_loss")
         return float(losses[-1])
 
     def rows(self, steps: int | None) -> list[list[Tokens]]:
@@ -77,7 +77,7 @@ class CommandTarget:
         saved = {"save": f"{folder}/saved"} if folder else {}
         lines = self._run(steps=str(steps or 0), load=self._load, **saved)
         if any("rows" not in line for line in lines):
-            raise NotSupported("lines have no rows")
+            raise NotSupported("some lines do not contain rows")
         self._saved = saved.get("save", "")
         by_step: dict[int, list[Tokens]] = {}
         for line in lines:
@@ -94,7 +94,7 @@ class CommandTarget:
 
     def _require(self, *places: str) -> None:
         if missing := [f"{{{name}}}" for name in places if name not in self._places]:
-            raise NotSupported(f"the command has no {' and no '.join(missing)}")
+            raise NotSupported(f"the command does not contain {' or '.join(missing)}")
 
     def _run(self, **values: str) -> list[dict[str, Any]]:
         """Run the command to its end; return the JSON objects that it prints."""
@@ -103,7 +103,7 @@ class CommandTarget:
         done = subprocess.run(words, capture_output=True, errors="replace", timeout=_LIMIT_S, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["nothing on standard error"])[-1]
-            raise RuntimeError(f"the command ended with code {done.returncode}: {reason}")
+            raise RuntimeError(f"the command exited with code {done.returncode}: {reason}")
         lines = []
         for line in done.stdout.splitlines():
             with contextlib.suppress(ValueError, RecursionError):  # other lines of the trainer

@@ -42,7 +42,7 @@ def positions_restart(kit: Kit) -> str:
                 found += 1
                 wrong += positions[place : place + length] != list(range(length))
     if wrong or not found:
-        raise Failed(f"{wrong} of {found} conversations have other positions than 0, 1, 2, ...")
+        raise Failed(f"{wrong} of {found} conversations have positions other than 0, 1, 2, ...")
     return f"{found} conversations have the positions 0, 1, 2, ..."
 
 
@@ -165,7 +165,7 @@ def resume_restores_the_optimizer(kit: Kit) -> str:
         losses.append([step(data), step(data)])
     (first, second), (again, following) = losses
     if abs(first[0] - second[0]) <= LOSS_TOLERANCE * abs(first[0]):
-        raise Failed(f"a step of learning rate 0.01 leaves the loss at {first[0]:.6f}")
+        raise Failed(f"a step with learning rate 0.01 leaves the loss at {first[0]:.6f}")
     kit.compare(again, (first[0], first[1] or 0.0), {"the loss of the initial weights": kit.reference.step(data)})
     return kit.compare(following, (second[0], second[1] or 0.0), {})
 

@@ -44,7 +44,7 @@ def attention_boundaries(kit: Kit) -> str:
             expected.append(kit.reference.step(batch)[0])
         moved = losses[1] - losses[0] - (expected[1] - expected[0])
         if not abs(moved) <= LOSS_TOLERANCE * abs(losses[0]):  # NaN too
-            raise Failed(f"other tokens in its neighbors change the loss of conversation {place + 1} by {moved:+.6f}")
+            raise Failed(f"different neighbor tokens change the loss of conversation {place + 1} by {moved:+.6f}")
     return f"{len(data)} conversations, none sees another"
 
 

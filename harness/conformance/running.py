@@ -111,10 +111,10 @@ class TargetProcess:
             words = " | ".join((folder / "log.txt").read_text(errors="replace").strip().splitlines()[-_LOG_LINES:])
             is_loaded = (folder / "target.json").exists()
             limit_s = self.limit_s if is_loaded else _START_S
-            how = f"no answer within {limit_s:.0f} s" if code is None else f"the process ended with code {code}"
+            how = f"no answer within {limit_s:.0f} s" if code is None else f"the process exited with code {code}"
             if not is_loaded:
                 fix = "load it with that Python; --dir FOLDER keeps the log"
-                raise ConfigError(f"the target does not start: {how}: {words[-400:]}", where=self.python, fix=fix)
+                raise ConfigError(f"the target did not start: {how}: {words[-400:]}", where=self.python, fix=fix)
             verdicts.append(ConformanceVerdict(names[len(verdicts)], ERROR, f"{how}: {words[-400:]}"))
         for verdict in verdicts[reported:]:
             report(verdict)
@@ -157,6 +157,6 @@ def _joined(folder: Path, ranks: int, *, is_over: bool = False) -> list[Conforma
             by_check.setdefault(verdict.check, []).append(verdict)
     if is_over:
         for name in [name for name, given in by_check.items() if len(given) < ranks]:
-            by_check[name].append(ConformanceVerdict(name, ERROR, "a rank ended without an answer"))
+            by_check[name].append(ConformanceVerdict(name, ERROR, "a rank exited without a result"))
     joined = [given for given in by_check.values() if len(given) >= ranks or is_over]
     return [min(given, key=lambda verdict: _WORST_FIRST.index(verdict.outcome)) for given in joined]

@@ -139,7 +139,7 @@ def load_target(spec: str) -> Any:
         made = getattr(module, name)()
     except Exception as error:  # the module is the user's, and runs here
         fix = "name a class with a method `build`: FILE.py:CLASS or MODULE:CLASS"
-        raise ConfigError(f"there is no such target: {type(error).__name__}: {error}", where=spec, fix=fix) from error
+        raise ConfigError(f"cannot load the target: {type(error).__name__}: {error}", where=spec, fix=fix) from error
     if not callable(getattr(made, "build", None)):
         raise ConfigError("the class has no method `build`", where=spec, fix="see `harness.conformance.Target`")
     return made

@@ -68,7 +68,7 @@ class TokenSource(CheckedSettings):
                 raise PrepError(f"{batch.empty_documents:,} rows in one batch have no tokens", where=str(path), fix=fix)
             if self.vocab_size is not None and len(batch.tokens) and batch.tokens.max() > self._largest_token:
                 what = f"token id {int(batch.tokens.max()):,} is outside the vocabulary of {self.vocab_size:,}"
-                raise PrepError(what, where=str(path), fix="set vocab_size to that of the shards' tokenizer")
+                raise PrepError(what, where=str(path), fix="set vocab_size to the size of the shards' vocabulary")
             yield batch if self.eod is None else batch.with_eod(self.eod)
 
 
@@ -139,8 +139,8 @@ def merge_indexed(
         if with_suffix(pair, LOSS_BIN).is_file():
             raise FormatError("contains packs, whose masks would be lost", where=where, fix="use `harness convert`")
         if number and index.has_modes != has_modes:
-            what = f"has {'modes' if index.has_modes else 'no modes'}, and the first pair has "
-            what += "modes: one index cannot hold both" if has_modes else "none: one index cannot hold both"
+            what = f"has {'modes' if index.has_modes else 'no modes'}, but the first pair has "
+            what += "modes: one index cannot contain both" if has_modes else "none: one index cannot contain both"
             raise FormatError(what, where=where, fix="merge multimodal pairs and others separately")
         has_modes = index.has_modes
         if index.header.dtype not in (UINT16, INT32):
@@ -188,7 +188,7 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
         header = MappedIndex(with_suffix(Path(prefix), IDX)).header
         expected = header.dtype if vocab_size is None else smallest_dtype(vocab_size)
         if header.dtype != expected:
-            what = f"holds {header.dtype.name}, but Megatron will read {expected.name}: given these counts it takes "
+            what = f"holds {header.dtype.name}, but Megatron will read {expected.name}: with these counts, it derives "
             what += f"the dtype from the vocabulary of {vocab_size:,}"
             fix = "write the pair again with this vocab_size, or train without --per-dataset-sequences-path"
             raise FormatError(what, where=prefix + IDX, fix=fix)

@@ -100,7 +100,7 @@ class MappedIndex:
         self.has_modes = header.num_sequences > 0 and num_bytes == header.num_bytes + header.num_sequences
         if num_bytes != header.num_bytes and not self.has_modes:
             counts = f"{header.num_sequences:,} sequences and {header.num_bounds:,} document bounds"
-            what = f"has {num_bytes:,} bytes, its counts of {counts} require {header.num_bytes:,}"
+            what = f"has {num_bytes:,} bytes, but its counts of {counts} require {header.num_bytes:,}"
             raise FormatError(what, where=str(path))
         count, at = header.num_sequences, HEADER.size
         self.lengths: Int32Array = np.frombuffer(data, "<i4", count, at)

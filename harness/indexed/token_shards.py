@@ -243,7 +243,7 @@ def _refuse_nulls(column: pa.Array, what: str, first_row: int, documents: Int64A
     at = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
     row = at if documents is None else int(np.searchsorted(np.cumsum(documents), at, "right"))
     fix = "omit such rows; an empty document is an empty list"
-    raise FormatError(f"{what} {first_row + row:,} is null, one of {column.null_count:,} in this batch", fix=fix)
+    raise FormatError(f"{what} {first_row + row:,} is null (1 of {column.null_count:,} in this batch)", fix=fix)
 
 
 def _bad_token(kind: str, at: int, lengths: Int64Array, rows: Int64Array, first_row: int) -> FormatError:
@@ -266,7 +266,7 @@ def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
         is_number = pc.match_substring_regex(words, r"^[+-]?\d{1,18}$").to_numpy(zero_copy_only=False)
         at = int(np.argmin(is_number))
         row = int(np.searchsorted(np.cumsum(lengths), at, "right"))
-        what = f"row {first_row + row:,} has the text {words[at].as_py()[:40]!r} instead of a token id"
+        what = f"row {first_row + row:,} contains the text {words[at].as_py()[:40]!r} instead of a token id"
         fix = "the column must contain token ids as text; this command does not tokenize text"
         raise FormatError(what, fix=fix) from None
     return pa.LargeListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64()), numbers)

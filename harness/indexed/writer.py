@@ -179,11 +179,11 @@ class IndexedWriter:
             shutil.copyfileobj(self._bounds, cast(BinaryIO, index), 8 * _BLOCK)
             if self._modes.tell() not in (0, self.num_sequences):
                 what = f"{self._modes.tell():,} of {self.num_sequences:,} sequences have a mode"
-                raise ConfigError(what, where=str(self.prefix), fix="provide the modes of all sequences or of none")
+                raise ConfigError(what, where=str(self.prefix), fix="provide modes for all sequences or for none")
             self._modes.seek(0)
             shutil.copyfileobj(self._modes, cast(BinaryIO, index), 8 * _BLOCK)
             if last != self.num_tokens:
-                what = f"the lengths sum to {last:,} of {self.num_tokens:,} tokens"
+                what = f"the lengths sum to {last:,}, but {self.num_tokens:,} tokens were written"
                 raise ConfigError(what, where=str(self.prefix), fix="provide the length of every written sequence")
             self._claim.place()
             # An old index next to new tokens would be read as theirs.

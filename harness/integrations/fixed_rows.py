@@ -78,7 +78,7 @@ class FixedRows:
             self._batches = self._stream.one_epoch() if self._one_epoch else iter(self._stream)
         batch = next(self._batches)
         if len(batch.rows) > self.rows_per_step:
-            what = f"a global batch has {len(batch.rows)} microbatches, but the trainer runs {self.rows_per_step}"
+            what = f"a global batch contains {len(batch.rows)} microbatches, but the trainer runs {self.rows_per_step}"
             fix = "open the data with the global batch size of the trainer"
             raise ScheduleError(what, where=f"epoch {batch.epoch}, step {batch.step_in_epoch}", fix=fix)
         missing = self.rows_per_step - len(batch.rows)
@@ -109,7 +109,7 @@ def as_packed_rows(
     """
     if pad_rows_to is not None and pad_rows_to % layout.pad_to_multiple:
         raise ConfigError(
-            f"{setting} is {pad_rows_to:,}, not a multiple of {layout.pad_to_multiple}, to which this layout pads",
+            f"{setting} is {pad_rows_to:,}, but this layout pads to multiples of {layout.pad_to_multiple}",
             where=f"tensor parallelism {layout.tp_size}, context parallelism {layout.cp_size}",
             fix=f"set it to a multiple of {layout.pad_to_multiple}",
         )
@@ -117,8 +117,8 @@ def as_packed_rows(
     longest = int(tokens.max())
     if pad_rows_to is not None and longest > pad_rows_to:
         raise ConfigError(
-            f"pack {int(np.argmax(tokens)):,} of the dataset takes {longest:,} tokens, more than the {pad_rows_to:,} "
-            f"of a row; {int(np.count_nonzero(tokens > pad_rows_to)):,} of {tokens.shape[0]:,} packs do",
+            f"pack {int(np.argmax(tokens)):,} of the dataset requires {longest:,} tokens, but a row holds "
+            f"{pad_rows_to:,}; {int(np.count_nonzero(tokens > pad_rows_to)):,} of {tokens.shape[0]:,} packs do not fit",
             where=setting,
             fix=f"set it to {-(-longest // layout.pad_to_multiple) * layout.pad_to_multiple:,} or more, or prepare "
             "smaller packs",

@@ -75,7 +75,7 @@ def check_boundaries(model: Any) -> None:
     difference = float((one - other).abs().max() / one.abs().max().clamp(min=1e-30))
     if not difference <= allowed:
         raise ConfigError(
-            f"a sequence changes the logits of the next one in its row by {difference:.2g} of the largest",
+            f"a sequence changes the logits of the next sequence in its row by {difference:.2g} of the largest logit",
             where=f"{type(model).__name__}, attention {getattr(model.config, '_attn_implementation', 'unknown')}",
             fix="use transformers 4.53 or later, or attn_implementation='flash_attention_2'; models with state-space "
             "layers are not supported",
@@ -123,8 +123,8 @@ class PackedTraining:
         if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
             what = f"{type(trainer.model).__name__} does not accept num_items_in_batch, so all rows would be weighted "
             what += "equally"
-            fix = "accept **kwargs in its forward and pass them to its loss, or set compute_loss_func of the Trainer"
-            raise ConfigError(what, where="forward of the model", fix=fix)
+            fix = "accept **kwargs in its forward and pass them to its loss, or set the Trainer's compute_loss_func"
+            raise ConfigError(what, where="the model's forward", fix=fix)
 
     def get_train_dataloader(self) -> Any:
         """Return a loader that only counts rows; `get_batch_samples` reads them."""

@@ -193,7 +193,7 @@ class BridgeRows:
     def __next__(self) -> dict[str, torch.Tensor]:
         if not self._is_placed:
             what = "Bridge reads the rows in a forward step without their padding mask and without their position"
-            fix = "pass the one of this module: from harness.integrations.megatron_bridge import forward_step"
+            fix = "use this module's forward step: from harness.integrations.megatron_bridge import forward_step"
             raise ConfigError(what, where="the forward step of finetune or pretrain", fix=fix)
         if self._rows.starts_step:
             self._begin_step()
@@ -274,11 +274,11 @@ def forward_step(state: GlobalState, data_iterator: Any, model: Any, return_sche
         HarnessError: the rows cannot be continued, or settings of Bridge do not fit them.
     """
     if return_schedule_plan:
-        what = "Bridge plans overlapped communication of experts without the bounds of sequences"
+        what = "Bridge schedules overlapped expert communication without sequence boundaries"
         raise ConfigError(what, where="comm_overlap.overlap_moe_expert_parallel_comm", fix="set it to False")
     rows = getattr(data_iterator, "iterable", None)
     if not isinstance(rows, BridgeRows):
-        what = f"this forward step trains a HarnessDataset, and the data is {type(rows).__name__}"
+        what = f"this forward step requires a HarnessDataset, but the data is {type(rows).__name__}"
         raise ConfigError(what, where="cfg.dataset", fix="pass the forward step of Bridge's gpt_step to finetune")
     rows.place(state)
     batch = next(data_iterator)

@@ -31,7 +31,7 @@ from harness.thd import build_thd_batch
 
 
 def _refuse_batch(rows: list[Row], *, collate_fn_map: Any = None) -> None:
-    what = f"a DataLoader makes a batch of {len(rows)} rows, each of which is a batch already"
+    what = f"a DataLoader collates {len(rows)} rows into a batch, but each row is already a batch"
     raise ConfigError(what, where="DataLoader", fix="use batch_size=None in the DataLoader")
 
 

@@ -67,7 +67,7 @@ class HfWeights(ExitStack):
                 for own in file.keys():  # noqa: SIM118
                     part, stored = _name_of_part(own), _Stored(file, own)
                     if self._files.setdefault(part, stored) is not stored:
-                        raise ValueError(f"{name} has {part} a second time")
+                        raise ValueError(f"{name} contains a duplicate of {part}")
             self._divide_experts()
             for name in [name.removesuffix(_BLOCKS) for name in self._files if name.endswith(_BLOCKS)]:
                 if name + _SCALES in self._files:
@@ -80,7 +80,7 @@ class HfWeights(ExitStack):
             raise FormatError(what, where=str(folder), fix="download or export the model again") from None
         if not self._files:
             fix = "write them with save_pretrained(..., safe_serialization=True)"
-            raise FormatError("the folder has no *.safetensors", where=str(folder), fix=fix)
+            raise FormatError("the folder contains no *.safetensors", where=str(folder), fix=fix)
 
     def _divide_experts(self) -> None:
         for name in [name for name in self._files if name.endswith(_GATES) and f"{name}_bias" not in self._files]:
@@ -136,7 +136,7 @@ def _indexed_files(folder: Path) -> list[str]:
         if outside := next((name for name in names if Path(name).name != name), None):
             raise ValueError(f"{outside!r} is not a file in the folder")
         if _WHOLE_FILE not in names and (folder / _WHOLE_FILE).is_file():
-            raise ValueError(f"{_WHOLE_FILE} is another model than the files that it names: remove one of them")
+            raise ValueError(f"{_WHOLE_FILE} holds a different model than the files that it lists: remove one of them")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{INDEX_FILE} is damaged: {error}") from None
     return names

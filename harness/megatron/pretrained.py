@@ -44,7 +44,7 @@ class Pretrained:
                 counts = {start: sum(name.startswith(start) for name in weights.names) for start in prefixes}
             found = ", ".join(f"{start}* ({count_of(count, 'tensor')})" for start, count in counts.items() if count)
             kept = "; `harness export --mtp` copies mtp.*" if counts.get("mtp.") else ""
-            return [f"a part of the weights is neither trained nor exported: {found}{kept}"] if found else []
+            return [f"some weights are neither trained nor exported: {found}{kept}"] if found else []
         if not self.mtp_layers:
             return []
         return [
@@ -56,12 +56,12 @@ class Pretrained:
         """Raise ConfigError, with both values, if the data has another tokenizer."""
         problem = ""
         if vocab_size is not None and vocab_size > self.vocab_size:
-            problem = f"the dataset's tokenizer has {vocab_size:,} tokens, and the weights have {self.vocab_size:,}"
+            problem = f"the dataset's tokenizer has {vocab_size:,} tokens, but the weights have {self.vocab_size:,}"
         elif dataset_tokenizer and any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
             own = tokenizer_hash(str(self.folder))
             if own != dataset_tokenizer:
                 problem = (
-                    f"the dataset was made with tokenizer {dataset_tokenizer}, and the weights have tokenizer {own}"
+                    f"the dataset was made with tokenizer {dataset_tokenizer}, but the weights have tokenizer {own}"
                 )
         if problem:
             fix = "prepare the data with the tokenizer of the weights: "
@@ -88,7 +88,7 @@ def find_pretrained(model: ModelConfig) -> Pretrained | None:
     stored = read_hf_config(folder)
     check_model(model, stored, where=model.init_from)
     if model.mtp_layers not in (0, stored.mtp_layers):
-        what = f"model.mtp_layers is {model.mtp_layers}, and the weights have {stored.mtp_layers} layers that predict "
+        what = f"model.mtp_layers is {model.mtp_layers}, but the weights have {stored.mtp_layers} layers that predict "
         what += "further tokens"
         fix = f"model.mtp_layers={stored.mtp_layers} trains them, 0 omits them" if stored.mtp_layers else "0"
         raise ConfigError(what, where=f"model.init_from={model.init_from}", fix=fix)

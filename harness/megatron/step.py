@@ -44,8 +44,8 @@ _NO_DECAY = 1 << 31
 
 
 def _no_limit(setting: str, arguments: str) -> ConfigError:
-    what = f"parallel.{setting} is for rows of one shape, and nothing limits them"
-    return ConfigError(what, where=f"MegatronStep, {arguments}", fix=f"give {arguments}, or parallel.{setting}=false")
+    what = f"parallel.{setting} requires rows of one shape, but no limit is set"
+    return ConfigError(what, where=f"MegatronStep, {arguments}", fix=f"pass {arguments}, or parallel.{setting}=false")
 
 
 def _build_optimizer(
@@ -318,7 +318,7 @@ class MegatronStep:
 
     def check_tokens(self, arrays: ThdBatch) -> None:
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:
-            what = f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, and the model has "
+            what = f"a token id is {max(arrays.tokens.max(), arrays.labels.max())}, but the model has "
             what += f"{self.vocab_size} tokens"
             fix = "set it to the vocabulary size of the dataset's tokenizer"
             raise ConfigError(what, where="model.vocab_size", fix=fix)

@@ -61,7 +61,7 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
     recorded = recorded_run(run)
     digests = read_digests(run)
     if not recorded.steps or [step.step for step in recorded.steps] != [step.step for step in digests]:
-        what = f"the run has {len(recorded.steps)} steps and digests of {len(digests)} steps"
+        what = f"the run has {len(recorded.steps)} steps, but digests of {len(digests)} steps"
         raise FormatError(what, where=str(run), fix="record a finished run that had trainer.record_digests=true")
     broken = next((step for step in digests if step.disagreements), None)
     if broken is not None:
@@ -94,7 +94,7 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
         for metrics, data in zip(baseline.steps, baseline.digests, strict=True)
     ]
     text = json.dumps(head | {"tolerances": asdict(baseline.tolerances)}, indent=1)[:-2]
-    with os_errors_as(ConfigError, "the baseline cannot be written", where=path, fix="choose another: baselines=DIR"):
+    with os_errors_as(ConfigError, "the baseline cannot be written", where=path, fix="set baselines=FOLDER"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (text + ',\n "steps": [\n  ' + ",\n  ".join(steps) + "\n ]\n}\n").encode())
 

@@ -57,7 +57,7 @@ def parse_case(text: str, *, where: str = "cases") -> RunCase:
     ranks, *overrides = text.split() or [""]
     if not ranks.isdigit() or int(ranks) < 1 or any("=" not in part for part in overrides):
         fix = "write the number of ranks, then settings: '4 parallel=tp2 loader.num_workers=2'"
-        raise ConfigError(f"{text!r} is not a case", where=where, fix=fix)
+        raise ConfigError(f"{text!r} is not a valid case", where=where, fix=fix)
     return RunCase(int(ranks), tuple(overrides))
 
 
@@ -172,7 +172,7 @@ def plan_check(
     parsed = [case for case in (parse_case(text, where=check) for text in cases) if case.ranks <= max_ranks]
     if len(parsed) < (2 if plan.has_reference else 1):
         needs = "a reference and a case to compare with it" if plan.has_reference else "a case"
-        what = f"check {check} has {len(parsed)} cases to run, and needs {needs}"
+        what = f"check {check} has {len(parsed)} cases to run, but requires {needs}"
         raise ConfigError(what, where=f"{check}, max_ranks", fix="list cases, the reference first, or allow more ranks")
     names = [f"{check}: {case.name}" for case in parsed]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -206,6 +206,6 @@ def plan_check(
 
 def _choose(known: Mapping[str, str], name: str | None, check: str, where: str) -> str:
     if (name or "") not in known:
-        what = f"check {check} names {name!r}, which is not among {', '.join(filter(None, known)) or 'none'}"
+        what = f"check {check} refers to {name!r}, which is not among {', '.join(filter(None, known)) or 'none'}"
         raise ConfigError(what, where=where, fix=f"{where}='[\"{name}=PATH\"]'")
     return known[name or ""]

@@ -71,7 +71,7 @@ def compare_runs(
     for column, most in {"loss": limit, "validation_loss": limit, "grad_norm": tolerances.grad_norm}.items():
         check = _check_values(column, pairs, _read(column), most, reason)
         if not pairs:
-            nothing = Difference(f"there is no step whose {column} could be compared", field=column)
+            nothing = Difference(f"no step has a {column} to compare", field=column)
             check = replace(check, passed=False, largest=None, difference=nothing)
         checks.append(check)
     return checks

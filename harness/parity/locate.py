@@ -79,7 +79,7 @@ def placement_difference(reference: Recorded, run: Recorded) -> Difference | Non
                 holds = "no sequence" if got is None else f"sequence {got}"
                 lacks = "none" if wanted is None else f"sequence {wanted}"
                 details: dict[str, Any] = {"sequence": wanted, "position": at, "expected": wanted, "found": got}
-                message = f"place {at} of the row holds {holds}, not {lacks}"
+                message = f"place {at} of the row contains {holds}, not {lacks}"
                 return _difference_in(row, expected.step, "placement", message, **details)
         if rows:
             return _difference_in(rows[min(rows)], expected.step, "placement", "the reference has no such row")
@@ -109,7 +109,7 @@ def _compare_packs(expected: StepDigests, actual: StepDigests) -> Difference | N
         if expected.epoch == actual.epoch:
             message = f"pack {at} of the global batch is {'missing' if got is None else got}, not {wanted}"
             if wanted is None:
-                message = f"the global batch has pack {got} more than the {packs.shape[0]} of the reference"
+                message = f"the global batch has an extra pack {got} after the {packs.shape[0]} of the reference"
     lost = _place_of_first(expected, set(_ids(expected)) - set(_ids(actual)))
     if lost is not None:
         row, index = lost
@@ -154,7 +154,7 @@ def _compare_values(
         if field == "boundaries":
             wanted, got = int(row.lengths[index]), int(other.lengths[place])
             at = min(wanted, got)
-            message = f"the boundaries hold {got} tokens, not {wanted}"
+            message = f"the boundaries contain {got} tokens, not {wanted}"
         elif values is not None and others is not None:
             at = _first_difference(values, others)
             wanted, got = _number(values, at), _number(others, at)

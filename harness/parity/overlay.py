@@ -97,7 +97,7 @@ def compare_curves(reference: RunCurves, run: RunCurves, *, tolerance: float) ->
     if not common:
         ranges = " and ".join(f"{min(steps)} to {max(steps)}" for steps in (before, after))
         fix = "compare runs from their first step; a run that was resumed in another folder has only its own steps"
-        raise ConfigError(f"no common steps: they have {ranges}", where=f"{reference.name} and {run.name}", fix=fix)
+        raise ConfigError(f"no common steps: {ranges}", where=f"{reference.name} and {run.name}", fix=fix)
 
     def values_of(column: str) -> list[dict[int, float]]:
         return [{step: getattr(metrics, column) for step, metrics in steps.items()} for steps in (before, after)]

@@ -164,7 +164,7 @@ def _learning_rate(optimizer: OptimizerConfig, done: int) -> float:
     shares = {"cosine": (1 + math.cos(math.pi * part)) / 2, "linear": 1 - part, "constant": 1.0}
     if optimizer.decay not in shares:
         fix = f"optimizer.decay={' or '.join(shares)}"
-        raise ConfigError(f"the reference has no decay {optimizer.decay}", where="optimizer.decay", fix=fix)
+        raise ConfigError(f"the reference does not support decay {optimizer.decay}", where="optimizer.decay", fix=fix)
     return lr * (optimizer.min_lr_ratio + (1 - optimizer.min_lr_ratio) * shares[optimizer.decay])
 
 

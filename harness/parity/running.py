@@ -227,7 +227,7 @@ def _lock(folder: Path) -> Iterator[None]:
     try:
         marker.acquire()
     except FormatError:
-        what = f"another parity run works in this folder: {marker.holder}"
+        what = f"another parity run is using this folder: {marker.holder}"
         raise ConfigError(what, where=str(folder), fix="wait for it, or choose another folder") from None
     try:
         yield

@@ -253,7 +253,7 @@ class UploadFile(OutputFile):
         ):
             return
         what = f"the object differs from what was uploaded: {stored.num_bytes:,} bytes, {self._num_bytes:,} were sent"
-        fix = "write it again; another process writes to this place, or the store is damaged"
+        fix = "write it again; another process is writing to this location, or the store is damaged"
         raise FormatError(what, where=str(self._place), fix=fix)
 
     def abort(self) -> None:

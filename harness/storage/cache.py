@@ -141,7 +141,7 @@ class LocalCache:
                 download(stored, path)
                 num_bytes, digest = path.stat().st_size, file_digest(path)
                 if (num_bytes, digest) != (stored.num_bytes, stored.xxh3):
-                    what = f"{stored.path} arrived with the hash {digest} of {num_bytes:,} bytes, the manifest lists "
+                    what = f"{stored.path} was copied with the hash {digest} of {num_bytes:,} bytes, expected "
                     raise FormatError(f"{what}{stored.xxh3} of {stored.num_bytes:,}", fix=_UPLOAD)
             partial.rename(self.folder / name)
         except BaseException:

@@ -61,7 +61,7 @@ def list_size_problems(folder: Path, files: Iterable[StoredFile]) -> list[Proble
         size = path.stat().st_size if path.is_file() else None
         if size != stored.num_bytes:
             now = "is missing" if size is None else f"has {size:,} bytes"
-            problems.append(Problem(f"the file {stored.path} {now}, {stored.num_bytes:,} were written", str(path)))
+            problems.append(Problem(f"the file {stored.path} {now}, expected {stored.num_bytes:,} bytes", str(path)))
     return problems
 
 
@@ -72,7 +72,7 @@ def list_hash_problems(folder: Path, files: Sequence[StoredFile]) -> list[Proble
     with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
         digests = list(pool.map(lambda stored: file_digest(folder / stored.path), files))
     return [
-        Problem(f"the file {stored.path} has the hash {digest}, {stored.xxh3} was written", str(folder / stored.path))
+        Problem(f"the file {stored.path} has the hash {digest}, expected {stored.xxh3}", str(folder / stored.path))
         for stored, digest in zip(files, digests, strict=True)
         if digest != stored.xxh3
     ]

@@ -190,7 +190,7 @@ class MscStore:
             from multistorageclient import StorageClient, StorageClientConfig
             from multistorageclient.types import Range
         except ImportError:
-            what = "msc:// needs NVIDIA's multi-storage-client, which is not installed"
+            what = "msc:// requires NVIDIA's multi-storage-client, which is not installed"
             fix = "pip install 'megatron-sft-harness[msc]', and set MSC_CONFIG to its settings"
             raise ConfigError(what, where=f"msc://{profile}", fix=fix) from None
         self._client = StorageClient(StorageClientConfig.from_file(None, profile))

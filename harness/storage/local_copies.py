@@ -159,7 +159,7 @@ def _copy_file(source: Path, target: Path, known: str | None, progress: Progress
         partial.unlink()
         where, expected, got = (source, known, found) if known not in (None, found) else (target, found, stored)
         fix = "`harness verify` checks the original; if it is valid, the disk of this node is failing"
-        raise HarnessError(f"{source.name} has the hash {got}, {expected} is expected", where=str(where), fix=fix)
+        raise HarnessError(f"{source.name} has the hash {got}, expected {expected}", where=str(where), fix=fix)
     partial.replace(target)
     return CopiedFile(state.st_size, state.st_mtime_ns, found)
 

@@ -34,7 +34,7 @@ def test_the_log_has_the_padding_of_rows_of_one_length(dataset, tmp_path, capsys
         folder = tmp_path / value
         run_here(sft, SftConfig, overrides_of(dataset, folder, "trainer.steps=2", f"parallel.static_rows={value}"))
         printed, padding = "".join(capsys.readouterr()), 1 - read_metrics(folder)[0]["fill"]
-        line = f"rows are padded to 256 tokens (parallel.static_rows): {padding:.1%} of this step's are padding"
+        line = f"padded to 256 tokens (parallel.static_rows): {padding:.1%} of the tokens in this step are padding"
         assert printed.count(line) == is_padded
         assert 0 < padding < 1
         # What null stands for on this device.

@@ -157,5 +157,5 @@ def test_a_model_that_mixes_the_sequences_of_a_row_is_refused(llama) -> None:
     assert not model.training
     without = model.forward
     model.forward = lambda *, position_ids, **inputs: without(**inputs)
-    with pytest.raises(ConfigError, match="changes the logits of the next one"):
+    with pytest.raises(ConfigError, match="changes the logits of the next sequence"):
         check_boundaries(model)

@@ -188,7 +188,7 @@ def plant(module):
 
     module.row_media = short
 """,
-        r"LoaderError: the encoder gives \d+ features for \d+ placeholder tokens",
+        r"LoaderError: the encoder returns \d+ features for \d+ placeholder tokens",
     ),
     "gradient of the encoder summed twice over tensor-parallel ranks": (
         {"tensor_parallel_size": 2, "sequence_parallel": True},

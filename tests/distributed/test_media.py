@@ -334,7 +334,7 @@ def test_more_features_than_placeholder_tokens_are_refused(folders) -> None:
     short = replace(row, media=replace(media, tokens=media.tokens - 1))
     encoder = MediaEncoder(model)
     encoder.row = to_device(short, torch.device("cpu")).packed_seq_params.media
-    with pytest.raises(HarnessError, match=r"the encoder gives \d+ features for \d+ placeholder tokens"):
+    with pytest.raises(HarnessError, match=r"the encoder returns \d+ features for \d+ placeholder tokens"):
         encoder.merge(torch.zeros(len(row), 1, model.hidden_size))
 
 

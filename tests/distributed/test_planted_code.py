@@ -163,7 +163,7 @@ def test_a_checkpoint_without_checksums_is_used_when_asked_for_unless_a_bit_of_a
 
     export_checkpoint(checkpoint, tmp_path / "model", unchecked=True)
     assert (tmp_path / "model/model.safetensors").read_bytes() == (tmp_path / "checked/model.safetensors").read_bytes()
-    warned = "unchecked: damage of .metadata and run.json is not found without checksums.json\n  where: "
+    warned = "unchecked: damage to .metadata and run.json is not detected without checksums.json\n  where: "
     assert f"{warned}{checkpoint}\n" in capsys.readouterr().err
 
     if part == "weights":

@@ -185,7 +185,7 @@ def test_without_its_data_a_run_is_exported_and_what_is_missing_is_named(run: Pa
     assert done.end_tokens == ()
     first, second = done.missing
     assert first.startswith(f"facts of the data, tokenizer and chat template: {tmp_path / 'gone'}")
-    assert second == "end tokens of the data: generation only ends at its length limit"
+    assert second == "end tokens of the data: generation ends only at its length limit"
     assert "## Not in this folder" in card
     assert all(line in card for line in done.missing)
     assert "eos_token_id" not in json.loads((tmp_path / "out" / "generation_config.json").read_text())

@@ -310,7 +310,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_values(models) -> None:
         assert message in str(refused.value)
 
     pretrained = find_pretrained(model)
-    with pytest.raises(HarnessError, match="dataset's tokenizer has 301 tokens, and the weights have 300"):
+    with pytest.raises(HarnessError, match="dataset's tokenizer has 301 tokens, but the weights have 300"):
         pretrained.check_data(vocab_size=301, dataset_tokenizer="", where="data")
     with HfWeights(models["qwen3"]) as weights:
         check_weights(weights, model, 300)
@@ -513,7 +513,7 @@ def test_the_text_model_of_one_that_encodes_images_is_read_trained_and_exported(
     settings = ModelConfig(init_from=str(tmp_path / "whole"), max_sequence_length=64, **stored.settings)
     (warning,) = find_pretrained(settings).warnings
     number = sum(name.startswith("model.visual.") for name in held)
-    assert warning == f"a part of the weights is neither trained nor exported: model.visual.* ({number} tensors)"
+    assert warning == f"some weights are neither trained nor exported: model.visual.* ({number} tensors)"
     with HfWeights(tmp_path / "whole") as weights:
         check_weights(weights, settings, 300)
         for stored_name, tensor in tensors(tmp_path / "text").items():
@@ -548,7 +548,7 @@ def test_tensors_that_transformers_leaves_out_are_left_out_with_a_warning(models
         check_weights(weights, model, 300)
     (warning,) = find_pretrained(model).warnings
     assert warning == (
-        "a part of the weights is neither trained nor exported: mtp.* (1 tensor); `harness export --mtp` copies mtp.*"
+        "some weights are neither trained nor exported: mtp.* (1 tensor); `harness export --mtp` copies mtp.*"
     )
 
 
@@ -593,10 +593,10 @@ def test_a_tensor_with_two_values_is_refused_by_name(models, tmp_path) -> None:
     whole = tensors(tmp_path)[own]
     other = whole.flip(0).contiguous()
     save_file({own: other}, tmp_path / "model.safetensors")
-    with pytest.raises(HarnessError, match=r"model.safetensors is another model than the files that it names"):
+    with pytest.raises(HarnessError, match=r"model.safetensors holds a different model than the files that it lists"):
         HfWeights(tmp_path)  # where transformers reads this file alone
     (tmp_path / INDEX_FILE).unlink()
-    with pytest.raises(HarnessError, match=f"has {own} a second time"):
+    with pytest.raises(HarnessError, match=f"contains a duplicate of {own}"):
         HfWeights(tmp_path)
     model = ModelConfig(**{**to_plain(ModelConfig()), **read_hf_config(tmp_path).settings})
     for copy, message in ((other, f"lm_head.weight differs from {own}"), (whole, ""), (whole[1:], "is [299, 32]")):
@@ -615,5 +615,5 @@ def test_damaged_weights_are_an_error_that_names_the_folder(tmp_path) -> None:
         with pytest.raises(HarnessError, match="the weights cannot be read") as refused:
             HfWeights(tmp_path)
         assert str(tmp_path) in str(refused.value)
-    with pytest.raises(HarnessError, match=r"has no \*.safetensors"):
+    with pytest.raises(HarnessError, match=r"contains no \*.safetensors"):
         HfWeights(tmp_path / "nothing")

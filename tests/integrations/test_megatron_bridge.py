@@ -111,8 +111,8 @@ def test_rows_of_one_length_and_evaluations_on_the_first_packs(bridge: Trainer, 
     [
         ({"dataset": {"schedule": "dp_balanced"}}, "Megatron-Bridge fixes the number of microbatches"),
         ({"dataset": {"loader": {"block_pack": 4}}}, "the loader has no setting 'block_pack'"),
-        ({"dataset": {"seq_length": 100}}, "more than the 100 of a row"),
-        ({"of_bridge": True}, "this forward step trains a HarnessDataset"),
+        ({"dataset": {"seq_length": 100}}, "but a row holds 100"),
+        ({"of_bridge": True}, "this forward step requires a HarnessDataset"),
         ({"forward_step": "gpt_step"}, "from harness.integrations.megatron_bridge import forward_step"),
         ({"micro_batch_size": 2}, "Micro batch size should be 1"),  # says Bridge
         ({"train": {"rampup_batch_size": [2, 2, 4]}}, "where: train.rampup_batch_size"),

@@ -191,7 +191,7 @@ def test_a_local_copy_that_differs_from_the_manifest_is_refused(bucket: Any, pla
     (Path(local) / "shard_000000.bin").write_bytes(data)
     pa_fs.copy_files(local, place.removeprefix("s3://"), destination_filesystem=bucket)
     error = error_of(lambda: open_dataset(place)[0])
-    assert "shard_000000.bin arrived with the hash" in error.what
+    assert "shard_000000.bin was copied with the hash" in error.what
     assert error.where == f"{place}/shard_000000"
     assert list((tmp_path / "cache").glob("*.partial")) == []
     assert any("has the hash" in problem.what for problem in verify_dataset(place))

@@ -145,10 +145,10 @@ def peak_of(device: torch.device, size: int) -> tuple[float, str]:
     """Return the TFLOP/s that MFU divides by, and where it is from: the maker's, or a measurement here."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if known := next((peak for word, peak in _PEAKS.items() if word in name), None):
-        return known, f"MFU is of {known:,.0f} TFLOP/s, the maker's figure for bfloat16"
+        return known, f"MFU is relative to {known:,.0f} TFLOP/s, the vendor's figure for bfloat16"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     peak = max(measure_products(device, dtype, size, rounds=3))
-    return peak, f"MFU is of {peak:.3g} TFLOP/s, measured here on products of {size} x {size}: no published peak known"
+    return peak, f"MFU is relative to {peak:.3g} TFLOP/s, measured with {size} x {size} products: no published peak"
 
 
 def time_on(device: torch.device, work: Callable[[], Any], number: int = 0) -> float:

@@ -52,7 +52,7 @@ def bench_gpu(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchRe
         ConfigError: the files in `out` are of another machine or size, or the folder cannot be written to.
     """
     out, chosen = Path(sizes.out), sizes.choose(PARTS)
-    with os_errors_as(ConfigError, "the report cannot be written", where=out, fix="name another folder with out=DIR"):
+    with os_errors_as(ConfigError, "the report cannot be written", where=out, fix="choose another folder with out=DIR"):
         out.mkdir(parents=True, exist_ok=True)
         progress("looking at the machine")
         # In a process of its own: this one stays without a GPU's memory.
@@ -108,8 +108,8 @@ def _check_same(results: Mapping[str, dict[str, Any]], machine: dict[str, Any], 
                 ", ".join(f"{key} {value}" for key, value in {"size": size, **facts}.items())
                 for size, facts in (made, (sizes.size, machine))
             )
-            fix = "another folder with out=DIR, or remove the files of this one"
-            raise ConfigError(f"the part {name} is of another machine or size: {of}", where=sizes.out, fix=fix)
+            fix = "choose another folder with out=DIR, or remove the files in this one"
+            raise ConfigError(f"the part {name} is of a different machine or size: {of}", where=sizes.out, fix=fix)
 
 
 def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> 
         return of | {"reason": f"Transformer Engine cannot be used: {machine['engine_missing']}"}
     needed = max(ranks, 2) if name == "links" else ranks
     if needed > there or (gpus and needed > gpus):
-        return of | {"reason": f"needs {needed} {'GPUs' if gpus else 'processes'}, and there are {gpus or there}"}
+        return of | {"reason": f"requires {needed} {'GPUs' if gpus else 'processes'}, but has {gpus or there}"}
     folder = out / f"{name}.work"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -171,7 +171,7 @@ def _join(machine: Mapping[str, Any], results: Mapping[str, dict[str, Any]], lef
         report.notes += [f"{name}: {note}" for note in made.notes]
         for figure in made.figures:
             report.add(replace(figure, name=f"{name}: {figure.name}", of=tuple(f"{name}: {one}" for one in figure.of)))
-    report.notes += [f"{name} was not begun within total_limit_s: call again to continue" for name in left]
+    report.notes += [f"{name} was not started within total_limit_s: run again to continue" for name in left]
     return report
 
 

@@ -75,7 +75,7 @@ def add_trace(
     largest = sorted(times.items(), key=lambda item: -item[1])[:8]
     report.notes += [f"{spent / total:.1%} {kind_of(name)}: {name[:100]}" for name, spent in largest]
     if not on_gpu:
-        report.notes.append("times are of PyTorch's operations on a CPU, which waits for no device")
+        report.notes.append("times are for PyTorch operations on a CPU, which does not wait for a device")
         return
     took = max(event["ts"] + event["dur"] for event in kernels) - min(event["ts"] for event in kernels)
     report.add(Figure("kernels and copies of a step", len(kernels) / steps, "launches"))

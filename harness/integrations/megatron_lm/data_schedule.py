@@ -138,7 +138,7 @@ class BasePackingScheduler:
             len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(placed.dp_size)
         )
         if self.max_num_seqs is not None and most > self.max_num_seqs:
-            what = f"a row has {most:,} sequences, more than the maximum of {self.max_num_seqs:,}"
+            what = f"a row contains {most:,} sequences, more than the maximum of {self.max_num_seqs:,}"
             fix = f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank"
             raise ScheduleError(what, where="config.thd_max_packed_sequences", fix=fix)
         return [
@@ -459,10 +459,10 @@ def _own_slice(
         raise LoaderError("the iterator of this global batch is exhausted", where=_PHASE_2, fix=fix)
     needed = (*fields, *_BOUNDS, "max_seqlen", *[_SIZE] * is_dynamic)
     if _SIZE in row and not is_dynamic:
-        fix = "pass dynamic_cp=True, as config.dynamic_context_parallel says"
+        fix = "pass dynamic_cp=True to match config.dynamic_context_parallel"
         raise LoaderError("a row has its own context-parallel size", where=_PHASE_2, fix=fix)
     if missing := [name for name in needed if row.get(name) is None]:
-        what = f"a row has no {', '.join(missing)}; it has {', '.join(row)}"
+        what = f"a row is missing {', '.join(missing)}; it contains {', '.join(row)}"
         fix = "iterate over the result of wrap_data_iterator for this pipeline stage"
         raise LoaderError(what, where="the data iterator", fix=fix)
     size = torch.as_tensor(row.get(_SIZE, 1))
@@ -483,7 +483,7 @@ def _own_slice(
     for name, tensor in whole.items():
         value = tensor.reshape(-1).to(device, FIELDS.get(name, torch.bool))
         if value.shape[0] != total:
-            what = f"a row has {value.shape[0]:,} {name}, and its sequences end at {total:,}"
+            what = f"a row has {value.shape[0]:,} {name}, but its sequences end at {total:,}"
             fix = "the last cu_seqlens_padded of a row must be its length"
             raise LoaderError(what, where="the data iterator", fix=fix)
         values[name] = (value if keep is None else value.index_select(0, keep)).unsqueeze(0)
@@ -506,8 +506,8 @@ def _check_padding(lengths: dict[int, int], placed: Groups, parts: dict[str, Any
     wrong = sorted(number for number, multiple in multiples.items() if lengths[number] % multiple)
     if wrong:
         number, multiple = wrong[0], math.lcm(*multiples.values())
-        what = f"sample {number} of the global batch has a padded_seq_len of {lengths[number]}, and {len(wrong):,} of "
-        what += f"{len(lengths):,} are like it; the layout needs multiples of {multiples[number]}"
+        what = f"sample {number} of the global batch has a padded_seq_len of {lengths[number]}, but the layout "
+        what += f"requires multiples of {multiples[number]} (affects {len(wrong):,} of {len(lengths):,} samples)"
         fix = f"pad samples to a multiple of {multiple} (harness.thd.padding_multiple)"
         raise LoaderError(what, where="the data iterator", fix=fix)
 

@@ -133,8 +133,8 @@ def _checked(item: Any, where: str) -> Iterator[Sample]:
     }
     required = (*FIELDS, "padded_seq_len") if "padded_seq_len" in values else (*FIELDS, "cu_seqlens")
     if missing := [name for name in required if name not in values]:
-        what = f"a sample has no {', '.join(missing)}; it has {', '.join(map(str, item)) or 'no entries'}"
-        fix = "a sample has tokens, labels, loss_mask, position_ids, original_seq_len and padded_seq_len, or "
+        what = f"a sample is missing {', '.join(missing)}; it contains {', '.join(map(str, item)) or 'no entries'}"
+        fix = "a sample requires tokens, labels, loss_mask, position_ids, original_seq_len and padded_seq_len, or "
         fix += "cu_seqlens for several concatenated sequences"
         raise LoaderError(what, where=where, fix=fix)
     data = {name: values[name].reshape(-1).to(dtype) for name, dtype in FIELDS.items()}

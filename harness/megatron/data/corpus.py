@@ -404,7 +404,7 @@ def _check_split(
         what = f"{indices.shape[0]:,} of {opened.sequence_lengths.shape[0]:,} documents with {tokens:,} tokens"
         enough = tokens > (sequence_length if num_samples is None else 0)
     if not enough:
-        fix = "give it a larger part of data.split, or none (\"data.split='100'\"), or its own sources in "
+        fix = "increase its weight in data.split, omit it (\"data.split='100'\"), or set its own sources in "
         fix += "data.blend_per_split"
         raise ConfigError(f"{split} gets {what} of a source, less than one sample", where=path, fix=fix)
 

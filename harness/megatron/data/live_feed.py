@@ -234,7 +234,7 @@ def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:
     if lost := needed - set(contents.chunks):
         _log(
             f"warning: chunks deleted after the checkpoint: {len(lost):,} ({chunk_name(min(lost), '')} to "
-            f"{chunk_name(max(lost), '')}); their rows that it does not include are not trained "
+            f"{chunk_name(max(lost), '')}); their rows that are not in the checkpoint are not trained "
             "(data.live.completed=read)"
         )
     return position.without(lost)
@@ -246,7 +246,7 @@ def _require_chunks(folder: LiveFolder, position: LivePosition) -> None:
     contents, end = folder.look(), folder.end()
     is_past = max((*contents.ready, *contents.completed), default=-1) > first or (end and end.chunks > first)
     if is_past and first not in contents.chunks:
-        fix = "it was trained: continue that run (run_dir=... resume=true), or write the chunks again to another "
+        fix = "the chunk was trained: resume that run (run_dir=... resume=true), or write the chunks again to another "
         fix += "folder; a run that marks chunks when they are read continues with data.live.completed=read"
         raise LoaderError(f"{chunk_name(first, '')} was deleted, but later chunks exist", where=folder.where, fix=fix)
 

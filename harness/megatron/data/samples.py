@@ -238,8 +238,8 @@ class SampleReader:
             raise missing_index(error) from None
         except (ValueError, EOFError, IndexError) as error:
             what = f"sample {index} cannot be read: {type(error).__name__}: {error}"
-            fix = "a built index is damaged, or the corpus changed while it was read: remove the folder of the "
-            fix += "indices (data.path_to_cache) to build them again"
+            fix = "a built index is damaged, or the corpus changed while it was read: delete the index "
+            fix += "folder (data.path_to_cache) to build it again"
             raise LoaderError(what, where="the corpus", fix=fix) from error
         sample = {name: np.asarray(entry[name]) for name in ("tokens", "labels", "loss_mask", "position_ids")}
         count = sample["tokens"].shape[0]

@@ -144,7 +144,7 @@ def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[st
             found.tokenizer = name
             return
         reasons += wrong
-    why = "; ".join(reasons) or f"{reader.path} specifies none that is on this machine"
+    why = "; ".join(reasons) or f"{reader.path} specifies none that exists on this machine"
     found.missing.append(f"tokenizer and chat template: {why}")
 
 

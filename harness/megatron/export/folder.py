@@ -137,10 +137,10 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
         what = f"PEFT does not load all adapters of {', '.join(odd)} into models of the family {model.family}"
         raise ConfigError(what, where=str(path), fix="export the full model with merged adapters: omit --adapter")
     if adapters_only and model.encoder is not None:
-        what = "PEFT has other names for the layers of a model with an encoder"
+        what = "PEFT uses different layer names for models with an encoder"
         raise ConfigError(what, where="--adapter", fix="export the full model with merged adapters: omit --adapter")
     if adapters_only and keep_mtp:
-        raise ConfigError("adapters have no MTP layers", where="--adapter and --mtp", fix="omit one of them")
+        raise ConfigError("adapters do not include MTP layers", where="--adapter and --mtp", fix="omit one of them")
     if model.mtp_layers and keep_mtp:
         what = "the run trained its MTP layers, which every export contains"
         raise ConfigError(what, where="--mtp", fix="omit --mtp")
@@ -177,7 +177,7 @@ def _settings_of(
     ids = {name: value for name, value in every.items() if value is not None}
     if "eos_token_id" not in ids:
         end = (base.get(GENERATION_FILE) or base.get(CONFIG_FILE) or {}).get("eos_token_id")
-        instead = f"{end} of {model.init_from} instead" if end else "generation only ends at its length limit"
+        instead = f"{end} of {model.init_from} instead" if end else "generation ends only at its length limit"
         data.missing.append(f"end tokens of the data: {instead}")
     generation = {**base.get(GENERATION_FILE, {}), **ids, "max_length": text_config(config)["max_position_embeddings"]}
     generation.pop("_from_model_config", None)

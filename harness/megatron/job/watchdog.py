@@ -335,7 +335,7 @@ class Watchdog:
         lost = LostRankError(
             sentence if rank is not None else f"the other ranks cannot be reached: {str(error).splitlines()[0]}",
             where=f"rank {self._rank}, step {self.step}",
-            fix="check the log of that rank and the kernel's (out of memory?); resume=auto continues from the newest "
+            fix="check that rank's log and the kernel log (out of memory?); resume=auto continues from the newest "
             "checkpoint",
         )
         lost.rank, lost.about = self._rank, rank

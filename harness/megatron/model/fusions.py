@@ -86,7 +86,7 @@ def slow_parts(
     if model.num_experts and model.fuse_permutation == "auto" and (missing := _why_not(_ENGINE, device)):
         found.append(f"model.fuse_permutation is auto, but {missing}: every layer with experts waits for the host")
     if model.fuse_weight_gradient == "auto" and (missing := _why_not(_ADDING_KERNEL, device)):
-        found.append(f"model.fuse_weight_gradient is auto, but {missing}: each weight gradient takes another kernel")
+        found.append(f"model.fuse_weight_gradient is auto, but {missing}: each weight gradient needs an extra kernel")
     if has_engine and not model.traits.has_sinks and torch.are_deterministic_algorithms_enabled():
         heads = model.num_attention_heads // parallel.tensor_parallel_size
         padded = parallel.padding_setting
@@ -109,7 +109,7 @@ def _wrong_connections(parallel: ParallelConfig, device: torch.device, shares_ro
     if value is not None and (value == "1") == (best == 1):
         return []
     given = "not set" if value is None else value
-    why = "delays exchanges until the products that they overlap end" if best == 1 else "queues exchanges after kernels"
+    why = "delays communication until the overlapped GEMM ends" if best == 1 else "queues communication after kernels"
     return [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}, which {why}: set it to {best} before the job starts"]
 
 

@@ -75,7 +75,7 @@ def _require_engine(
     name, _, value = setting.partition("=")
     if not engine_layers(model, parallel, device):
         raise ConfigError(
-            f"{name} is {value}, and layers are PyTorch's: Transformer Engine is not installed, or not on this device",
+            f"{name} is {value}, but layers use PyTorch: Transformer Engine is not installed or not on this device",
             where=name,
             fix=f"install the `gpu` extra, use a container with it, or set {name}={without}",
         )
@@ -88,7 +88,7 @@ def _check_backend_variables(model: ModelConfig) -> None:
         wanted, now = "1" if chosen in (None, backend) else "0", os.environ.get(name)
         if now not in (None, wanted):
             raise ConfigError(
-                f"{name} is {now}, and model.attention {model.attention}, which sets it to {wanted}",
+                f"{name} is {now}, but model.attention is {model.attention}, which sets it to {wanted}",
                 where=f"environment, {name}",
                 fix=f"unset it; model.attention={', '.join(_BACKENDS)} each select a backend",
             )
@@ -479,8 +479,8 @@ def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.de
         raise ConfigError(what, where="parallel.cuda_graphs", fix="parallel.cuda_graphs=false")
     if engine_layers(model, parallel, device) and compat.engine_compares_bounds():
         raise ConfigError(
-            f"parallel.cuda_graphs is true, and megatron-core {compat.MEGATRON_VERSION} cannot tell this version of "
-            "Transformer Engine that rows are padded, which then looks on the host",
+            f"parallel.cuda_graphs is true, but megatron-core {compat.MEGATRON_VERSION} cannot inform this version of "
+            "Transformer Engine that rows are padded, so it checks on the host",
             where="parallel.cuda_graphs",
             fix="megatron-core 0.19, Transformer Engine 2.19, or parallel.cuda_graphs=false",
         )

@@ -283,4 +283,4 @@ def check_same_adapters(model: ModelConfig, before: dict[str, Any], where: str) 
     changed = [f"model.{n} was {then.get(n)} and is {now[n]}" for n in names if then.get(n) != now[n]]
     if changed:
         fix = "resume with the original settings, or start a new run"
-        raise ConfigError(f"the checkpoint has other adapters: {'; '.join(changed)}", where=where, fix=fix)
+        raise ConfigError(f"the checkpoint contains different adapters: {'; '.join(changed)}", where=where, fix=fix)

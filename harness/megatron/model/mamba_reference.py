@@ -82,7 +82,7 @@ def convolve(
 ) -> torch.Tensor:
     """Return the causal depthwise convolution of `x` [batch, length, channels], each document of `lengths` alone."""
     if activation not in (None, "silu", "swish"):
-        raise NotImplementedError(f"activation {activation!r}: the CPU reference of the convolution has silu only")
+        raise NotImplementedError(f"activation {activation!r}: the CPU reference of the convolution supports only silu")
     inner = working_type(x)
     values, taps = x.to(inner), weight.to(inner)
     positions = positions_of(lengths).view(*x.shape[:2], 1)

@@ -59,7 +59,7 @@ class MediaEncoder(nn.Module):
             parts = _build(self.media.name, self._values, model.hidden_size)
         except ImportError as error:
             fix = "pip install 'harness[tokenize]'"
-            raise ConfigError(f"encoders need transformers: {error}", where="model.encoder", fix=fix) from None
+            raise ConfigError(f"encoders require transformers: {error}", where="model.encoder", fix=fix) from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"transformers cannot build the encoder: {type(error).__name__}: {error}"
             raise ConfigError(what, where="model.encoder", fix="use the config.json of the published model") from None
@@ -85,7 +85,7 @@ class MediaEncoder(nn.Module):
             return embedded
         features = self(**self.row.arrays).to(embedded.dtype)
         if features.shape[0] != self.row.tokens:
-            what = f"the encoder gives {features.shape[0]:,} features for {self.row.tokens:,} placeholder tokens"
+            what = f"the encoder returns {features.shape[0]:,} features for {self.row.tokens:,} placeholder tokens"
             fix = "prepare the data again with tokenizer.name set to this model"
             raise LoaderError(what, where="the media of a row", fix=fix)
         is_whole = len(self.row.features) == features.shape[0]
@@ -144,14 +144,14 @@ def _build(name: str, values: dict[str, Any], hidden_size: int) -> dict[str, nn.
         vision = whole.vision_config
         if vision.out_hidden_size != hidden_size:
             what = f"out_hidden_size is {vision.out_hidden_size}"
-            raise ValueError(f"{what}, and hidden_size of the text model {hidden_size}")
+            raise ValueError(f"{what}, but hidden_size of the text model is {hidden_size}")
         return {"visual": AutoModel.from_config(vision)}
     from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
     audio = Qwen3OmniMoeAudioEncoderConfig(**values["audio_config"])
     if audio.output_dim != hidden_size:
-        raise ValueError(f"output_dim is {audio.output_dim}, and hidden_size of the text model {hidden_size}")
+        raise ValueError(f"output_dim is {audio.output_dim}, but hidden_size of the text model is {hidden_size}")
     return {"audio_tower": Qwen3OmniMoeAudioEncoder(audio)}
 
 

@@ -194,7 +194,7 @@ def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tens
         )
     if features % 8:
         raise ConfigError(
-            f"a rank would scan {features} numbers per token, and causal-conv1d requires a multiple of 8",
+            f"a rank would scan {features} numbers per token, but causal-conv1d requires a multiple of 8",
             where="model.scan_num_heads, parallel.tensor_parallel_size, parallel.context_parallel_size",
             fix="fewer tensor- or context-parallel ranks",
         )
@@ -212,7 +212,7 @@ def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callabl
 
     if not all(compat.accepts(kernel, "cu_seqlens") for kernel in (chunk_gated_delta_rule, causal_conv1d)):
         raise ConfigError(
-            "the installed kernels would carry the state of a sequence over to the next: they have no cu_seqlens",
+            "the installed kernels would carry the state of a sequence over to the next: they lack cu_seqlens",
             where="package flash-linear-attention",
             fix="install version 0.4 or later, or remove the package",
         )

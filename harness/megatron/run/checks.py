@@ -41,7 +41,7 @@ def check_media(config: SftConfig, data: RunData | LiveData) -> None:
     media, values = read_encoder(config.model.encoder)
     if (rules.family, rules.tokens) != (media.rules, {media.kind: int(values[media.token])}):
         what = f"the media of the data were prepared for {rules.family}, with placeholder tokens {dict(rules.tokens)}, "
-        what += f"and the model is {media.name}, with {media.kind} {values[media.token]}"
+        what += f"but the model is {media.name}, with {media.kind} {values[media.token]}"
         raise ConfigError(what, where="data and model", fix="prepare the data with tokenizer.name set to the model")
 
 
@@ -124,7 +124,7 @@ def explained(config: RunConfig) -> Iterator[None]:
         what = str(found).partition("\n")[0]
         raise ConfigError(
             f"out of memory: {what[what.find(_NO_MEMORY) :] if _NO_MEMORY in what else what or 'this process'}",
-            where="model, or the size of a row",
+            where="model or row size",
             fix="a smaller model or rows, model.recompute=full, or more ranks; see `harness plan`",
         ) from error
 
@@ -167,5 +167,5 @@ def slurm_folder(config: RunConfig) -> Path | None:
 def check_validations(config: RunConfig, validation: Collection[str]) -> None:
     """Raise ConfigError if an early stop has no validations, given the names of those that there are."""
     if config.trainer.early_stop and not (config.trainer.eval_interval and OWN_VALIDATION in validation):
-        fix = "set trainer.eval_interval, and a validation set: data.validation_path, or a share in data.split"
+        fix = "set trainer.eval_interval, and a validation set: data.validation_path, or a weight in data.split"
         raise ConfigError("early_stop requires validations before the last step", where="trainer.early_stop", fix=fix)

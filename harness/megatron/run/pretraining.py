@@ -48,7 +48,7 @@ def open_pretraining(config: PretrainConfig, ranks: runtime.Runtime, progress: P
         data_names=sources,
         facts={
             "corpus": ", ".join(sources[:5]) + (f" and {len(sources) - 5} more" if len(sources) > 5 else ""),
-            "samples": f"{data.sequence_length:,} tokens, {data.micro_batch_size} in a row",
+            "samples": f"{data.sequence_length:,} tokens, {data.micro_batch_size} per row",
         },
     )
 

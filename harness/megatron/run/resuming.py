@@ -116,4 +116,4 @@ def notes_of_moments(checkpoint: Path, optimizer: OptimizerConfig) -> list[str]:
     stored = stored_moments(checkpoint)
     if stored in (None, optimizer.moments_dtype):
         return []
-    return [f"its optimizer's moments are {stored}, and were converted to {optimizer.moments_dtype}"]
+    return [f"its optimizer moments were stored as {stored} and converted to {optimizer.moments_dtype}"]

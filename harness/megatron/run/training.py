@@ -246,7 +246,7 @@ class _Run(Hooks):
     def record(self, made: StepRecord) -> None:
         self._records.step(made)
         if made.step == self.first_step and (size := self._task.pad_rows_to) is not None:
-            padding = f"{1 - made.batch.imbalance.fill:.1%} of this step's are padding"
+            padding = f"{1 - made.batch.imbalance.fill:.1%} of the tokens in this step are padding"
             self.log(f"rows are padded to {size:,} tokens (parallel.static_rows): {padding}")
         if self._trainer.drift_interval and is_due(made.step, self._trainer.drift_interval, self._trainer.last_step):
             self.step.check_drift(made.step)

@@ -146,7 +146,7 @@ def find_damage(path: Path, *, unchecked: bool = False) -> CheckpointError | Non
     except CheckpointError as error:
         return error
     if not files:
-        what = f"unchecked: damage of .metadata and run.json is not found without {CHECKSUMS_FILE}\n  where: {path}"
+        what = f"unchecked: damage to .metadata and run.json is not detected without {CHECKSUMS_FILE}\n  where: {path}"
         on_rank_0(lambda: print_text(what, file=sys.stderr))
     rank, size = place_among_ranks()
     found: list[CheckpointError] = []

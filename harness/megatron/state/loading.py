@@ -111,7 +111,7 @@ def read_metadata(file: IO[bytes], where: Path) -> Metadata:
             raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
         for stored in metadata.storage_data.values():
             if Path(stored.relative_path).name != stored.relative_path:
-                what = f"it names {stored.relative_path!r}, which is not a file of the checkpoint"
+                what = f"it refers to {stored.relative_path!r}, which is not a file of the checkpoint"
                 raise pickle.UnpicklingError(what)
     except OSError:
         raise
@@ -125,7 +125,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if name not in _CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'[:80]!r}")
+            raise pickle.UnpicklingError(f"it requests {f'{module}.{name}'[:80]!r}")
         return getattr(importlib.import_module(module), name)
 
 

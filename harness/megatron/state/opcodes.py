@@ -71,7 +71,7 @@ def check_archive(file: IO[bytes], *, compare: bool = False) -> None:
     num_bytes = file.seek(0, 2)
     file.seek(0)
     if file.read(4) != b"PK\x03\x04":
-        raise pickle.UnpicklingError("it is not a file of torch.save")
+        raise pickle.UnpicklingError("it was not written by torch.save")
     file.seek(0)
     try:
         reader = torch._C.PyTorchFileReader(file)
@@ -153,7 +153,7 @@ def check_pickle(data: bytes, builders: re.Pattern[str] | None = None) -> None:
 def _checked_leaf(argument: Any) -> _Value:
     """Return a name, or a number of any length, of which each use as a key takes time like its length."""
     if isinstance(argument, int) and argument.bit_length() > 64:
-        raise pickle.UnpicklingError(f"it has a number of {argument.bit_length():,} bits")
+        raise pickle.UnpicklingError(f"it contains a number of {argument.bit_length():,} bits")
     return _Value(1, 1, str(argument), is_used=True)
 
 

@@ -139,7 +139,7 @@ def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
     end = 0
     for at, piece in sorted(pieces, key=lambda one: one[0]):
         if at != end or not piece.data.is_contiguous():
-            what = f"the optimizer's state of {sharded.key} cannot be cut into the tensors of a checkpoint"
+            what = f"the optimizer's state of {sharded.key} cannot be split into the tensors of a checkpoint"
             fix = "set parallel.distributed_optimizer=false for this model"
             raise CheckpointError(what, where="parallel.distributed_optimizer", fix=fix)
         end += piece.data.numel()

@@ -41,7 +41,7 @@ def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, device: torc
             **options,
         )
     except (AssertionError, RuntimeError, ValueError) as error:
-        what = f"Transformer Engine has no buffers for exchanges here: {str(error).strip().splitlines()[0]}"
+        what = f"Transformer Engine cannot create communication buffers here: {str(error).strip().splitlines()[0]}"
         fix = "parallel.overlap_tensor_parallel=false; where multicast is missing, UB_SKIPMC=1 disables its use"
         raise ConfigError(what, where="parallel.overlap_tensor_parallel", fix=fix) from error
 

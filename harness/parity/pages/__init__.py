@@ -73,7 +73,7 @@ def render_page(report: ParityReport) -> str:
         charts = draw_charts(report)
     except ImportError as error:
         fix = "pip install 'megatron-sft-harness[report]'"
-        raise ConfigError(f"a report needs {error.name}", where=HTML_FILE, fix=fix) from None
+        raise ConfigError(f"a report requires {error.name}", where=HTML_FILE, fix=fix) from None
     counts = Counter(cell.status for cell in report.cells)
     return templates.get_template("report.html.j2").render(
         report=report,

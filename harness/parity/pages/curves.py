@@ -48,7 +48,7 @@ def draw_charts(report: ParityReport) -> list[Chart]:
     # What differs lies above what does not.
     drawn = sorted(cells.values(), key=lambda cell: (cell.reference is not None, cell.status != "same"))
     losses = [(cell, cell.series.step, [finite(value) for value in cell.series.loss]) for cell in drawn]
-    note = "Mean of a trained token, nats; references are thick and gray."
+    note = "Mean per trained token, in nats; thick gray lines are references."
     charts = [_draw("Loss", note, "loss", losses)]
     note = "Relative, on a logarithmic scale; identical values are at 1e-17, dashed lines are tolerances."
     for column, name in (("loss", "Loss"), ("grad_norm", "Gradient norm")):

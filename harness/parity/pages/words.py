@@ -30,7 +30,7 @@ def summary(report: ParityReport) -> str:
     if not report.cells:
         return "The report has no cells."
     if not compared:
-        return f"{count_of(len(report.cells), 'cell')} ran, and none was compared with another."
+        return f"{count_of(len(report.cells), 'cell')} ran, but none was compared."
     ran = len(compared) - counts["skipped"]
     parts = [f"{counts['same']:,} of {count_of(ran, 'compared cell')} {'agrees' if ran == 1 else 'agree'}"]
     parts += [f"{counts[status]:,} {status}" for status in STATUSES if status != "same" and counts[status]]

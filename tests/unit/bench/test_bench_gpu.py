@@ -68,12 +68,12 @@ def test_what_the_machine_lacks_is_reported_and_the_rest_runs(tmp_path, monkeypa
         *("attention-flash", "attention-fused", "attention-unfused"),
     }
     assert set(ran.values()) == {1}
-    assert "layouts-2 missing: needs 2 GPUs, and there are 1" in report.notes
+    assert "layouts-2 missing: requires 2 GPUs, but has 1" in report.notes
     missing = "Transformer Engine cannot be used: No module named 'transformer_engine'"
     assert f"attention-flash missing: {missing}" in report.notes
     page = (tmp_path / "out" / "report.md").read_text()
     assert "NVIDIA H100" in page
-    assert "needs 8 GPUs" in page
+    assert "requires 8 GPUs" in page
 
 
 def test_parts_on_all_gpus_have_a_rank_a_gpu(tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_limit_leaves_parts_to_the_next_call(tmp_path, monkeypatch):
     machine = Machine(monkeypatch)
     report = bench(tmp_path, total_limit_s=1e-9)
     assert machine.begun == []
-    assert f"{next(iter(PARTS))} was not begun within total_limit_s: call again to continue" in report.notes
+    assert f"{next(iter(PARTS))} was not started within total_limit_s: run again to continue" in report.notes
 
 
 @pytest.mark.parametrize(

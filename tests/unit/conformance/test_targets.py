@@ -40,7 +40,7 @@ def test_a_process_that_ends_or_raises_fails_one_check_and_not_the_others(tmp_pa
     names = ["packed-equals-unpacked", "padding-changes-nothing", "attention-boundaries"]
     first, second, third = run(tmp_path / "run", names, str(tmp_path / "dying.py"))
     assert (first.check, first.outcome) == ("packed-equals-unpacked", "ERROR")
-    assert first.text.startswith("the process ended with code 9")
+    assert first.text.startswith("the process exited with code 9")
     assert third.outcome == "ERROR"
     assert (second.check, second.text) == ("padding-changes-nothing", "ValueError: no such device") or (
         third.text == "ValueError: no such device"
@@ -88,12 +88,12 @@ def test_a_command_is_a_target(tmp_path) -> None:
     }
     verdicts = {one.check: one for one in run(tmp_path, list(wanted), command=f"{warm_python()} {COMMAND}")}
     assert {name: one.outcome for name, one in verdicts.items()} == wanted, verdicts
-    assert verdicts["token-mean-over-ranks"].text == "the command has no {dp_size}"
+    assert verdicts["token-mean-over-ranks"].text == "the command does not contain {dp_size}"
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [("train {model}", "does not read {data}"), ("train {model} {data} {epochs}", "no use for {epochs}")],
+    [("train {model}", "does not contain {data}"), ("train {model} {data} {epochs}", "unknown placeholder {epochs}")],
 )
 def test_a_command_with_a_wrong_place_is_refused(command, words, tmp_path) -> None:
     with pytest.raises(ConfigError, match=words):

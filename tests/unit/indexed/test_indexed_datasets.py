@@ -170,7 +170,7 @@ DAMAGES = {
         "the pointer of sequence 0 is",
     ),
     "huge count": (_set(18, "Q", 2**62), "its counts of 4,611,686,018,427,387,904 sequences"),
-    "idx cut short": (_cut(".idx", 8), "has 106 bytes, its counts of 4 sequences and 4 document bounds require 114"),
+    "idx cut short": (_cut(".idx", 8), "106 bytes, but its counts of 4 sequences and 4 document bounds require 114"),
     "length of zero": (_set(38, "i", 0), "sequence 1 has the length 0"),
     "another length": (_set(38, "i", 2), "the pointer of sequence 2 is 16, expected 20 from the lengths before it"),
     "last length": (_set(46, "i", 3), "is too short: 32 bytes, expected 36 from the lengths in the index"),
@@ -257,7 +257,7 @@ def test_a_multimodal_pair_and_a_pair_of_text_are_not_merged(tmp_path: Path) -> 
     text, media = write(tmp_path / "a"), write(tmp_path / "b")
     with Path(f"{media}.idx").open("ab") as file:
         file.write(bytes([0, 1, 0, 1]))
-    for pairs, words in (([text, media], "has modes, and the first pair has none"), ([media, text], "has no modes")):
+    for pairs, words in (([text, media], "has modes, but the first pair has none"), ([media, text], "has no modes")):
         with pytest.raises(FormatError, match=words):
             merge_indexed(list(map(str, pairs)), str(tmp_path / "ab"))
     assert not (tmp_path / "ab.bin").exists()

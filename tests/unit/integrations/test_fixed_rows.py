@@ -76,14 +76,14 @@ def test_a_position_is_taken_between_steps_and_loaded_on_other_ranks(reader: Pac
 
 
 def test_a_row_length_that_a_pack_exceeds_or_the_layout_cannot_cut_is_refused(reader: PackReader) -> None:
-    with pytest.raises(ConfigError, match="pack 4 of the dataset takes 6 tokens, more than the 5 of a row") as caught:
+    with pytest.raises(ConfigError, match="pack 4 of the dataset requires 6 tokens, but a row holds 5") as caught:
         as_packed_rows(
             reader.pack_offsets, reader.sequence_lengths, RankLayout(), pad_rows_to=5, setting="training.seq_len"
         )
 
     assert caught.value.where == "training.seq_len"
     assert "6 or more" in caught.value.fix
-    with pytest.raises(ConfigError, match="is 10, not a multiple of 4"):
+    with pytest.raises(ConfigError, match="is 10, but this layout pads to multiples of 4"):
         as_packed_rows(
             reader.pack_offsets,
             reader.sequence_lengths,

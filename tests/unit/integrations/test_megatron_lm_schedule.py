@@ -125,7 +125,7 @@ def test_a_pack_with_bounds_is_cut_into_its_sequences_and_stays_as_it_was(one_ra
 @pytest.mark.parametrize(
     ("item", "problem"),
     [
-        (sample(1, 2, labels=None), "has no labels"),
+        (sample(1, 2, labels=None), "is missing labels"),
         ([1, 2], "an item of the stream is a int"),
         (sample(1, 2, loss_mask=torch.ones(3)), "2 tokens, 2 position_ids, 2 labels, 3 loss_mask"),
         (sample(1, 2, padded_seq_len=torch.tensor([3])), "a sequence from 0 to 3 with 2 real tokens"),
@@ -250,7 +250,7 @@ def test_the_phases_agree_on_a_context_parallel_size_of_each_row(one_rank: None)
     with pytest.raises(LoaderError, match="a row has its own context-parallel size"):
         get_batch_on_this_rank_for_sequence_packing(rows, config=dynamic)
     rows, *_ = wrap_data_iterator(iter([sample(1, 2)]), config(), 1)
-    with pytest.raises(LoaderError, match="a row has no local_cp_size"):
+    with pytest.raises(LoaderError, match="a row is missing local_cp_size"):
         get_batch_on_this_rank_for_sequence_packing(rows, dynamic_cp=True)
 
 
@@ -262,7 +262,7 @@ def test_ranks_that_share_a_row_are_neighbors_and_samples_have_their_chunks(one_
     for wrong in ([[0], [0], [0], [1]], [[1], [0], [0], [2]], [[0], [0], [1], [1, 2]], [[0]] * 3 + [[]]):
         with pytest.raises(ScheduleError, match="a power of two of neighbors share a row"):
             scheduler._check([wrong], numbered(16, 8, 8))
-    with pytest.raises(LoaderError, match=r"padded_seq_len of 30, .* the layout needs multiples of 8"):
+    with pytest.raises(LoaderError, match=r"padded_seq_len of 30, .* the layout requires multiples of 8"):
         _check_padding({0: 30}, [[[0]] * 4], {})
 
 

@@ -133,7 +133,7 @@ def test_a_dataloader_without_workers_gives_the_same_rows_and_one_with_workers_i
 def test_rows_that_a_dataloader_puts_into_a_batch_are_refused_by_name(path: str, dialect: str) -> None:
     for data in (packed(path, dialect=dialect), StoredRows(path, dialect=dialect)):
         for rows in (1, 2):
-            with pytest.raises(ConfigError, match=f"a batch of {rows} rows, each of which is a batch") as refused:
+            with pytest.raises(ConfigError, match=f"collates {rows} rows into a batch, but each row") as refused:
                 next(iter(DataLoader(data, batch_size=rows)))
             assert "batch_size=None" in refused.value.fix
         assert next(iter(DataLoader(data, batch_size=None))).dialect == dialect

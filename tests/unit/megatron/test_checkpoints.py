@@ -83,8 +83,8 @@ def test_a_package_that_only_the_writer_needs_is_missed_before_training_begins(m
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "weights").unlink(), "the checkpoint's file weights is missing, 100 were written"),
-        (lambda path: (path / "weights").write_bytes(b"x"), "the checkpoint's file weights has 1 bytes, 100 were"),
+        (lambda path: (path / "weights").unlink(), "the checkpoint's file weights is missing, expected 100 bytes"),
+        (lambda path: (path / "weights").write_bytes(b"x"), "file weights has 1 bytes, expected 100 bytes"),
         (lambda path: (path / "checksums.json").unlink(), "the checkpoint's checksums.json is missing"),
         (lambda path: (path / "run.json").unlink(), "run.json cannot be read"),
         (lambda path: (path / "run.json").write_bytes(b"\xff"), "run.json cannot be read"),

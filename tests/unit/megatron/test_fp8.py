@@ -39,7 +39,7 @@ def test_a_recipe_reaches_megatron(monkeypatch, recipe, format) -> None:
 
 
 def test_layers_without_transformer_engine_are_refused() -> None:
-    with pytest.raises(ConfigError, match="and layers are PyTorch's"):
+    with pytest.raises(ConfigError, match="but layers use PyTorch"):
         gpt.transformer_config(replace(HALF, fp8="tensorwise"), ParallelConfig(), CPU)
 
 

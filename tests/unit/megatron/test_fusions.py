@@ -93,12 +93,12 @@ def test_a_run_on_a_gpu_is_told_what_is_slow_and_why(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("value", "parallel", "message"),
     [
-        ("1", {}, "is 1, which queues exchanges after kernels: set it to 32"),
+        ("1", {}, "is 1, which queues communication after kernels: set it to 32"),
         ("8", {}, ""),
-        (None, {}, "is not set, which queues exchanges after kernels"),
+        (None, {}, "is not set, which queues communication after kernels"),
         ("1", {"tensor_parallel_size": 2}, ""),
-        ("8", {"tensor_parallel_size": 2}, "is 8, which delays exchanges until the products that they overlap end"),
-        (None, {"context_parallel_size": 2}, "is not set, which delays exchanges .* set it to 1"),
+        ("8", {"tensor_parallel_size": 2}, "is 8, which delays communication until the overlapped GEMM ends"),
+        (None, {"context_parallel_size": 2}, "is not set, which delays communication .* set it to 1"),
         ("32", {"pipeline_parallel_size": 2, "expert_parallel_size": 2}, ""),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_variable_that_names_another_backend_is_refused_by_name(monkeypatch) -
     for name in ("NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    with pytest.raises(ConfigError, match=r"NVTE_FLASH_ATTN is 0, and model\.attention flash, which sets it to 1"):
+    with pytest.raises(ConfigError, match=r"NVTE_FLASH_ATTN is 0, but model\.attention is flash, which sets it to 1"):
         _check_backend_variables(ModelConfig(attention="flash"))
     _check_backend_variables(ModelConfig(attention="fused"))
     made = [transformer_config(ModelConfig(attention=name), ParallelConfig(), CPU) for name in ("flash", "auto")]

@@ -55,7 +55,7 @@ def test_metadata_as_torch_writes_it_is_read_back(protocol: int) -> None:
     ],
 )
 def test_every_other_name_is_refused_with_the_file(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"\.metadata is damaged or contains more than .* asks for ") as error:
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged or contains more than .* requests ") as error:
         read(data)
     assert error.value.where == "/checkpoint"
 

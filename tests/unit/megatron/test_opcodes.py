@@ -118,7 +118,7 @@ def test_files_as_torch_saves_them_pass() -> None:
         (archive(0, pickled=b"\x80\x02cbuiltins\nbytearray\nJ\x00\x00\x00\x40\x85R."), "it calls 'builtins bytearray'"),
         (archive(0, pickled=b"\x80\x02ctorch.storage\nUntypedStorage\nJ\x00\x00\x00\x40\x85R."), "UntypedStorage'"),
         (archive(0, pickled=b"\x80\x02" + pairs(40, b"\x86") + b"."), "refer to more than"),
-        (io.BytesIO(pickle.dumps({"step": 1})), "not a file of torch.save"),
+        (io.BytesIO(pickle.dumps({"step": 1})), "not written by torch.save"),
         (io.BytesIO(b"PK\x03\x04" + bytes(100)), "PytorchStreamReader failed"),
     ],
 )

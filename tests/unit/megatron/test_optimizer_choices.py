@@ -81,11 +81,11 @@ def test_moments_of_another_dtype_are_converted_and_the_log_says_so(make, tmp_pa
     assert any(not torch.equal(one, other) for one, other in zip(moments, rounded, strict=True))
     small = OptimizerConfig(moments_dtype="bfloat16")
     notes = [notes_of_moments(one, config) for one in (whole, path) for config in (OptimizerConfig(), small)]
-    start = "its optimizer's moments are"
+    start = "its optimizer moments were stored as"
     assert notes == [
         [],
-        [f"{start} float32, and were converted to bfloat16"],
-        [f"{start} bfloat16, and were converted to float32"],
+        [f"{start} float32 and converted to bfloat16"],
+        [f"{start} bfloat16 and converted to float32"],
         [],
     ]
 

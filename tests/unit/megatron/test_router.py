@@ -126,7 +126,7 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
 
     assert not groups()
     assert not groups(grouped_gemm="off")
-    with pytest.raises(ConfigError, match="grouped_gemm is on, and layers are PyTorch's"):
+    with pytest.raises(ConfigError, match="grouped_gemm is on, but layers use PyTorch"):
         groups(grouped_gemm="on")
     for settings, reason in (({"lora_rank": 2}, "experts have LoRA adapters"), ({"attention": "torch"}, "require")):
         with pytest.raises(ConfigError, match=reason):

@@ -222,7 +222,7 @@ def test_runs_without_a_graph_are_refused_before_they_start(monkeypatch) -> None
                 build()
     monkeypatch.setattr(gpt, "engine_layers", lambda *_: True)
     monkeypatch.setattr(gpt.compat, "engine_compares_bounds", lambda: True)
-    with pytest.raises(ConfigError, match="cannot tell this version of Transformer Engine that rows are padded"):
+    with pytest.raises(ConfigError, match="cannot inform this version of Transformer Engine that rows are padded"):
         build()
 
 

@@ -123,7 +123,7 @@ def run(tmp_path, data, *, resume="false", **changes):
 
 
 def test_a_token_beyond_the_vocabulary_is_refused_and_not_trained(tmp_path, data):
-    with pytest.raises(ConfigError, match="a token id is 95, and the model has 90 tokens"):
+    with pytest.raises(ConfigError, match="a token id is 95, but the model has 90 tokens"):
         run(tmp_path, data())
     run(tmp_path, data(vocab_size=96))
     assert (tmp_path / "runs" / "sft-002" / "report.md").exists()

@@ -102,7 +102,7 @@ def test_one_of_three_runs_that_differs_is_exit_code_1_and_json_has_no_nan(harne
     ("runs", "message"),
     [
         (["a"], "one run cannot be compared"),
-        (["a", "late"], "no common steps: they have 1 to 4 and 7 to 7"),
+        (["a", "late"], "no common steps: 1 to 4 and 7 to 7"),
         (["a", "empty"], "the run has not completed a step yet"),
         (["a", "nowhere"], "there is no run in this folder"),
         (["a", "b", "out=missing/x.png"], "the plot cannot be written"),

@@ -120,7 +120,7 @@ def test_a_case_is_ranks_and_settings() -> None:
     assert (case.name, case.value_of("format")) == ("parquet num_workers=2", "parquet")
     assert case.settings == ("loader.num_workers=2",)
     for text in ("", "tp2", "0 parallel=tp2", "4 tp2"):
-        with pytest.raises(ConfigError, match="is not a case"):
+        with pytest.raises(ConfigError, match="is not a valid case"):
             parse_case(text)
 
 
@@ -154,8 +154,8 @@ def test_the_first_case_is_the_reference_and_a_check_from_a_checkpoint_has_a_run
         (["1 parallel=data"], "1 cases to run"),
         (["1 parallel=data", "4 parallel=tp2"], "1 cases to run"),
         (["1 parallel=data", "1 parallel=data"], "two cases are named"),
-        (["1 parallel=data", "1 format=parquet"], "names 'parquet', which is not among npy"),
-        (["1 parallel=data", "1 version=new"], "names 'new', which is not among none"),
+        (["1 parallel=data", "1 format=parquet"], "refers to 'parquet', which is not among npy"),
+        (["1 parallel=data", "1 version=new"], "refers to 'new', which is not among none"),
     ],
 )
 def test_a_matrix_that_cannot_be_compared_is_refused(cases, what) -> None:

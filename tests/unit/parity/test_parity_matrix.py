@@ -189,7 +189,7 @@ def test_a_second_matrix_in_the_same_folder_is_refused(cell, tmp_path) -> None:
 
     def second(progress: object) -> None:
         if not refused:
-            with pytest.raises(ConfigError, match="another parity run works in this folder"):
+            with pytest.raises(ConfigError, match="another parity run is using this folder"):
                 run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)
             refused.append(True)
 

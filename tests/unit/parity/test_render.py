@@ -61,7 +61,7 @@ def test_the_page_names_the_first_difference_and_how_to_run_it_again():
     [
         (all_same(), "same", "Same 9 of 9 compared cells agree."),
         (report([]), "failed", "Nothing was compared The report has no cells."),
-        (report([reference()]), "failed", "Nothing was compared 1 cell ran, and none was compared with another."),
+        (report([reference()]), "failed", "Nothing was compared 1 cell ran, but none was compared."),
         (
             report([reference(), cell("a", "memmap", 0, status="skipped", checks=[], reason="no")]),
             "failed",

@@ -53,8 +53,8 @@ def test_a_missing_and_a_shortened_file_are_named_with_both_sizes(tmp_path: Path
     (tmp_path / "notes").unlink()
     (tmp_path / "weights").write_bytes(bytes(999))
     assert [problem.what for problem in list_size_problems(tmp_path, files)] == [
-        "the file notes is missing, 4 were written",
-        "the file weights has 999 bytes, 1,000 were written",
+        "the file notes is missing, expected 4 bytes",
+        "the file weights has 999 bytes, expected 1,000 bytes",
     ]
 
 
@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_named_with_both_hashes(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(bytes(500) + b"\x01" + bytes(499))
     now = digest_files(tmp_path, ["weights"])[0].xxh3
     assert [problem.what for problem in list_hash_problems(tmp_path, files)] == [
-        f"the file weights has the hash {now}, {files[1].xxh3} was written"
+        f"the file weights has the hash {now}, expected {files[1].xxh3}"
     ]
 
 

@@ -65,7 +65,7 @@ def test_a_killed_copy_is_not_read_and_is_made_again(original, tmp_path, monkeyp
 
 
 def test_other_bytes_missing_originals_and_what_a_disk_cannot_hold_are_refused(original, tmp_path):
-    with pytest.raises(HarnessError, match=r"weights has the hash \w+, 0123 is expected"):
+    with pytest.raises(HarnessError, match=r"weights has the hash \w+, expected 0123"):
         copy_to_node(str(original), tmp_path / "local", known={"inner/weights": "0123"})
     assert not list((tmp_path / "local").rglob("*.copied"))
     with pytest.raises(HarnessError, match="cannot be copied to this node: there are no files"):

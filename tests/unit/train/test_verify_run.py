@@ -172,8 +172,8 @@ def test_everything_that_is_wrong_is_listed(run: Path) -> None:
     assert [what.partition(" has the hash")[0] for what in found(run)] == [
         "the run's metrics are missing",
         "the file weights",
-        "the file weights has 99 bytes, 100 were written",
-        "the file model.safetensors is missing, 50 were written",
+        "the file weights has 99 bytes, expected 100 bytes",
+        "the file model.safetensors is missing, expected 50 bytes",
         "the file more is not in checksums.json",
     ]
 
