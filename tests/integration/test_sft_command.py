@@ -101,7 +101,7 @@ def test_a_killed_command_continues_with_its_checkpoint_to_a_model_and_a_report_
         ("model", ["a", "b"], "a and b are given in the place of OUT", "one folder"),
         ("model", ["trainer.stepz=3"], "trainer.stepz", "did you mean trainer.steps"),
         ("model", ["source.limit=many"], "source.limit", "int"),
-        ("bare", ["out"], "the folder contains no *.safetensors", "save_pretrained"),
+        ("bare", ["out"], "the folder has no *.safetensors", "save_pretrained"),
     ],
 )
 def test_a_mistake_in_any_stage_is_refused_before_the_first(
