@@ -276,8 +276,8 @@ def _check_copies(weights: HfWeights, model: ModelConfig, shard: TensorShard) ->
     for copy, own in copied_names(model).items():
         if copy not in weights.names:
             continue
-        rows = weights.rows(own, *shard.of(weights.shape(own)[0]))
-        if not torch.equal(weights.rows(copy, *shard.of(weights.shape(own)[0])).to(rows.dtype), rows):
+        rows, copied = (weights.rows(name, *shard.of(weights.shape(own)[0])) for name in (own, copy))
+        if not torch.equal(copied.to(rows.dtype), rows):
             what = f"{copy} differs from {own}, which Megatron-Core uses instead"
             fix = f"{'tie_word_embeddings=false in config.json' if copy == _OUTPUT else 'model.mtp_layers=0'} omits it"
             raise FormatError(what, where=str(weights.folder), fix=fix)
