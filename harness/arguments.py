@@ -118,7 +118,7 @@ class Options:
 
 def _value_of(flag: str, value: str | None, rest: list[str], *, where: str, fix: str) -> str:
     """Return the value of a flag, which is the next argument where it does not follow an equals sign."""
-    if value is None and not rest:
+    if value is None and (not rest or (flag == "--preview" and "=" in rest[0])):
         raise ConfigError(f"{flag} has no value", where=where, fix=fix)
     return rest.pop(0) if value is None else value
 

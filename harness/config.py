@@ -66,6 +66,7 @@ def compose_config(
     *,
     config_dir: Path | None = None,
     config_name: str | None = None,
+    command: str = "",
     also: Iterable[str] = (),
 ) -> T:
     """Compose `configs/<name>.yaml` with `overrides` into an instance of the dataclass `schema`.
@@ -75,6 +76,7 @@ def compose_config(
     Args:
         config_dir: a further folder of YAML files, such as one with an `experiment/mine.yaml`.
         config_name: the file to compose in place of `<name>.yaml`.
+        command: prints every setting with `--cfg`, for errors; empty for that of the recipe.
         also: settings that the command takes beside these, for the hint about a misspelled one.
 
     Raises:
@@ -86,7 +88,7 @@ def compose_config(
         near = nearest_name(config_name, sorted(file.stem for folder in folders for file in folder.glob("*.yaml")))
         fix = (f"did you mean {near}? " if near else "") + "--config-name specifies a file in one of these folders"
         raise ConfigError(f"there is no file {config_name}.yaml", where=" and ".join(map(str, folders)), fix=fix)
-    known = KnownSettings(command_of(name), schema, folders, frozenset(also))
+    known = KnownSettings(command or command_of(name), schema, folders, frozenset(also), name)
     # Launchers, logs and help are for Hydra's command line, and reading them takes half of its time here.
     _register(name, schema, HydraConf(defaults=[]))
     GlobalHydra.instance().clear()
@@ -199,13 +201,18 @@ def _to_settings(composed: DictConfig, set_by: Mapping[str, str | None]) -> Any:
 
 
 def compose_run(
-    experiment: str, overrides: Sequence[str], *, config_dir: Path | None = None, also: Iterable[str] = ()
+    experiment: str,
+    overrides: Sequence[str],
+    *,
+    config_dir: Path | None = None,
+    command: str = "",
+    also: Iterable[str] = (),
 ) -> ComposedRun:
     """Compose the settings of an experiment, which `recipes.sft` runs, or of a recipe that trains.
 
     Args:
         experiment: a file of `configs/experiment` or of `experiment` in `config_dir`, or `sft` or `pretrain`.
-        also: as in `compose_config`.
+        command: as in `compose_config`; so is `also`.
 
     Raises:
         ConfigError: there is no such experiment, or its settings are refused.
@@ -222,7 +229,7 @@ def compose_run(
                 + f"one of {', '.join([*names, *TRAINING])}",
             )
         name, arguments = "sft", [f"experiment={experiment}", *arguments]
-    config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir, also=also)
+    config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir, command=command, also=also)
     own = () if config_dir is None else ("--config-dir", str(config_dir.resolve()))
     return ComposedRun(f"harness.recipes.{name}", (*own, *arguments), config)
 
@@ -267,7 +274,7 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     With `hydra/launcher=submitit_slurm` these are jobs of Slurm. A run's folder, where its settings have one, is `run`
     in the output folder that Hydra gives the job.
     """
-    known = KnownSettings(command_of(name), schema, _folders(options.config_dir))
+    known = KnownSettings(command_of(name), schema, _folders(options.config_dir), recipe=name)
     for text in options.overrides:
         _check_override(text, known, may_sweep=True)
     _register(name, schema, HydraConf())

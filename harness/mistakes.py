@@ -109,7 +109,8 @@ _ANSWERS = {
     "with resume=true, the run in run_dir continues; model.init_from starts from weights": "load checkpoint",
     "tokenizer.name|model.init_from": "model",
     "code in a model's folder is never run": "trust_remote_code",
-    "model.fuse_swiglu and model.fuse_cross_entropy select fused kernels": "use_liger_kernel liger_kernel liger",
+    "model.fuse_swiglu and model.fuse_cross_entropy select fused kernels": "use_liger_kernel "
+    "liger_kernel liger use_liger",
     "float16 is not supported, because it requires loss scaling; model.dtype with the value bfloat16 does not": "fp16",
     "quantized weights are not supported; model.lora_rank trains adapters on weights in model.dtype": "load_in_4bit "
     "load_in_8bit quantization_bit",
@@ -127,6 +128,12 @@ _ANSWERS = {
     "`harness export` writes a folder, which `hf upload` publishes": "push_to_hub",
     "trainer.eval_interval and trainer.checkpoint_interval are numbers of steps": "eval_strategy save_strategy "
     "evals_per_epoch saves_per_epoch",
+    "the loss is the cross entropy of trained tokens; trainer.loss_average selects how it is averaged": "loss_type "
+    "loss_fn label_smoothing label_smoothing_factor",
+    "products of matrices are computed in model.dtype": "tf32",
+    "the batch size is constant": "rampup_batch_size auto_find_batch_size",
+    "parallel.distributed_optimizer shards the optimizer's state; weights and gradients are divided by tensor, "
+    "pipeline and expert parallelism": "zero_stage zero_optimization",
     "AdamW is the only optimizer": "optim optimizer",
 }
 # Our values of a setting, each with those of other tools that it stands for. A list has all that stand for a word.
@@ -212,12 +219,14 @@ class KnownSettings:
         schema: dataclass of the settings.
         folders: of YAML files, each with one folder a group; none for a command without them.
         also: settings that the command takes beside these.
+        recipe: name of the command's own file, with which the defaults of another one begin.
     """
 
     command: str
     schema: type[Any]
     folders: Sequence[Path]
     also: frozenset[str] = field(default_factory=frozenset)
+    recipe: str = ""
 
     @cached_property
     def types(self) -> Mapping[str, str]:
@@ -373,7 +382,7 @@ class KnownSettings:
 
     def other_recipe(self, root: str) -> ConfigError:
         """Return the error of a primary file without the settings of this command."""
-        fix = f"a file for this command begins with `defaults: [{self.command.split()[-1]}, _self_]`; "
+        fix = f"a file for this command begins with `defaults: [{self.recipe}, _self_]`; "
         return self.error(f"{root}.yaml is a file of another recipe", where=str(self.find(root)), fix=fix)
 
     def explain(self, error: Exception, root: str, overrides: Iterable[str]) -> ConfigError:

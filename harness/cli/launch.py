@@ -162,7 +162,8 @@ def plan(
     names = [setting.key for setting in explain_settings(PlanSettings)]
     searches = experiment == "auto"
     recipe = "sft" if searches else experiment
-    config = compose_run(recipe, options.overrides, config_dir=options.config_dir, also=names).config
+    command = f"{context.command_path} {experiment}"
+    config = compose_run(recipe, options.overrides, config_dir=options.config_dir, command=command, also=names).config
     if options.show:
         print_text(render_settings(settings) + render_settings(config), end="")
         return
@@ -300,7 +301,8 @@ def submit(
     job_settings = compose_config("submit", SubmitConfig, own, config_dir=options.config_dir)
     cluster = job_settings.cluster
     names = [setting.key for setting in explain_settings(SubmitConfig)]
-    run = compose_run(experiment, options.overrides, config_dir=options.config_dir, also=names)
+    command = f"{context.command_path} {experiment}"
+    run = compose_run(experiment, options.overrides, config_dir=options.config_dir, command=command, also=names)
     if options.show:
         print_text(render_settings(job_settings) + render_settings(run.config), end="")
         return

@@ -44,7 +44,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         virtual_pipeline_parallel_size: model chunks per pipeline stage (interleaved schedule); null for one.
         pipeline_layout: layers of each stage in Megatron-Core's notation, such as Et*3|t*4|t*4|t*3L for 14 layers on
             four stages: E is the embedding, t a layer, m an MTP layer, L the loss. With model chunks, the stages follow
-            one another once per chunk. Null divides the layers evenly; if they do not divide, the error has a layout.
+            one another once per chunk. Null divides the layers evenly; if they do not divide, the error suggests one.
         context_parallel_size: number of ranks that share each sequence.
         expert_parallel_size: number of ranks that share the experts of each layer. These ranks are also tensor-,
             context- or data-parallel ranks.

@@ -130,7 +130,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_that_are_too_few_too_small_or_of_another_bench_are_refused_by_name():
-    for words, what in ((["loader", "workers=[]"], "0 numbers, expected 1"), (["schedule", "ranks=0"], "0 is too small")):
+    for words, what in ((["loader", "workers=[]"], "0 numbers, expected"), (["schedule", "ranks=0"], "0 is too small")):
         done = CliRunner().invoke(app, ["bench", *words])
         assert isinstance(done.exception, ConfigError)
         assert what in done.exception.what

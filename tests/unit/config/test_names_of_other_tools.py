@@ -93,6 +93,9 @@ WORDS = (
         ("train sft tolerance=1e-9", "`harness compare RUN RUN tolerance.loss=1e-9` sets it; "),
         ("train sft nodes=2", "`harness submit sft nodes=2` sets it; "),
         ("prepare data=chats.jsonl", "did you mean source.path=chats.jsonl? "),
+        ("submit sft_tiny tf32=1", "products of matrices are computed in model.dtype; `harness submit sft_tiny --"),
+        ("plan auto clip_gard=1", "`harness plan auto --cfg` prints "),
+        ("prepare --preview source.path=chats.jsonl", "--preview 3 shows three records"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # recipes are imported by other tests
