@@ -212,6 +212,7 @@ def train(
             plan,
             exchange=_exchange_of(rank, barrier, slots),
             swap=_swap_of(rank, barrier, sent),
+            **of_media,
             state=state or LoaderState(seed=0),
             timeout_s=config.timeout_s,
             folders=config.folders,

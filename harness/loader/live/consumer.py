@@ -18,7 +18,7 @@ from harness.loader.live.balance import Placement, ReadPack, Swap, packs_in_orde
 from harness.loader.live.folder import chunk_name, last_seen
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
 from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer, Waiting
-from harness.loader.plan import RankBatch
+from harness.loader.plan import Features, RankBatch
 from harness.loader.state import LoaderState
 from harness.printing import count_of
 from harness.schedule import measure_imbalance
@@ -107,7 +107,8 @@ class LiveLoader:
     Args:
         streams: readers of this rank, one for each folder.
         exchange: returns the offers of all ranks, by data-parallel rank and folder; all call it together.
-        swap: sends tokens between the ranks, which call it together; only for schedules that balance.
+        swap: sends bytes between the ranks, which call it together; only for schedules that balance.
+        features: as of `harness.loader.Loader`, for the same schedules.
         state: position to resume from, or the state of a new run, whose `live` is empty.
         timeout_s: the longest wait for a chunk.
         folders: for messages.
@@ -125,6 +126,7 @@ class LiveLoader:
         *,
         exchange: Exchange,
         swap: Swap = lambda outgoing, expected: outgoing,
+        features: Features | None = None,
         state: LoaderState,
         timeout_s: float,
         folders: Sequence[str] = ("data.live",),
@@ -133,7 +135,7 @@ class LiveLoader:
     ) -> None:
         self._streams = tuple(streams)
         self._plan = plan
-        self._exchange, self._swap = exchange, swap
+        self._exchange, self._swap, self._features = exchange, swap, features
         self._state = state
         self._positions = positions_from_json(state.live, len(plan.weights))
         self._timeout_s, self._folders = timeout_s, folders
@@ -285,7 +287,7 @@ class LiveLoader:
         layout, lengths = self._plan.layout, placement.lengths
         rows: list[LivePack | None] = [*mine]
         if self._plan.is_balanced:
-            rows = send_to_trainers(mine, placement, layout.dp_rank, self._swap)
+            rows = send_to_trainers(mine, placement, layout.dp_rank, self._swap, self._features)
         rows += [None] * (placement.placed.num_microbatches - len(rows))
         return RankBatch(
             epoch=0,
@@ -307,6 +309,7 @@ class LiveLoader:
                 padded_lengths(lengths, layout.pad_to_multiple),
                 max_tokens_per_row=self._plan.max_tokens_per_row,
                 cost=self._plan.cost,
+                media_cost=placement.media_cost,
             ),
             state=self._state,
         )

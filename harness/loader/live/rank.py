@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections import Counter, deque
 from contextlib import closing
@@ -32,10 +33,12 @@ from harness.prep.chat import BadReason, RecordReader
 from harness.prep.chat.records import BadRecord, Conversation
 from harness.prep.fitting import fit_conversation
 from harness.printing import count_of
-from harness.records import Int64Array, Pack
+from harness.records import Float64Array, Int64Array, Pack
 from harness.schedule import SequenceCost
 from harness.thd import RowMedia, padded_lengths
 
+# A medium on its way to another rank: number of its kind, place, tokens and bytes, which follow.
+MEDIUM = struct.Struct("<4q")
 # Conversations that are tokenized together, and bytes of their media.
 _BLOCK_ROWS, _BLOCK_BYTES = 64, 64 << 20
 # Chunk, row and sequence share an id of 63 bits.
@@ -104,6 +107,8 @@ class Offer:
     Attributes:
         source: number of the folder.
         sequence_ids, lengths: int64 [sequences], one array per pack; lengths are stored tokens.
+        media: of each pack's sequences, the bytes of their media on the way to another rank, int64, and the work of
+            encoding these, float64.
         position: of the rank after these packs are trained: its own chunks, and rows read since the step before.
         waiting: the missing chunk where there are fewer packs than requested; None at the end of the stream too.
         error: the failure that ended the rank's reading.
@@ -126,8 +131,19 @@ class Offer:
     reading: int | None
     ended: bool
     rows_expected: int | None
+    media: list[tuple[Int64Array, Float64Array]]
     left_out: Counter[str] = field(default_factory=Counter)
     opened: list[tuple[int, int, str]] = field(default_factory=list)
+
+
+def measure_media(pack: Pack, cost: SequenceCost) -> tuple[Int64Array, Float64Array]:
+    """Return `Offer.media` of a pack."""
+    owners = np.searchsorted(pack.seq_start_id, [one.start for one in pack.media], side="right") - 1
+    tokens = np.array([one.tokens for one in pack.media], np.float64)
+    work = tokens * 0 if cost.encode is None else cost.encode(tokens)
+    sizes = [MEDIUM.size + len(one.data) for one in pack.media]
+    num_bytes, costs = (np.bincount(owners, values, pack.num_sequences) for values in (sizes, work))
+    return num_bytes.astype(np.int64), costs.astype(np.float64)
 
 
 class FolderReader:
@@ -219,6 +235,7 @@ class FolderReader:
             reading=self._index if self._chunk is not None else None,
             ended=self._ended,
             rows_expected=self._rows_expected,
+            media=[measure_media(live.pack, self._plan.cost) for live in self._packs],
             left_out=self._left_out.copy(),
             opened=opened,
         )
@@ -443,14 +460,16 @@ class FolderReader:
     def _live_pack(self, members: list[Member[Place]]) -> LivePack:
         ids = np.array([self._id(*member.key) for member in members], np.int64)
         of_sequences = [member.sequence.media for member in members]
-        if any(of_sequences) and (self._features is None or self._plan.is_balanced):
+        if any(of_sequences) and self._features is None:
             raise ConfigError(
-                "the chunk has audio or images, which a model with an encoder trains on the rank that reads them",
+                "the chunk has audio or images, and the model has no encoder for them",
                 where=self._folder.where,
-                fix="schedule=as_packed and a model.init_from that reads them, or chunks of text alone "
+                fix="a model.init_from that reads them, or chunks of text alone "
                 "(`harness live produce` with source.drop_media=true)",
             )
-        return LivePack(pack_of(members), ids, self._features and row_media(of_sequences, self._features))
+        # Where sequences are placed first, the rank that trains them decodes their media.
+        features = None if self._plan.is_balanced else self._features
+        return LivePack(pack_of(members), ids, features and row_media(of_sequences, features))
 
     def _id(self, chunk: int, row: int, sequence: int) -> int:
         # Chunks of several folders take turns.

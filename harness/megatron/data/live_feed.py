@@ -98,6 +98,7 @@ class LiveFeed(Feed):
                 plan,
                 exchange=lambda offers: _exchange(offers, readers),
                 swap=lambda outgoing, expected: _swap(outgoing, expected, readers),
+                features=features,
                 state=state or fresh,
                 timeout_s=config.timeout_s,
                 folders=config.folders,

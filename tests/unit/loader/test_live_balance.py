@@ -8,8 +8,9 @@ import pytest
 from harness.loader import RankLayout
 from harness.loader.live.balance import packs_in_order, place, send_to_trainers
 from harness.loader.live.position import LivePosition
-from harness.loader.live.rank import BatchPlan, LivePack, Offer
-from harness.records import Pack
+from harness.loader.live.rank import BatchPlan, LivePack, Offer, measure_media
+from harness.loader.plan import row_media
+from harness.records import Medium, Pack
 from harness.schedule import SequenceCost, schedule
 from harness.thd import padded_lengths
 
@@ -24,15 +25,19 @@ def read_pack(rank: int, number: int, lengths: list[int]) -> LivePack:
     masks = [(np.arange(length) % (2 + at) == 0).astype(np.uint8) for at, length in enumerate(lengths)]
     starts = np.cumsum([0, *lengths[:-1]])
     names = 100 * rank + 10 * number + np.arange(len(lengths), dtype=np.int64)
-    return LivePack(Pack(np.concatenate(ids), np.concatenate(masks), starts), names)
+    # Two media of the first sequence of each rank's first pack, none of others.
+    media = tuple(Medium("image", 2 * at, 1, bytes([rank, at] * (3 + rank + at))) for at in range(2) if number == 0)
+    return LivePack(Pack(np.concatenate(ids), np.concatenate(masks), starts, media), names)
 
 
 def offer(rank: int, packs: list[LivePack], source: int = 0) -> Offer:
     lengths = [pack.pack.sequence_lengths.astype(np.int64) for pack in packs]
     ids = [pack.sequence_ids for pack in packs]
-    return Offer(rank, source, ids, lengths, LivePosition(), None, None, "stream", None, False, None)
+    media = [measure_media(pack.pack, COST) for pack in packs]
+    return Offer(rank, source, ids, lengths, LivePosition(), None, None, "stream", None, False, None, media)
 
 
+COST = SequenceCost(1.0, 1.0, encode=lambda tokens: 40 * tokens)
 HELD = [[read_pack(rank, number, lengths) for number, lengths in enumerate(packs)] for rank, packs in enumerate(READ)]
 OFFERS = [offer(2, HELD[2]), offer(0, HELD[0][:1]), offer(0, HELD[0][1:], 1), offer(1, HELD[1])]
 
@@ -51,11 +56,12 @@ OFFERS = [offer(2, HELD[2]), offer(0, HELD[0][:1]), offer(0, HELD[0][1:], 1), of
 def test_every_sequence_is_trained_whole_by_the_rank_of_its_place(name, options) -> None:
     order = packs_in_order(OFFERS)
     assert [(pack.number, pack.dp_rank) for pack in order] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    plan = BatchPlan(RankLayout(dp_rank=0, dp_size=3, **options), 4, 24, SequenceCost(1.0, 1.0), schedule=name)
+    plan = BatchPlan(RankLayout(dp_rank=0, dp_size=3, **options), 4, 24, COST, schedule=name)
     placement = place(order, plan)
     lengths = [5, 9, 3, 8, 4, 6, 7]
     assert (placement.lengths.tolist(), placement.readers.tolist()) == (lengths, [0, 0, 1, 1, 1, 2, 0])
     assert placement.ids.tolist() == [0, 1, 100, 101, 102, 200, 10]
+    assert placement.media_cost.tolist() == [80, 0, 80, 0, 0, 80, 0]
     if name == "as_packed":
         assert placement.placed.num_microbatches == 2
         rows = [[placement.placed.row(at, rank).tolist() for rank in range(3)] for at in range(2)]
@@ -64,6 +70,7 @@ def test_every_sequence_is_trained_whole_by_the_rank_of_its_place(name, options)
         layout, padded = plan.layout, padded_lengths(np.array(lengths), plan.layout.pad_to_multiple)
         sizes = {"dp_size": 3, "cp_size": layout.cp_size, "group_size": layout.group_size}
         limits = {"max_tokens_per_rank": 24 // layout.cp_size, "cost": plan.cost}
+        limits["media_cost"] = np.array([80.0, 0, 80, 0, 0, 80, 0])
         expected = schedule(name, padded, pack_offsets=np.array([0, 2, 5, 6, 7]), **sizes, **limits)
         assert placement.placed.order.tolist() == expected.order.tolist()
         assert placement.placed.row_offsets.tolist() == expected.row_offsets.tolist()
@@ -90,12 +97,17 @@ def test_every_sequence_is_trained_whole_by_the_rank_of_its_place(name, options)
             assert [part.shape[0] for part in arriving] == expected
             return arriving
 
-        for at, row in enumerate(send_to_trainers(HELD[rank], placement, rank, swap)):
+        def features(media):
+            return {"data": np.array([len(one.data) for one in media])}
+
+        for at, row in enumerate(send_to_trainers(HELD[rank], placement, rank, swap, features)):
             of_row = placement.placed.row(at, rank)
             assert (row is None) == (not len(of_row))
             if row is not None:
                 assert row.sequence_ids.tolist() == placement.ids[of_row].tolist()
                 trained += row.sequence_ids.tolist()
+                media = [by_id[id_].media for id_ in row.sequence_ids.tolist()]
+                assert repr(row.media) == repr(row_media(media, features))
                 for id_, view in zip(row.sequence_ids.tolist(), row.pack.sequences(), strict=True):
                     assert view.input_ids.tolist() == by_id[id_].input_ids.tolist()
                     assert view.loss_mask.tolist() == by_id[id_].loss_mask.tolist()

@@ -58,12 +58,12 @@ def write(folder: Path, suffix: str = ".jsonl") -> list[bytes]:
     return lines
 
 
-def trained_media(folder: Path, tokenizer: ChatTokenizer, dp_size: int) -> Counter[int]:
+def trained_media(folder: Path, tokenizer: ChatTokenizer, dp_size: int, **options: Any) -> Counter[int]:
     """Return how often each sound was trained, after checking its places and features."""
     assert tokenizer.media_rules is not None
     of_digest = {xxhash.xxh3_64_intdigest(data): data for data in SOUNDS}
     found: Counter[int] = Counter()
-    for step in train(folder, dp_size=dp_size, size=4, tokenizer=tokenizer).steps:
+    for step in train(folder, dp_size=dp_size, size=4, tokenizer=tokenizer, **options).steps:
         for batch in step:
             for row in batch.rows:
                 if row.media is None:
@@ -92,6 +92,16 @@ def test_every_sound_is_trained_once_in_its_place(
         stored = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("chunk_*.jsonl")))
         assert stored.splitlines() == lines
     assert trained_media(tmp_path, tokenizer, dp_size) == dict.fromkeys(map(xxhash.xxh3_64_intdigest, SOUNDS), 1)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("schedule", ["dp_balanced", "cost_balanced"])
+def test_a_sound_is_trained_where_its_sequence_is_placed(
+    tmp_path: Path, tokenizer: ChatTokenizer, schedule: str, window: int | None
+) -> None:
+    write(tmp_path)
+    trained = trained_media(tmp_path, tokenizer, 3, schedule=schedule, window=window)
+    assert trained == dict.fromkeys(map(xxhash.xxh3_64_intdigest, SOUNDS), 1)
 
 
 def test_large_media_are_tokenized_a_few_rows_at_a_time(
