@@ -22,8 +22,6 @@ from harness.thd import RowMedia, padded_lengths
 
 # A token and its mask.
 _TOKEN_BYTES = 5
-# Rows whose media are decoded at once.
-_DECODERS = 4
 
 # Takes uint8 bytes for each reading rank, and the number of bytes that each of them sends; returns what they sent.
 Swap = Callable[[list[UInt8Array], list[int]], list[UInt8Array]]
@@ -152,8 +150,8 @@ def send_to_trainers(
             at = after
     rows = [placement.placed.row(number, dp_rank).tolist() for number in range(placement.placed.num_microbatches)]
     decoded: list[RowMedia | None] = [None] * len(rows)
-    if features is not None and placement.media_bytes.any():
-        with ThreadPoolExecutor(_DECODERS, thread_name_prefix="live-media") as pool:
+    if features is not None:
+        with ThreadPoolExecutor() as pool:
             decoded = [*pool.map(lambda row: row_media([arrived[i][2] for i in row], features), rows)]
     trained: list[LivePack | None] = [None] * len(rows)
     for number, (row, media) in enumerate(zip(rows, decoded, strict=True)):

@@ -98,7 +98,7 @@ def test_every_sequence_is_trained_whole_by_the_rank_of_its_place(name, options)
             return arriving
 
         def features(media):
-            return {"data": np.array([len(one.data) for one in media])}
+            return {"data": np.array([(one.kind, len(one.data)) for one in media])}
 
         for at, row in enumerate(send_to_trainers(HELD[rank], placement, rank, swap, features)):
             of_row = placement.placed.row(at, rank)
@@ -112,3 +112,13 @@ def test_every_sequence_is_trained_whole_by_the_rank_of_its_place(name, options)
                     assert view.input_ids.tolist() == by_id[id_].input_ids.tolist()
                     assert view.loss_mask.tolist() == by_id[id_].loss_mask.tolist()
     assert sorted(trained) == sorted(placement.ids.tolist())
+
+
+def test_text_has_no_cost_of_media_and_needs_no_features() -> None:
+    live = LivePack(Pack(np.arange(5), np.zeros(5), [0, 3]), np.arange(2))
+    plan = BatchPlan(RankLayout(), 1, 24, COST, schedule="dp_balanced")
+    placement = place(packs_in_order([offer(0, [live])]), plan)
+    assert placement.media_cost is None
+    (row,) = send_to_trainers([live], placement, 0, lambda outgoing, _: outgoing)
+    assert row is not None
+    assert (row.pack, row.media) == (live.pack, None)
