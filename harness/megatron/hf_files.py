@@ -21,19 +21,25 @@ _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 class _Stored(NamedTuple):
-    """A tensor of a file, or some rows of one of its experts: all of it where `expert` is None."""
+    """A tensor of a file, or some rows of one of its experts: all of it where `expert` is None.
+
+    The rows are columns in the file where `is_turned`.
+    """
 
     file: Any
     name: str
     expert: int | None = None
     first: int = 0
     rows: int = 0
+    is_turned: bool = False
 
     def read(self, start: int, stop: int | None, columns: slice = slice(None)) -> torch.Tensor:
         whole = self.file.get_slice(self.name)
         if self.expert is not None:
             rows = slice(self.first + start, self.first + (self.rows if stop is None else stop))
-            part: torch.Tensor = whole[self.expert, rows, columns]
+            part: torch.Tensor = (
+                whole[self.expert, columns, rows].t() if self.is_turned else whole[self.expert, rows, columns]
+            )
         else:
             rows = slice(start, whole.get_shape()[0] if stop is None else stop)
             part = whole[rows] if columns == slice(None) else whole[rows, columns]
@@ -90,13 +96,16 @@ class HfWeights(ExitStack):
                 continue
             gates, down = self._files.pop(name), self._files.pop(layer + _DOWN)
             (experts, both, _), (_, hidden, _) = shapes
+            # Files of qwen3_vl_moe have the inputs of an expert first.
+            if is_turned := shapes[0][1] == shapes[1][2]:
+                both, hidden = shapes[0][2], shapes[1][2]
             for number in range(experts):
                 for part, of, first, rows in (
                     ("gate", gates, 0, both // 2),
                     ("up", gates, both // 2, both // 2),
                     ("down", down, 0, hidden),
                 ):
-                    stored = _Stored(of.file, of.name, number, first, rows)
+                    stored = _Stored(of.file, of.name, number, first, rows, is_turned)
                     self._files[f"{layer}.mlp.experts.{number}.{part}_proj.weight"] = stored
 
     @property
@@ -111,7 +120,7 @@ class HfWeights(ExitStack):
             return experts, groups * half * 2, outputs
         stored = self._files[self.stored_name(name)]
         shape = tuple(stored.file.get_slice(stored.name).get_shape())
-        return shape if stored.expert is None else (stored.rows, shape[-1])
+        return shape if stored.expert is None else (stored.rows, shape[1 if stored.is_turned else 2])
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         if name in self._quantized:

@@ -422,11 +422,16 @@ def _qkv_rows(model: ModelConfig, shard: TensorShard) -> Iterator[tuple[str, int
 def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the Hugging Face tensors of a whole model by name; those of stacked experts once all are there."""
     stacks: dict[str, list[torch.Tensor]] = {}
+    stacks_media = model.media is not None and model.media.stacks_experts
     for ours, parameter in global_parameters(chunk):
-        for name, tensor in to_hf(ours, parameter.detach(), model, vocab_size).items():
+        made = to_hf(ours, parameter.detach(), model, vocab_size)
+        if stacks_media and ".mlp.experts." in ours:  # gate and up side by side, inputs first
+            layer, end = next(iter(made)).partition(".experts.")[0], "gate_up_proj" if len(made) == 2 else "down_proj"
+            made = {f"{layer}.experts.{end}": torch.cat([part.t() for part in made.values()], dim=1)}
+        for name, tensor in made.items():
             for copy in (copy for copy, own in copied_names(model).items() if own == name and copy != _OUTPUT):
                 yield copy, tensor.clone()
-            if ".mlp.experts." not in name or not expert_names(model).are_stacked:
+            if ".mlp.experts." not in name or not (expert_names(model).are_stacked or stacks_media):
                 yield name, tensor.contiguous()
                 continue
             stack = stacks.setdefault(name, [])

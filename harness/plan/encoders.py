@@ -20,6 +20,7 @@ _LLAMA |= {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embedd
 _DEFAULTS = {
     "qwen2_5_vl": {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
     "qwen3_vl": {"rms_norm_eps": 1e-6},
+    "qwen3_vl_moe": {"rms_norm_eps": 1e-6, "num_key_value_heads": 16},
     "qwen3_omni_moe_thinker": {"rms_norm_eps": 1e-6, "norm_topk_prob": True, "rope_theta": 1e6},
 }
 
@@ -62,6 +63,7 @@ class MediaModel:
         text_types: `model_type` of its text model, and the family that this is.
         prefix: beginning of the names of the text model's weights.
         is_nested: its weights are in `model.visual`, and those of its text model in `model.language_model`.
+        stacks_experts: the experts of a layer are in one tensor [experts, inputs, outputs], gate before up.
         left_out: beginnings of the names of weights that are neither trained nor run.
         copied: those of them that an export contains, as the initial weights have them.
         count: returns the number of weights of an encoder with these values, for a text model of this hidden size.
@@ -80,6 +82,7 @@ class MediaModel:
     work: Callable[[Mapping[str, Any], int, Float64Array], EncoderWork]
     prefix: str = ""
     is_nested: bool = False
+    stacks_experts: bool = False
     left_out: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
 
@@ -148,7 +151,7 @@ def _count_patches(values: Mapping[str, Any], hidden: int) -> int:
 
 def deep_layers(values: Mapping[str, Any]) -> int:
     """Return the number of first layers after which the encoder of `model.encoder` adds features of images."""
-    named = values["model_type"] == "qwen3_vl"
+    named = values["model_type"].startswith("qwen3_vl")
     return len(values["vision_config"].get("deepstack_visual_indexes", range(3))) if named else 0
 
 
@@ -282,7 +285,7 @@ MEDIA_MODELS = {
             MediaModel(
                 name,
                 architecture,
-                name,
+                name.removesuffix("_moe"),
                 "image",
                 "image_token_id",
                 _VISION,
@@ -290,11 +293,13 @@ MEDIA_MODELS = {
                 {f"{name}_text": family},
                 _count_patches,
                 _work_of_patches,
-                is_nested=name == "qwen3_vl",
+                is_nested=name.startswith("qwen3_vl"),
+                stacks_experts=name == "qwen3_vl_moe",
             )
             for name, architecture, family in (
                 ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2"),
                 ("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3"),
+                ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_moe"),
             )
         ),
     )
@@ -327,9 +332,13 @@ def text_of(values: Mapping[str, Any]) -> dict[str, Any]:
     model = MEDIA_MODELS[values["model_type"]]
     # Older files have the text model's values beside those of the encoder.
     nested = values.get("text_config") or {**values, "model_type": f"{model.name}_text"}
-    tied = bool(values.get("tie_word_embeddings") and "visual" in model.parts)
-    outer = {"tie_word_embeddings": tied, "quantization_config": values.get("quantization_config")}
+    outer = {"tie_word_embeddings": False, "quantization_config": values.get("quantization_config")}
     text = {**_DEFAULTS.get(model.name, _LLAMA), **outer, **nested}
+    if "visual" in model.parts:
+        # Of Qwen3-VL, transformers reads the value beside that of the text model alone.
+        places = (values, nested)[: 1 if model.is_nested else 2]
+        text["tie_word_embeddings"] = any(place.get("tie_word_embeddings") for place in places)
+    text |= {"norm_topk_prob": True} if model.stacks_experts else {}  # whatever it is
     return {**text, "model_type": model.text_types.get(text["model_type"], text["model_type"])}
 
 
@@ -370,13 +379,14 @@ def with_encoder(text: dict[str, Any], encoder: str) -> dict[str, Any]:
     nested.pop("architectures", None)
     if rope := {name: values.pop(name) for name in _MROPE if name in values}:
         nested["rope_scaling"] = {"rope_type": "default", **rope}
-    return {"architectures": [model.architecture], **values, "text_config": nested}
+    outer = {"tie_word_embeddings": text["tie_word_embeddings"]} if "visual" in model.parts else {}
+    return {"architectures": [model.architecture], **values, **outer, "text_config": nested}
 
 
 def rope_axes(values: Mapping[str, Any]) -> tuple[int, ...]:
     """Return `ModelConfig.rope_axes` for the values of `model.encoder`: sections of a head, or one number in three."""
     sections = [int(size) for size in values.get("mrope_section", ())]
-    if values.get("model_type") == "qwen3_vl":  # whatever `mrope_interleaved` is
+    if str(values.get("model_type")).startswith("qwen3_vl"):  # whatever `mrope_interleaved` is
         half = [axis if number < 3 * sections[axis] else 0 for number in range(sum(sections)) for axis in [number % 3]]
     else:
         half = [axis % 3 for axis, size in enumerate(sections) for _ in range(size)]

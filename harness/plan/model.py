@@ -30,7 +30,7 @@ class ModelConfig(CheckedSettings, section="model"):
             Family, sizes, vocabulary and max_sequence_length default to its config.json; other values are refused.
         encoder: audio or image encoder in front of the text model, as JSON: `model_type`, the id of the placeholder
             token, and the encoder's part of config.json (qwen2_audio, qwen3_omni_moe_thinker, llava, qwen2_5_vl,
-            qwen3_vl). Null for a text model; set by init_from.
+            qwen3_vl and qwen3_vl_moe). Null for a text model; set by init_from.
         train_encoder: train the encoder and its projector too; otherwise they stay as they are.
         num_layers: number of layers.
         layer_pattern: a letter per layer of a hybrid model; null for other families. With nemotron_h a layer has that

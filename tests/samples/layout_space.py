@@ -21,16 +21,16 @@ from harness.schedule.batch import largest_share
 
 RANKS = (1, 2, 4)
 # Of models with an encoder, which is trained, and their data.
-MEDIA = ("audio", "omni", "image", "image_mrope", "image_deep")
+MEDIA = ("audio", "omni", "image", "image_mrope", "image_deep", "image_deep_moe")
 # Adapters stand on experts too. Those of `LATER` differ from others in few operations.
 KINDS = (
     *("dense", "lora", "qwen3_moe", "deepseek_like", "lora qwen3_moe", "hybrid", "hybrid_moe", "delta", "delta_moe"),
-    *MEDIA,
+    *MEDIA[:-1],
 )
 LATER = (
     *("olmoe", "gpt_oss_like", "lora deepseek_like", "lora hybrid", "lora hybrid_moe"),
     *("lora delta", "lora delta_moe", "lora omni", "frozen audio", "frozen image", "frozen image_mrope"),
-    *("lora image_mrope", "lora image_deep", "frozen image_deep"),
+    *("lora image_mrope", "lora image_deep", "frozen image_deep", "image_deep_moe"),
 )
 # Losses that are means over conversations, of tokens with weights, and of experts balanced over sequences, on two
 # ranks alone.

@@ -59,7 +59,7 @@ QWEN_VL = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _TEMPLATES = {"qwen2_audio": QWEN2_AUDIO, "qwen3_omni_moe": QWEN3_OMNI, "llava": LLAVA, "qwen2_5_vl": QWEN_VL}
-_TEMPLATES["qwen3_vl"] = QWEN_VL
+_TEMPLATES["qwen3_vl"] = _TEMPLATES["qwen3_vl_moe"] = QWEN_VL
 _TOKENS = {
     "qwen2_audio": ["<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"],
     "qwen3_omni_moe": ["<|im_start|>", "<|im_end|>", "<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"],
@@ -67,8 +67,8 @@ _TOKENS = {
     "qwen2_5_vl": ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"],
 }
 PLACEHOLDER = {"qwen2_audio": "<|AUDIO|>", "qwen3_omni_moe": "<|audio_pad|>", "llava": "<image>"}
-_TOKENS["qwen3_vl"] = _TOKENS["qwen2_5_vl"]
-PLACEHOLDER |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), "<|image_pad|>")
+_TOKENS["qwen3_vl"] = _TOKENS["qwen3_vl_moe"] = _TOKENS["qwen2_5_vl"]
+PLACEHOLDER |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "<|image_pad|>")
 
 
 def save_media_model(
@@ -113,7 +113,7 @@ def save_media_model(
         extra = {"patch_size": patch, "vision_feature_select_strategy": strategy}
         extra |= {"num_additional_image_tokens": int(not siglip)}
         (folder / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor", **extra}))
-    elif family in ("qwen2_5_vl", "qwen3_vl"):
+    elif family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
         config["image_token_id"] = token
         edges = {"shortest_edge": 4 * patch**2, "longest_edge": 400 * patch**2}
         transformers.Qwen2VLImageProcessorPil(size=edges, patch_size=patch).save_pretrained(folder)

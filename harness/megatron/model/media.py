@@ -118,6 +118,10 @@ class _Deepened(torch.autograd.Function):
         return gradients[0], None, *(one.grad for one in ctx.added)
 
 
+# Encoders that take images of any size.
+_WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+
+
 def _build(name: str, values: dict[str, Any], hidden_size: int) -> dict[str, nn.Module]:
     from transformers import AutoConfig, AutoModel
 
@@ -139,7 +143,7 @@ def _build(name: str, values: dict[str, Any], hidden_size: int) -> dict[str, nn.
             "audio_tower": AutoModel.from_config(config.audio_config),
             "multi_modal_projector": Qwen2AudioMultiModalProjector(config),
         }
-    if name in ("qwen2_5_vl", "qwen3_vl"):
+    if name in _WITH_GRIDS:
         whole = AutoConfig.for_model(name, vision_config=dict(values["vision_config"]))
         vision = whole.vision_config
         if vision.out_hidden_size != hidden_size:
@@ -219,7 +223,7 @@ def _encode_patches(
 
 
 _ENCODE: dict[str, Any] = {
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), _encode_patches),
+    **dict.fromkeys(_WITH_GRIDS, _encode_patches),
     "qwen2_audio": _encode_whisper,
     "qwen3_omni_moe_thinker": _encode_omni,
     "llava": _encode_image,

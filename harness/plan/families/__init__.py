@@ -25,7 +25,6 @@ MISSING = {
     **dict.fromkeys(("lfm2_moe", "mamba", "mamba2", "zamba", "zamba2"), _HYBRID),
     "qwen2_vl": "the encoder of Qwen2-VL, which differs from that of qwen2_5_vl",
     "qwen2_5_omni": "its encoders, and three-dimensional positions of audio",
-    "qwen3_vl_moe": "stacked experts whose matrices are transposed (the dense models of qwen3_vl train)",
     "deepseek_v32": "sparse attention over the tokens that an indexer selects",
     "kimi_k2": "a model class in transformers (its layers are those of deepseek_v3)",
     "llama4": "chunked attention, and layers without positional encoding",

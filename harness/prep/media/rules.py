@@ -329,4 +329,4 @@ FAMILIES = {
     },
     "llava": MediaFamily(_read_llava, lambda numbers, size: int(numbers["tokens"]), _image_features),
 }
-_TYPES = {**{name: name for name in FAMILIES}, "qwen3_omni_moe_thinker": "qwen3_omni_moe"}
+_TYPES = {**{name: name for name in FAMILIES}, "qwen3_omni_moe_thinker": "qwen3_omni_moe", "qwen3_vl_moe": "qwen3_vl"}
