@@ -7,12 +7,12 @@ Data sets describe parameters in other ways, too: `{"city": {"type": "str", "def
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from harness.prep.chat.records import BadReason, Message
-from harness.prep.chat.values import JSON_ENCODER, BadRecordError, check_json, decoded, is_empty, show
+from harness.prep.chat.values import JSON_ENCODER, BadRecordError, check_json, decoded, first_name, is_empty, show
 
 _NAMES = {
     "string": ("str", "string"),
@@ -117,22 +117,19 @@ def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any
 
 def refuse_hidden_parameters(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> None:
     """Raise BadRecordError for a call with arguments of a tool that describes no parameter, so that none is written."""
-    described = ("$ref", *_BY_NAME, *_INSIDE)
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    # An object without a word about what is in it may hold anything.
-    without = {
-        name
-        for name, function in functions.items()
-        if not (schema := function.get("parameters"))
-        or ("properties" in schema and not any(map(schema.get, described)))
-    }
-    calls = [call for message in messages for call in message.tool_calls if call.name in without] if without else []
-    for call in calls:
-        if arguments := decoded(call.arguments, "", BadReason.BAD_TOOLS):
-            detail = f"a call of {show(call.name)} has the argument {show(next(iter(arguments)))}, but the tool "
-            detail += f"describes no parameter: it has {', '.join(map(show, functions[call.name]))}; "
-            detail += "describe them in `parameters`, or leave all tools out: source.ignore_fields=[tools]"
-            raise BadRecordError(BadReason.BAD_TOOLS, detail)
+    for function in (tool["function"] for tool in tools):
+        schema = function.get("parameters")
+        # An object without a word about what is in it may hold anything.
+        if schema and ("properties" not in schema or any(map(schema.get, ("$ref", *_BY_NAME, *_INSIDE)))):
+            continue
+        calls = (call for message in messages for call in message.tool_calls if call.name == function["name"])
+        given: Iterator[Any] = (decoded(call.arguments, "", BadReason.BAD_TOOLS) for call in calls)
+        for arguments in filter(None, given):
+            detail = f"a call of {show(function['name'])} has the argument {first_name(arguments)}, but the tool "
+            detail += (
+                f"describes no parameter: it has {', '.join(map(show, function))}; describe them in `parameters`, "
+            )
+            raise BadRecordError(BadReason.BAD_TOOLS, f"{detail}or leave all tools out: source.ignore_fields=[tools]")
 
 
 def _is_schema(given: Mapping[str, Any]) -> bool:
