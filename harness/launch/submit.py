@@ -48,16 +48,16 @@ def plan_job(
             number of ranks.
     """
     _check_ranks(settings, nodes, cluster)
-    weights = settings["model"]["init_from"]
-    if weights and not Path(weights).is_dir() and not Path(weights).is_absolute():
-        weights = None  # an id on a hub
-    live = tuple(live_paths(settings))
+    weights, live = _folder_of(settings["model"]["init_from"]), tuple(live_paths(settings))
     if run_dir is not None and not Path(run_dir).is_dir():
         raise ConfigError("there is no run to resume", where=run_dir, fix="omit run_dir to start a new one")
     folder = Path(run_dir).absolute() if run_dir else next_run_dir(Path(settings["runs"]), settings["name"])
     data = (*dataset_paths(settings), *(settings["data"].get("evaluation") or {}).values())
     if cluster.image:
         named = {"data.path, data.evaluation": data, "model.init_from": [weights], "data.live.path": live}
+        listed = ("per_split_data_args_path", "per_dataset_sequences_path")  # of a corpus
+        named |= {f"data.{name}": [settings["data"].get(name)] for name in listed}
+        named["data.live.tokenizer.name"] = [_folder_of(settings["data"]["live"]["tokenizer"]["name"])] if live else []
         _check_mounts({**named, "runs": [str(folder)]}, cluster)
     return Job(
         # A singleton waits for all jobs of its name: only those of the same run may have it.
@@ -75,6 +75,11 @@ def plan_job(
         live=live,
         code=code_digest() if cluster.image and cluster.preflight.same_code else "",
     )
+
+
+def _folder_of(name: str | None) -> str | None:
+    """Return the path of a folder, None for an id on a hub."""
+    return name if name and (Path(name).is_dir() or Path(name).is_absolute()) else None
 
 
 def _check_ranks(settings: dict[str, Any], nodes: int, cluster: ClusterConfig) -> None:

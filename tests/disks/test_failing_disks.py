@@ -144,11 +144,11 @@ def test_a_power_failure_at_any_operation_leaves_a_run_that_resumes_exactly_or_a
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, *TRAINING])
 def test_any_large_allocation_that_is_refused_is_named_and_the_same_command_finishes(
-    disk: Disk, tmp_path: Path, name: str, report_points: Callable[..., None]
+    training_disk: Disk, tmp_path: Path, name: str, report_points: Callable[..., None]
 ) -> None:
-    points = try_memory(disk, COMMANDS[name], tmp_path, 60, name)
+    points = try_memory(training_disk, {**COMMANDS, **TRAINING}[name], tmp_path, 60, name)
     report_points("disks", f"{name} without memory", points, of="refusals", outcome=FINISHED)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError, HarnessError, is_of_disk, is_of_memory, os_error_of
+from harness.errors import ConfigError, FormatError, HarnessError, is_of_disk, is_of_memory, os_error_of
 from harness.formats import Manifest, PackReader, holds_manifest
 from harness.formats.inspect import find_tokenizer_folder
 from harness.loader import JoinedReader, LoaderState, corpus_paths
@@ -78,7 +78,7 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
             found.missing.append(f"tokenizer and chat template: {', '.join(folders)}: chunks of packs do not list them")
             return found
         # `write_tokenizer` reports what is wrong with it; other versions may have other settings.
-        with suppress(HarnessError, TypeError):
+        with suppress(ConfigError, FormatError, TypeError):
             config, _ = as_prepared(TokenizerConfig(**tokenizer), found.tokenizer)
             found.live_mask = ChatTokenizer(config, found.tokenizer).mask_facts()
         return found

@@ -7,12 +7,12 @@ Data sets describe parameters in other ways, too: `{"city": {"type": "str", "def
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from harness.prep.chat.records import BadReason
-from harness.prep.chat.values import JSON_ENCODER, BadRecordError, check_json, decoded, is_empty, show
+from harness.prep.chat.records import BadReason, Message
+from harness.prep.chat.values import JSON_ENCODER, BadRecordError, check_json, decoded, first_name, is_empty, show
 
 _NAMES = {
     "string": ("str", "string"),
@@ -30,6 +30,11 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependen
 _INSIDE = (
     *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "anyOf", "oneOf", "allOf", "not"),
     *("if", "then", "else", "additionalProperties", "unevaluatedProperties", "propertyNames"),
+)
+# Of OpenAI, Anthropic, MCP, Google and Cohere.
+_PARAMETERS = (
+    *("parameters", "input_schema", "inputSchema", "parametersJsonSchema", "parameters_json_schema"),
+    "parameter_definitions",
 )
 
 
@@ -83,7 +88,7 @@ def _parse_tool(value: object, what: str) -> Mapping[str, Any]:
 
 def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any]:
     """Return the description of a function with JSON Schema as its `parameters`."""
-    name = next((key for key in ("parameters", "input_schema", "inputSchema") if not is_empty(function.get(key))), "")
+    name = next((key for key in _PARAMETERS if not is_empty(function.get(key))), "")
     if not name:
         return function
     place = f"the {name} of {what} ({show(function['name'])})"
@@ -108,6 +113,23 @@ def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any
     if name == "parameters" and schema is function[name]:
         return function
     return {**{key: item for key, item in function.items() if key not in (name, "parameters")}, "parameters": schema}
+
+
+def refuse_hidden_parameters(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> None:
+    """Raise BadRecordError for a call with arguments of a tool that describes no parameter, so that none is written."""
+    for function in (tool["function"] for tool in tools):
+        schema = function.get("parameters")
+        # An object without a word about what is in it may hold anything.
+        if schema and ("properties" not in schema or any(map(schema.get, ("$ref", *_BY_NAME, *_INSIDE)))):
+            continue
+        calls = (call for message in messages for call in message.tool_calls if call.name == function["name"])
+        given: Iterator[Any] = (decoded(call.arguments, "", BadReason.BAD_TOOLS) for call in calls)
+        for arguments in filter(None, given):
+            detail = f"a call of {show(function['name'])} has the argument {first_name(arguments)}, but the tool "
+            detail += (
+                f"describes no parameter: it has {', '.join(map(show, function))}; describe them in `parameters`, "
+            )
+            raise BadRecordError(BadReason.BAD_TOOLS, f"{detail}or leave all tools out: source.ignore_fields=[tools]")
 
 
 def _is_schema(given: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from harness.prep.chat.records import ROLES, BadReason, Conversation, MediaPart, Message, ToolCall
-from harness.prep.chat.tools import parse_tools
+from harness.prep.chat.tools import parse_tools, refuse_hidden_parameters
 from harness.prep.chat.values import (
     MEDIA_FIELDS,
     BadRecordError,
@@ -87,6 +87,7 @@ def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conv
                 detail = f"`{name}` and the first turn differ; to leave it out: source.ignore_fields=[{name}]"
                 raise BadRecordError(BadReason.BAD_TURN, detail)
         tools = parse_tools(record.get("tools"))
+        refuse_hidden_parameters(tools, messages)
         kwargs = parse_template_kwargs(record.get("chat_template_kwargs"))
     if not any(message.role == "assistant" for message in messages):
         detail = f"no assistant turn in a conversation of {count_of(len(messages), 'turn')}"

@@ -26,6 +26,7 @@ import harness
 from harness import errors
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation
+from harness.prep.chat.values import check_text
 from harness.prep.tokenize.config import MAX_CHARACTERS, OUT_OF_CHARACTERS, OUT_OF_MEMORY, TokenizerConfig
 from harness.prep.tokenize.masks import Masker, Rendered
 
@@ -115,7 +116,8 @@ class Renderer:
         try:
             return _exchange((self._settings, name, *arguments))
         except _StoppedError as stopped:
-            raise ConfigError(f"the chat template {stopped}", where=self._where, fix=_FIX) from None
+            # Not a ConfigError: memory may have run out here, and a tokenizer that does not fit is passed over.
+            raise PrepError(f"the chat template {stopped}", where=self._where, fix=_FIX) from None
 
 
 class _Process:
@@ -209,7 +211,7 @@ def _answer(settings: bytes, name: str, arguments: list[Any], cpu_s: float) -> d
             return {"made": [_sequences(masker, conversation, cpu_s) for conversation in arguments[0]]}
         if name == "prompt":
             text = template.render(arguments[0], prompt=True)
-            _check_lengths([len(text)], arguments[0])
+            _check_texts([text], arguments[0])
             return {"made": text}
         return {"made": (masker.rule, masker.why, template.uses_date, masker.end_tokens)}
     except MemoryError:
@@ -240,15 +242,17 @@ def _sequences(masker: Masker, conversation: Conversation, cpu_s: float) -> Any:
     signal.setitimer(signal.ITIMER_PROF, cpu_s * (1 + len(conversation.messages) // 64))
     try:
         found = masker.sequences(conversation)
-        _check_lengths([len(made.text) for made in found], conversation)
+        _check_texts([made.text for made in found], conversation)
     except BadRecordError as refused:
         return {"reason": refused.reason, "detail": _cut(refused.detail)}
     return [(made.text, made.spans, list(made.weights)) for made in found]
 
 
-def _check_lengths(lengths: Sequence[int], given: Conversation | Sequence[Any]) -> None:
-    """Raise BadRecordError for texts that are much longer than what they are made of."""
-    if (longest := max(lengths, default=0)) <= _ALWAYS:
+def _check_texts(texts: Sequence[str], given: Conversation | Sequence[Any]) -> None:
+    """Raise BadRecordError for texts that cannot be encoded, or are much longer than what they are made of."""
+    for text in texts:
+        check_text(text, "what the chat template writes")
+    if (longest := max(map(len, texts), default=0)) <= _ALWAYS:
         return
     record = given.as_record() if isinstance(given, Conversation) else given
     size = len(json.dumps(record, ensure_ascii=False, default=str))

@@ -88,6 +88,8 @@ def test_every_dataset_of_a_run_is_listed(tmp_path):
 
 IN_CONTAINER = ("sft_tiny", "name=tiny", "cluster=h100_pyxis", "runs=/shared/runs", "data.path=/shared/data")
 
+CORPUS_IN_CONTAINER = ("pretrain", *IN_CONTAINER[1:], "parallel.ranks=null")
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -107,6 +109,18 @@ IN_CONTAINER = ("sft_tiny", "name=tiny", "cluster=h100_pyxis", "runs=/shared/run
         ([*IN_CONTAINER, "data.evaluation={a: /e/a}"], "shows /e/a: /shared:/shared\n  where: data.path"),
         ([*IN_CONTAINER, "model.init_from=/w"], "shows /w: /shared:/shared\n  where: model.init_from, cluster.mounts"),
         ([*IN_CONTAINER, "data.live.path=/live"], "shows /live: /shared:/shared\n  where: data.live.path, cluster.mo"),
+        (
+            [*IN_CONTAINER, "data.live.path=/shared/l", "data.live.tokenizer.name=/t", "data.live.pack_size=1024"],
+            "shows /t: /shared:/shared\n  where: data.live.tokenizer.name, cluster.mounts",
+        ),
+        (
+            [*CORPUS_IN_CONTAINER, "data.per_split_data_args_path=/s.json"],
+            "shows /s.json: /shared:/shared\n  where: da",
+        ),
+        (
+            [*CORPUS_IN_CONTAINER, "data.per_dataset_sequences_path=/n.json"],
+            "  where: data.per_dataset_sequences_path, c",
+        ),
         ([*IN_CONTAINER, "runs=/home/me"], "shows /home/me/tiny-001: /shared:/shared\n  where: runs, cluster.mounts\n"),
         ([*IN_CONTAINER, "runs=/shared/../home/me"], "shows /shared/../home/me/tiny-001: /shared:/shared\n"),
         ([*IN_CONTAINER, "data.path=/shared/../data"], "shows /shared/../data: /shared:/shared\n  where: data.path"),

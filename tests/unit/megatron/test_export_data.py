@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from harness.errors import ConfigError, is_of_memory
+from harness.errors import ConfigError, PrepError, is_of_memory
 from harness.formats import Provenance
 from harness.megatron.export import data
 from harness.megatron.export.data import TrainedData, write_tokenizer
@@ -37,6 +37,16 @@ def test_memory_that_runs_out_at_the_tokenizer_ends_an_export_and_a_damaged_toke
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{")
     assert write_tokenizer(found, out, vocab_size=300) is None
     assert len(found.missing) == 1
+
+
+def test_a_template_that_could_not_be_rendered_ends_an_export_and_is_not_taken_for_none(tmp_path):
+    train_bpe(["one two"], tmp_path, vocab_size=300)
+    tokens, _ = data._hashes(str(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("{{ 'x' | center(10**12) }}")
+    with pytest.raises(PrepError, match="ran out of memory"):
+        data._hashes(str(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    assert data._hashes(str(tmp_path)) == (tokens, "")
 
 
 def test_an_error_in_place_of_one_of_memory_is_one_of_memory():

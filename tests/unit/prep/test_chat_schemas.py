@@ -197,9 +197,45 @@ def test_parameters_of_xlam_and_anthropic_become_json_schema():
     for tool, parameters in ((xlam, wanted), (as_json, wanted), (anthropic, schema)):
         made = parse_record({"messages": [ASK, ANSWER], "tools": [tool]}, "").tools
         assert made == ({"type": "function", "function": {"name": "f", "parameters": parameters}},)
+    for key in ("inputSchema", "parametersJsonSchema", "parameters_json_schema", "parameter_definitions"):
+        made = parse_record({"messages": [ASK, ANSWER], "tools": [{"name": "f", key: schema}]}, "").tools
+        assert made[0]["function"] == {"name": "f", "parameters": schema}
     of_bfcl = {"name": "f", "parameters": {"type": "dict", "properties": {"city": city}, "required": ["city"]}}
     made = parse_record({"messages": [ASK, ANSWER], "tools": [of_bfcl]}, "").tools
     assert made[0]["function"]["parameters"] == schema
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        *({}, {"inputs": {"city": {"type": "string"}}}, {"args": {"city": {"type": "str"}}}),
+        {"required_parameters": [{"name": "city", "type": "STRING"}]},
+        {"parameters": {"type": "object", "properties": {}}, "input_schema": {"properties": {"city": {}}}},
+        {"parameters": {"type": "object", "properties": None, "required": ["city"]}},
+        {"parameters": None},
+    ],
+)
+def test_a_call_with_arguments_of_a_tool_whose_parameters_no_template_would_write_is_refused(described):
+    def record(arguments: object) -> dict[str, object]:
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        turns = [ASK, {"role": "assistant", "tool_calls": calls}]
+        return {"messages": turns, "tools": [{"name": "f", **described}]}
+
+    for arguments in ({"city": "Paris"}, '{"city": "Paris"}'):
+        reason, detail = refusal(record(arguments))
+        assert reason == BadReason.BAD_TOOLS
+        assert "'city', but the tool describes no parameter" in detail
+        assert isinstance(parse_record(record(arguments), "", ignore_fields=["tools"]), Conversation)
+    for arguments in ({}, "{}"):
+        assert isinstance(parse_record(record(arguments), ""), Conversation)
+
+
+def test_any_parameters_are_those_of_a_tool_that_describes_them_in_another_way_than_by_name():
+    calls = [{"function": {"name": "f", "arguments": {"city": "Paris"}}}]
+    for schema in ({}, {"$ref": "#/$defs/a", "$defs": {"a": {}}}, {"additionalProperties": True}, {"anyOf": [{}]}):
+        tools = [{"name": "f", "parameters": {"type": "object", **schema}}]
+        turns = [ASK, {"role": "assistant", "tool_calls": calls}]
+        assert isinstance(parse_record({"messages": turns, "tools": tools}, ""), Conversation)
 
 
 def test_types_of_python_become_those_of_json_schema_wherever_a_schema_is():

@@ -97,6 +97,17 @@ def test_what_the_sandbox_refuses_is_a_bad_record(program: str, folder: Path, tm
     assert bad.reason == BadReason.TEMPLATE_FAILED
 
 
+def test_half_a_surrogate_pair_that_a_template_writes_is_a_bad_record(folder: Path, tmp_path: Path) -> None:
+    program = "{% if messages[0].content == 'Go' %}{{ '\\ud800' }}{% endif %}"
+    made = tokenizer_of(program + PLAIN, folder, tmp_path)
+    whole, bad = made.encode([chat("Hi"), chat("Go")])
+    assert not isinstance(whole, BadRecord)
+    assert isinstance(bad, BadRecord)
+    assert bad.detail == "what the chat template writes contains half a surrogate pair"
+    with pytest.raises(ConfigError, match="half a surrogate pair"):
+        made.prompt({"role": "user", "content": "Go"})
+
+
 def test_the_conversation_that_a_template_never_finishes_is_named_and_the_others_are_rendered(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -110,7 +121,7 @@ def test_the_conversation_that_a_template_never_finishes_is_named_and_the_others
 
 
 def test_a_template_whose_constants_never_end_is_refused_when_it_is_loaded(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="of processor time"):
+    with pytest.raises(PrepError, match="of processor time"):
         tokenizer_of("{% set x = 3**60000000 %}" + PLAIN, folder, tmp_path)
 
 
