@@ -105,8 +105,8 @@ class LayoutSearch:
         usable = "" if gpu_bytes is None else f" of {(1 - ROOM) * gpu_bytes / gib:,.1f} usable"
         assert first.work is not None
         title = (
-            f"{first.ranks} GPUs, {first.weights:,} weights, {first.work.tokens:,.0f} tokens per step: "
-            f"{count_of(len(self.fitting), 'layout')} fit ({self.considered:,} plans compared)"
+            f"{count_of(first.ranks, 'GPU')}, {first.weights:,} weights, {first.work.tokens:,.0f} tokens per step: "
+            f"{count_of(len(self.fitting), 'layout')} fit ({count_of(self.considered, 'plan')} compared)"
         )
         head = ["TP", "PP", "VPP", "CP", "EP", "DP", "recompute", "tokens per rank", "microbatches"]
         head += [f"GiB{usable}", "MFU", "s per step", "sent and waited"]
