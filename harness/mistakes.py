@@ -58,7 +58,7 @@ _NAMES_ELSEWHERE = (
     "val_set_size,split_dataset_ratio,test_size,val_ratio data.path:dataset_prepared_path,cached_dataset "
     "data.overwrite:overwrite_cache source.path:dataset,datasets,dataset_name,dataset_path,train_file,train_dataset,"
     "train_data,train_data_path,train_files,data_files,training_data,dataset_dir source.split:dataset_train_split "
-    "source.subset:dataset_config,dataset_config_name source.limit:max_samples,max_train_samples,num_samples "
+    "source.subset:dataset_config,dataset_config_name source.limit:max_samples,max_train_samples "
     "tokenizer.name:tokenizer_name,tokenizer_name_or_path,tokenizer_model,tokenizer_path "
     "tokenizer.chat_template:template,chat_template,chat_template_jinja,chat_template_path,chat_format,"
     "conversation_template tokenizer.train_on=last_turn:mask_history,train_on_last_turn,only_last_turn "
@@ -201,7 +201,7 @@ def suggest_setting(key: str, value: str, known: Collection[str]) -> str:
     section, _, leaf = key.partition(".")
     home = "" if section in {name.partition(".")[0] for name in known} else _HOMES.get(section, "")
     # Without a dot, `model` and `loader` are words of other tools.
-    is_elsewhere = home and (leaf or (home != "harness train sft" and not meant))
+    is_elsewhere = home and ((leaf and key not in SYNONYMS) or (home != "harness train sft" and not meant))
     if key not in known and (is_elsewhere or (key in _OWN_NAMES and near.startswith("data.live."))):
         meant = key
     if not meant:
