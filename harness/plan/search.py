@@ -135,7 +135,8 @@ class LayoutSearch:
 
     def explain_misfit(self, gpu_bytes: float) -> str:
         """Return the arithmetic of the smallest layout, for a search in which none fits."""
-        return f"no layout fits: the smallest needs {self.smallest.plan.memory.explain(gpu_bytes)}"
+        needed = self.smallest.plan.memory.explain(gpu_bytes)
+        return f"no layout fits: the smallest needs {needed}; use more ranks, model.lora_rank or a smaller model"
 
 
 def search_layouts(
