@@ -47,77 +47,89 @@ _HOMES = {
 _NAMES_ELSEWHERE = (
     "optimizer.lr:learning_rate,lr optimizer.min_lr_ratio:cosine_min_lr_ratio optimizer.decay_steps:lr_decay_iters "
     "optimizer.weight_decay:weight_decay optimizer.beta1:adam_beta1 optimizer.beta2:adam_beta2 "
-    "optimizer.eps:adam_epsilon,adam_eps optimizer.clip_grad:max_grad_norm,grad_clip,gradient_clipping "
-    "optimizer.decay:lr_scheduler_type,lr_scheduler optimizer.warmup_ratio:warmup_ratio,lr_warmup_fraction "
-    "optimizer.warmup_steps:lr_warmup_iters,num_warmup_steps loader.global_batch_size:train_batch_size,batch_size,"
-    "global_batch_size,gbs loader.num_workers:dataloader_num_workers loader.shuffle:shuffle_merged_datasets "
+    "optimizer.eps:adam_epsilon,adam_eps optimizer.clip_grad:max_grad_norm,grad_clip,gradient_clipping,"
+    "gradient_clip_val,max_norm optimizer.decay:lr_scheduler_type,lr_scheduler,lr_decay_style,decay_style "
+    "optimizer.warmup_ratio:warmup_ratio,lr_warmup_fraction,lr_warmup_steps_ratio "
+    "optimizer.warmup_steps:lr_warmup_iters,num_warmup_steps,warmup,warmup_iters "
+    "loader.global_batch_size:train_batch_size,batch_size,global_batch_size,gbs "
+    "loader.num_workers:dataloader_num_workers loader.shuffle:shuffle_merged_datasets "
     "data.over_long:truncation_strategy,excess_length_strategy data.num_workers:num_proc,dataset_num_proc,"
     "preprocessing_num_workers data.packed_storage:format,packed_storage data.validation_fraction:val_size,"
-    "val_set_size,split_dataset_ratio data.path:dataset_prepared_path,cached_dataset data.overwrite:overwrite_cache "
-    "source.path:dataset,datasets,dataset_name,dataset_path,train_file,train_dataset source.split:dataset_train_split "
-    "source.subset:dataset_config,dataset_config_name source.limit:max_samples tokenizer.name:tokenizer_name,"
-    "tokenizer_name_or_path,tokenizer_model tokenizer.chat_template:template,chat_template,chat_template_jinja,"
-    "chat_template_path tokenizer.train_on=last_turn:mask_history tokenizer.train_on:loss_scale "
-    "model.init_from:model_name_or_path,base_model,pretrained_checkpoint "
-    "model.max_sequence_length:max_position_embeddings model.tie_embeddings=false:untie_embeddings_and_output_weights "
-    "model.train_encoder=false:freeze_vit model.experts_per_token:moe_router_topk model.aux_loss:moe_aux_loss_coeff "
-    "model.fp8:fp8_format model.dtype=bfloat16:bf16 model.dtype:torch_dtype,precision "
-    "model.attention:attn_implementation,flash_attention,flash_attn,use_flash_attn,attention_backend,attn_impl "
-    "model.recompute:recompute_granularity,recompute_method,recompute_activations,gradient_checkpointing,"
-    "activation_checkpointing,gradient_checkpointing_kwargs model.lora_rank:r,lora_r,lora_rank "
-    "model.lora_alpha:lora_alpha model.lora_targets:lora_target_modules,target_modules,lora_target,lora_target_linear "
-    "parallel.tensor_parallel_size:tp,tensor_model_parallel_size parallel.pipeline_parallel_size:pp,"
-    "pipeline_model_parallel_size parallel.virtual_pipeline_parallel_size:vpp,virtual_pipeline_model_parallel_size "
-    "parallel.pipeline_layout:pipeline_model_parallel_layout parallel.context_parallel_size:cp,"
-    "sequence_parallel_degree,sequence_parallel_size parallel.expert_parallel_size:ep,expert_model_parallel_size "
-    "parallel.expert_tensor_parallel_size:etp parallel.overlap_gradients:overlap_grad_reduce "
-    "parallel.overlap_weights:overlap_param_gather parallel.ranks:num_gpus,gpus,nproc_per_node,num_processes,"
-    "world_size parallel.distributed_optimizer:use_distributed_optimizer parallel.distributed_optimizer=true:deepspeed,"
-    "fsdp,fsdp_config trainer.epochs:num_train_epochs,num_epochs,max_epochs,epochs "
-    "trainer.loss_average:calculate_per_token_loss trainer.timeout_s:ddp_timeout "
+    "val_set_size,split_dataset_ratio,test_size,val_ratio data.path:dataset_prepared_path,cached_dataset "
+    "data.overwrite:overwrite_cache source.path:dataset,datasets,dataset_name,dataset_path,train_file,train_dataset,"
+    "train_data,train_data_path,train_files,data_files,training_data,dataset_dir source.split:dataset_train_split "
+    "source.subset:dataset_config,dataset_config_name source.limit:max_samples,max_train_samples "
+    "tokenizer.name:tokenizer_name,tokenizer_name_or_path,tokenizer_model,tokenizer_path "
+    "tokenizer.chat_template:template,chat_template,chat_template_jinja,chat_template_path,chat_format,"
+    "conversation_template tokenizer.train_on=last_turn:mask_history,train_on_last_turn,only_last_turn "
+    "tokenizer.train_on:loss_scale model.init_from:model_name_or_path,base_model,pretrained_checkpoint,pretrained,"
+    "from_pretrained,partial_pretrain model.max_sequence_length:max_position_embeddings "
+    "model.tie_embeddings=false:untie_embeddings_and_output_weights model.train_encoder=false:freeze_vit,"
+    "freeze_vision_tower model.experts_per_token:moe_router_topk,num_experts_per_tok model.aux_loss:moe_aux_loss_coeff,"
+    "moe_aux_loss_coef,router_aux_loss_coef model.fp8:fp8_format model.dtype=bfloat16:bf16,pure_bf16 "
+    "model.dtype:torch_dtype,precision,mixed_precision model.attention:attn_implementation,flash_attention,flash_attn,"
+    "use_flash_attn,attention_backend,attn_impl model.recompute:recompute_granularity,recompute_method,"
+    "recompute_activations,gradient_checkpointing,activation_checkpointing,gradient_checkpointing_kwargs "
+    "model.lora_rank:r,lora_r,lora_rank model.lora_alpha:lora_alpha model.lora_targets:lora_target_modules,"
+    "target_modules,lora_target,lora_target_linear parallel.tensor_parallel_size:tp,tensor_model_parallel_size "
+    "parallel.pipeline_parallel_size:pp,pipeline_model_parallel_size parallel.virtual_pipeline_parallel_size:vpp,"
+    "virtual_pipeline_model_parallel_size parallel.pipeline_layout:pipeline_model_parallel_layout "
+    "parallel.context_parallel_size:cp,sequence_parallel_degree,sequence_parallel_size "
+    "parallel.expert_parallel_size:ep,expert_model_parallel_size parallel.expert_tensor_parallel_size:etp "
+    "parallel.overlap_gradients:overlap_grad_reduce parallel.overlap_weights:overlap_param_gather "
+    "parallel.ranks:num_gpus,gpus,nproc_per_node,num_processes,world_size,ngpus "
+    "parallel.distributed_optimizer:use_distributed_optimizer parallel.distributed_optimizer=true:deepspeed,fsdp,"
+    "fsdp_config,fsdp_sharding_strategy trainer.epochs:num_train_epochs,num_epochs,max_epochs,epochs,epoch "
+    "trainer.loss_average:calculate_per_token_loss,loss_agg_mode trainer.timeout_s:ddp_timeout "
     "trainer.early_stop:early_stopping_patience trainer.sample_tokens:max_new_tokens trainer.steps:max_steps,"
-    "train_iters trainer.eval_interval:eval_steps trainer.eval_batches:eval_iters "
-    "trainer.checkpoint_interval:save_steps,save_interval trainer.keep_checkpoints:save_total_limit "
-    "trainer.trackers:report_to,wandb_project,tensorboard_dir,logging_dir schedule.name:sequence_packing_scheduler "
-    "nodes:nodes,nnodes,num_nodes cluster.partition:partition cluster.account:account cluster.time:time "
-    "cluster.image:image,container_image tolerance.loss:tolerance,atol,rtol name:run_name "
-    "resume=true:resume_from_checkpoint"
+    "train_iters,iterations,max_iters trainer.eval_interval:eval_steps,eval_every,test_freq "
+    "trainer.eval_batches:eval_iters trainer.checkpoint_interval:save_steps,save_interval,save_every,save_freq "
+    "trainer.keep_checkpoints:save_total_limit trainer.trackers:report_to,wandb_project,tensorboard_dir,logging_dir,"
+    "wandb_entity,log_dir schedule.name:sequence_packing_scheduler nodes:nodes,nnodes,num_nodes "
+    "cluster.partition:partition,queue cluster.account:account cluster.time:time,time_limit,walltime "
+    "cluster.image:image,container_image tolerance.loss:tolerance,atol,rtol name:run_name,experiment_name,run_id "
+    "resume=true:resume_from_checkpoint,resume_from optimizer.offload:offload_optimizer,cpu_offload "
+    "source.schema:dataset_format,dataset_type tokenizer.history=kept:preserve_thinking model.rotary_base:rope_theta"
 )
 # Answers to further names: a text, or settings of which the command has one; of several, the first counts.
 _ANSWERS = {
-    "optimizer.min_lr_ratio is the final learning rate as a fraction of optimizer.lr": "min_lr",
+    "optimizer.min_lr_ratio is the final learning rate as a fraction of optimizer.lr": "min_lr min_learning_rate",
     "loader.global_batch_size is packs per step; schedule.max_tokens_per_rank limits microbatches": "eval_batch_size "
-    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps",
+    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps accumulate_grad_batches "
+    "per_gpu_train_batch_size local_batch_size",
     "data.micro_batch_size|microbatches are planned from the lengths of sequences: schedule.max_tokens_per_rank is "
-    "the number of tokens per rank and microbatch": "micro_batch_size",
-    "loader.seed|data.seed": "seed",
+    "the number of tokens per rank and microbatch": "micro_batch_size micro_batch mbs",
+    "loader.seed|data.seed": "seed random_seed random_state",
     "data.sequence_length|data.pack_size": "max_length max_seq_length max_seq_len seq_length sequence_len cutoff_len "
-    "pack_size",
+    "pack_size max_len max_token_length max_tokens block_size context_length model_max_length",
     "conversations are always packed, into packs of data.pack_size tokens": "packing sample_packing padding_free "
-    "pad_to_sequence_len eval_packing eval_sample_packing neat_packing packing_strategy group_by_length",
-    "source.columns names the fields of records": "dataset_text_field field_messages message_property_mappings",
+    "pad_to_sequence_len eval_packing eval_sample_packing neat_packing packing_strategy group_by_length "
+    "pad_to_max_length pad_to_multiple_of padding_side",
+    "source.columns names the fields of records": "dataset_text_field field_messages message_property_mappings "
+    "prompt_column response_column text_column input_key output_key prompt_key response_key messages_field",
     "source.mix lists sources, and data.blend lists datasets with weights": "mix_strategy interleave_probs",
-    "data.validation_path is another prepared dataset": "eval_dataset val_dataset test_datasets",
+    "data.validation_path is another prepared dataset": "eval_dataset val_dataset test_datasets eval_data val_data "
+    "validation_data validation_file val_files test_file",
     "datasets are always streamed, and data.live.path trains on data that is still being generated": "streaming",
     "data.blend[].weight|source.mix[].epochs": "weight",
     "special tokens are those of the tokenizer": "special_tokens eos_token pad_token",
-    "the system prompt is a message of each conversation": "system system_prompt",
+    "the system prompt is a message of each conversation": "system system_prompt system_message",
     "a record sets it in its chat_template_kwargs": "enable_thinking",
     "only tokens that the assistant generates are trained; tokenizer.mask with the value all trains every token, and "
     "tokenizer.train_on selects turns": "assistant_only_loss completion_only_loss mask_prompt train_on_inputs "
-    "train_on_responses_only train_on_prompt roles_to_train",
-    "with resume=true, the run in run_dir continues; model.init_from starts from weights": "load checkpoint",
+    "train_on_responses_only train_on_prompt roles_to_train response_template instruction_template",
+    "with resume=true, the run in run_dir continues; model.init_from starts from weights": "load checkpoint ckpt "
+    "resume_checkpoint",
     "tokenizer.name|model.init_from": "model",
     "code in a model's folder is never run": "trust_remote_code",
-    "model.fuse_swiglu and model.fuse_cross_entropy select fused kernels": "use_liger_kernel "
-    "liger_kernel liger use_liger",
+    "model.fuse_swiglu and model.fuse_cross_entropy select fused kernels": "use_liger_kernel liger_kernel liger",
     "float16 is not supported, because it requires loss scaling; model.dtype with the value bfloat16 does not": "fp16",
     "quantized weights are not supported; model.lora_rank trains adapters on weights in model.dtype": "load_in_4bit "
     "load_in_8bit quantization_bit",
     "model.recompute_layers applies to model.recompute with the value full": "recompute_num_layers",
     "noise on embeddings is not supported": "neftune_noise_alpha",
     "models and adapters are trained without dropout": "lora_dropout attention_dropout hidden_dropout",
-    "model.lora_rank trains LoRA adapters; without it, all weights are trained": "adapter use_lora use_peft "
+    "model.lora_rank trains LoRA adapters; without it, all weights are trained": "adapter lora peft "
     "train_type tuner_type finetuning_type freeze_trainable_layers",
     "the ranks that the other sizes leave are data-parallel; parallel.ranks is the number of all ranks": "dp dp_size "
     "data_parallel_size",
@@ -127,14 +139,18 @@ _ANSWERS = {
     "run_dir|data.path|out": "output_dir output_path output out_dir out save_dir save",
     "`harness export` writes a folder, which `hf upload` publishes": "push_to_hub",
     "trainer.eval_interval and trainer.checkpoint_interval are numbers of steps": "eval_strategy save_strategy "
-    "evals_per_epoch saves_per_epoch",
+    "evals_per_epoch saves_per_epoch evaluation_strategy do_eval",
     "the loss is the cross entropy of trained tokens; trainer.loss_average selects how it is averaged": "loss_type "
     "loss_fn label_smoothing label_smoothing_factor",
     "products of matrices are computed in model.dtype": "tf32",
     "the batch size is constant": "rampup_batch_size auto_find_batch_size",
     "parallel.distributed_optimizer shards the optimizer's state; weights and gradients are divided by tensor, "
     "pipeline and expert parallelism": "zero_stage zero_optimization",
-    "AdamW is the only optimizer": "optim optimizer",
+    "kernels are those of Megatron-Core and Transformer Engine": "torch_compile compile",
+    "preference training is not supported": "beta dpo_beta",
+    "adapters are LoRA without variants; model.lora_targets selects the layers that have one": "use_dora use_rslora "
+    "modules_to_save lora_modules_to_save lora_bias",
+    "AdamW is the only optimizer": "optim optimizer optimizer.name optimizer.type",
 }
 # Our values of a setting, each with those of other tools that it stands for. A list has all that stand for a word.
 _VALUES = {
@@ -154,6 +170,8 @@ _VALUES = {
     "linear_proj=o_proj,out_proj,all,all-linear linear_fc1=gate_proj,up_proj,gate_up_proj,all,all-linear "
     "linear_fc2=down_proj,all,all-linear",
 }
+# Parts of a word without which it may be one of these.
+_AFFIXES = re.compile(r"^(use|enable|hf|n|num|total|train|training)_|_(size|path|dir|id|name|degree)$")
 _LISTS = ("trainer.trackers", "model.lora_targets")
 _ROWS = [row.split(":") for row in _NAMES_ELSEWHERE.split()]
 SYNONYMS = {word: answer for answer, words in _ANSWERS.items() for word in words.split()}
@@ -174,13 +192,16 @@ def suggest_setting(key: str, value: str, known: Collection[str]) -> str:
 
     `known` contains the settings of the command; `value` is empty if it is unknown. Values are quoted for a shell.
     """
-    near = nearest_name(key, sorted(known)) or ""
+    word, names = word_of(key), sorted(known)
+    near = nearest_name(key, names) or nearest_name(_AFFIXES.sub("", word), names) or ""
     has_name = near.rpartition(".")[2] == key.rpartition(".")[2]
-    meant = "" if key in known or ("." in key and has_name) else SYNONYMS.get(word_of(key), "")
+    meant = next((SYNONYMS[name] for name in (key, word, _AFFIXES.sub("", word)) if name in SYNONYMS), "")
+    if key in known or ("." in key and has_name and key not in SYNONYMS):
+        meant = ""
     section, _, leaf = key.partition(".")
     home = "" if section in {name.partition(".")[0] for name in known} else _HOMES.get(section, "")
     # Without a dot, `model` and `loader` are words of other tools.
-    is_elsewhere = home and (leaf or (home != "harness train sft" and not meant))
+    is_elsewhere = home and ((leaf and key not in SYNONYMS) or (home != "harness train sft" and not meant))
     if key not in known and (is_elsewhere or (key in _OWN_NAMES and near.startswith("data.live."))):
         meant = key
     if not meant:

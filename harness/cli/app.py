@@ -59,10 +59,11 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 # Ours, each with the words for it in other tools.
 _ELSEWHERE = {
     "transformers chat FOLDER": ("chat", "generate", "infer", "serve"),
-    "export RUN FOLDER": ("merge", "save"),
+    "export RUN FOLDER": ("merge", "save", "merge-lora"),
     "prepare": ("pack", "preprocess", "tokenize"),
-    "sft MODEL CHATS": ("finetune", "tune"),
+    "sft MODEL CHATS": ("finetune", "tune", "fit"),
     "submit": ("launch", "sbatch"),
+    "train sft run_dir=RUN resume=true": ("resume", "continue"),
 }
 
 

@@ -199,8 +199,8 @@ def _run(command: Sequence[str]) -> None:
     print_line(f"$ {shlex.join(['harness', *redact_all(list(command))])}")
     code = run_command([sys.executable, "-m", "harness", *command])
     if code:
-        text = f"`harness {command[0]}` ended with {code}; to continue, run the same command again"
-        print_line(text, file=sys.stderr)
+        how = "correct the error or choose another OUT, then run it" if code == 2 else "to continue, run the command"
+        print_line(f"`harness {command[0]}` ended with {code}; {how} again", file=sys.stderr)
         raise typer.Exit(code)
 
 

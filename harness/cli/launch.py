@@ -184,8 +184,7 @@ def plan(
         "expert_load": settings.expert_load,
     }
     if searches:
-        found = search_layouts(config, gpu_bytes=gpu_bytes, **inputs)
-        _print_layouts(found, settings, gpu_bytes, assumes_data=assumes_data)
+        _print_layouts(search_layouts(config, gpu_bytes=gpu_bytes, **inputs), settings, gpu_bytes, assumes_data)
         return
     planned = plan_run(config, mfu=settings.mfu, places=settings.waves is not None, **inputs)
     file_system = _scaled(settings.file_system_gb_s, 1e9)
@@ -216,7 +215,7 @@ def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None,
         print_line("no memory savings or layout fits these ranks: use more ranks, shorter rows or a smaller model")
 
 
-def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float | None, *, assumes_data: bool) -> None:
+def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float | None, assumes_data: bool) -> None:
     open_console(width=140).print(found.render(gpu_bytes=gpu_bytes, top=settings.top))
     if assumes_data:
         print_line(

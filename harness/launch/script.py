@@ -21,6 +21,7 @@ from harness.launch.cluster import (
     check_quoted,
     check_texts,
 )
+from harness.printing import count_of
 
 _SHELL = Path(__file__).parent / "shell"
 
@@ -84,7 +85,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
             "#!/bin/bash",
             # Texts for the shells of other nodes, lists with commas, and a function that a trap calls.
             "# shellcheck disable=SC2016,SC2054,SC2329",
-            f"# {job.module} on {job.nodes} nodes, rendered by `harness submit`. To submit it by hand:",
+            f"# {job.module} on {count_of(job.nodes, 'node')}, rendered by `harness submit`. To submit it by hand:",
             f"#   mkdir -p {job.logs} && sbatch FILE",
             *_directives(job, cluster),
         ],

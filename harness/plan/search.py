@@ -105,8 +105,8 @@ class LayoutSearch:
         usable = "" if gpu_bytes is None else f" of {(1 - ROOM) * gpu_bytes / gib:,.1f} usable"
         assert first.work is not None
         title = (
-            f"{first.ranks} GPUs, {first.weights:,} weights, {first.work.tokens:,.0f} tokens per step: "
-            f"{count_of(len(self.fitting), 'layout')} fit ({self.considered:,} plans compared)"
+            f"{count_of(first.ranks, 'GPU')}, {first.weights:,} weights, {first.work.tokens:,.0f} tokens per step: "
+            f"{count_of(len(self.fitting), 'layout')} fit ({count_of(self.considered, 'plan')} compared)"
         )
         head = ["TP", "PP", "VPP", "CP", "EP", "DP", "recompute", "tokens per rank", "microbatches"]
         head += [f"GiB{usable}", "MFU", "s per step", "sent and waited"]
@@ -135,7 +135,8 @@ class LayoutSearch:
 
     def explain_misfit(self, gpu_bytes: float) -> str:
         """Return the arithmetic of the smallest layout, for a search in which none fits."""
-        return f"no layout fits: the smallest needs {self.smallest.plan.memory.explain(gpu_bytes)}"
+        needed = self.smallest.plan.memory.explain(gpu_bytes)
+        return f"no layout fits: the smallest needs {needed}; use more ranks, model.lora_rank or a smaller model"
 
 
 def search_layouts(

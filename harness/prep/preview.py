@@ -59,11 +59,12 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             as_served = replace(config.tokenizer, history="as_served", chat_template="")
             served = ChatTokenizer(as_served, str(Path(scratch) / TOKENIZER), today=date.today())
         records = [record for one in run.sources for chunk in one.chunks(config.preview) for record in chunk.parse()]
-        facts, name = run.report.mask, config.tokenizer.name
+        facts, name, schema = run.report.mask, config.tokenizer.name, run.report.schema
+        schema += ", detected" * (schema != "" and not all(one.schema for one in config.source.each()))
         trained = "trained on the first records for this preview; the preparation trains it on all records"
         facts_of_run = (
             ("source", config.source.name),
-            ("schema", run.report.schema + ("" if all(one.schema for one in config.source.each()) else ", detected")),
+            ("schema", schema),
             ("not read", ", ".join(run.report.unused)),
             ("tokenizer", f"{name}, {tokenizer.vocab_size:,} tokens" if name else trained),
             ("mask", f"{facts['rule']}, because {facts['why']}"),

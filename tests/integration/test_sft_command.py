@@ -120,7 +120,7 @@ def test_a_stage_that_fails_ends_the_command_with_its_message_and_code(folder, t
     code, printed = run(*command(tmp_path, tmp_path / "out"))
     assert code == 2
     assert f"{tmp_path / 'chats.jsonl'}" in printed
-    assert "`harness prepare` ended with 2" in printed
+    assert "`harness prepare` ended with 2; correct the error or choose another OUT" in printed
     assert not (tmp_path / "out" / "run").exists()
 
 

@@ -159,7 +159,8 @@ class RecordReader:
         except RecursionError:
             return BadRecord(where, BadReason.NOT_JSON, "nested too deeply")
         except ValueError as error:
-            return BadRecord(where, BadReason.NOT_JSON, str(error))
+            hint = "; a record is one line, as `jq -c .` writes it" if line.strip() in (b"{", b"[", b"[{") else ""
+            return BadRecord(where, BadReason.NOT_JSON, f"{error}{hint}")
         return self.parse(record, where, folder)
 
     def unused_keys(self, record: object) -> set[str]:
@@ -331,8 +332,8 @@ def detect_schema(
         fix += ", or prepare the files of each schema separately"
     elif not problem:
         problem = "no schema matches the first records"
-        fix += ", and map its fields with source.columns.messages=chat or"
-        fix += " source.columns.prompt=question source.columns.completion=answer"
+        fix += ", and map its fields with source.columns.messages=chat or source.columns.prompt=question"
+        fix += " source.columns.completion=answer; source.schema=MODULE:FUNCTION converts each record"
         if where.endswith((".csv", ".tsv")):
             fix += "; without a header, add one as the first line, such as prompt,completion"
     elif "; " in problem:

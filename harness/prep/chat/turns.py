@@ -148,6 +148,16 @@ def answer_turn(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text_field(record, name), **reasoning}
 
 
+def history_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the turns of `history`, the pairs of question and answer before the last one."""
+    history = decoded(record.get("history"), "`history`", BadReason.BAD_TURN)
+    pairs = [] if is_empty(history) else history
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise BadRecordError(BadReason.BAD_TURN, "`history` is not a list of question and answer pairs")
+    turns = (turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True))
+    return [{"role": role, "content": text} for role, text in turns]
+
+
 def train_only_answer(conversation: Conversation, num_answer: int) -> Conversation:
     """Return the conversation with the assistant's turns among the last `num_answer` trained, and earlier ones not."""
     first = len(conversation.messages) - num_answer

@@ -94,6 +94,8 @@ PACK_TABLE = "`harness prepare source.path=chats.csv data.path=data/chats` packs
         (f"export {'x' * 300} runs/first", "the arguments are reversed", "harness export runs/first xxx"),
         ("trian sft", "there is no command 'trian'", "did you mean train? "),
         ("chat model", "there is no command 'chat'", "did you mean transformers chat FOLDER? "),
+        ("resume run", "there is no command 'resume'", "did you mean train sft run_dir=RUN resume=true? "),
+        ("merge-lora run", "there is no command 'merge-lora'", "did you mean export RUN FOLDER? "),
         ("pack chats.jsonl", "there is no command 'pack'", "did you mean prepare? "),
         ("merge run", "there is no command 'merge'", "did you mean export RUN FOLDER? "),
         ("train sft trainer.steps = 4", "'trainer.steps' is not a setting", "settings are key=value, without spaces"),

@@ -29,6 +29,8 @@ WORDS = (
     *("tolerance", "gpu_memory", "eval_dataset", "truncation_strategy", "special_tokens", "lora_target", "fp8_format"),
     *("finetuning_type", "tuner_type", "padding_free", "neat_packing", "trust_remote_code", "recompute_activations"),
     *("virtual_pipeline_model_parallel_size", "moe_aux_loss_coeff", "world_size", "loss_scale", "wandb_project"),
+    *("per_gpu_train_batch_size", "max_len", "block_size", "resume_from", "train_files", "lr_decay_style", "use_dora"),
+    *("mixed_precision", "eval_data", "prompt_column", "torch_compile", "random_seed", "rope_theta", "walltime"),
 )
 
 
@@ -78,6 +80,13 @@ WORDS = (
         ("submit sft_tiny nnodes=2", "did you mean nodes=2? "),
         ("train sft gpu_memory=24", "`harness plan sft gpu_gib=24` sets it; "),
         ("train sft vpp=2", "did you mean parallel.virtual_pipeline_parallel_size=2? "),
+        ("train sft tp_size=2", "did you mean parallel.tensor_parallel_size=2? "),
+        ("train sft model_path=Qwen/Qwen3-0.6B", "did you mean model.init_from=Qwen/Qwen3-0.6B? "),
+        ("train sft total_epochs=2", "did you mean trainer.epochs=2? "),
+        ("train sft use_fp8=true", "did you mean model.fp8? "),
+        ("train sft moe_aux_loss_coef=0.1", "did you mean model.aux_loss=0.1? "),
+        ("train sft optimizer.name=muon", "AdamW is the only optimizer; "),
+        ("prepare train_on_last_turn=true", "did you mean tokenizer.train_on=last_turn? "),
         ("train sft load=x", "with resume=true, the run in run_dir continues; "),
         ("train sft untie_embeddings_and_output_weights=true", "did you mean model.tie_embeddings=false? "),
         ("prepare truncation_strategy=delete", "did you mean data.over_long=drop? "),
@@ -94,7 +103,7 @@ WORDS = (
         ("train sft nodes=2", "`harness submit sft nodes=2` sets it; "),
         ("prepare data=chats.jsonl", "did you mean source.path=chats.jsonl? "),
         ("submit sft_tiny tf32=1", "products of matrices are computed in model.dtype; `harness submit sft_tiny --"),
-        ("plan auto clip_gard=1", "`harness plan auto --cfg` prints "),
+        ("plan auto clip_gard=1", "did you mean optimizer.clip_grad? `harness plan auto --cfg` prints "),
         ("prepare --preview source.path=chats.jsonl", "--preview 3 shows three records"),
     ],
 )

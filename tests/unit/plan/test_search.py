@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from layout_space import KINDS, RANKS, accepted, config_of
+from rich.console import Console
 
 from harness.config import compose_config
 from harness.errors import ConfigError
@@ -145,6 +147,13 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
     text = found.explain_misfit(GPU)
     assert f"the smallest needs {memory.total / 2**30:,.1f} GiB of 72.0 usable" in text
     assert f"optimizer {memory.optimizer / 2**30:,.1f}" in text
+    assert "use more ranks, model.lora_rank or" in text
+
+
+def test_one_gpu_is_counted_as_one() -> None:
+    console = Console(file=io.StringIO(), width=140)
+    console.print(search("model=llama3_8b", "parallel.ranks=1").render(gpu_bytes=GPU, top=1))
+    assert console.file.getvalue().startswith("1 GPU, ")
 
 
 def test_a_run_that_does_not_fit_is_offered_the_fewest_savings_with_which_it_does() -> None:

@@ -351,6 +351,15 @@ def test_alpaca_joins_instruction_and_input_after_system_and_history():
     assert turns_of({"instruction": "Hi", "input": "", "output": "Hello", "history": None}) == PLAIN
 
 
+@pytest.mark.parametrize("question", ["question", "query"])
+def test_a_pair_follows_its_history(question):
+    answer = "answer" if question == "question" else "response"
+    record = {question: "And 1?", answer: "3", "history": [["Hi", "Hello"], ["Add 1", "2"]]}
+
+    assert turns_of(record) == turns_of({"messages": ["Hi", "Hello", "Add 1", "2", "And 1?", "3"]})
+    assert turns_of({question: "Hi", answer: "Hello", "history": []}) == PLAIN
+
+
 def test_only_the_completion_of_a_prompt_is_trained():
     turns = [ASK, ANSWER, {"role": "user", "content": "More"}]
     assert turns_of({"prompt": "Hi", "completion": "Hello"}) == (PLAIN[0], Message("assistant", "Hello", weight=100))
@@ -439,7 +448,7 @@ def test_detection_uses_the_columns_and_stops_after_a_hundred_records():
 @pytest.mark.parametrize(
     ("records", "what", "fix"),
     [
-        ([{"q": "Hi", "a": "Hello"}], "no schema matches the first records; fields: q, a", "source.columns"),
+        ([{"q": "Hi", "a": "Hello"}], "no schema matches the first records; fields: q, a", "MODULE:FUNCTION"),
         ([{"text": "x"}, {"messages": [ASK]}], "several schemas: 1 text, 1 messages", "separately"),
         ([{"prompt": "Hi", "chosen": "a", "rejected": "b"}], "form a preference record", "source.schema=preference"),
         ([{"messages": [ASK], "prompt": "a", "completion": "b"}], "messages, prompt_completion", "source.schema="),
@@ -618,6 +627,7 @@ def test_a_record_that_cannot_be_trained_on_is_refused_with_its_reason_and_place
     ("line", "reason", "words"),
     [
         (b"not json", BadReason.NOT_JSON, "Expecting value"),
+        (b"{\n", BadReason.NOT_JSON, "; a record is one line, as `jq -c .` writes it"),
         (b"[" * 100_000, BadReason.NOT_JSON, "nested too deeply"),
         (b'{"messages": [{"role": "user", "role": "b"}]}', BadReason.NOT_JSON, "the key 'role' occurs twice"),
         (b'{"messages": "\xff"}', BadReason.NOT_UTF8, "byte 14"),

@@ -82,6 +82,15 @@ def test_refused_records_and_over_long_conversations_are_named(source):
     assert "\x1b[2J" not in page
 
 
+def test_no_schema_is_named_where_no_record_can_be_read(tmp_path):
+    (tmp_path / "pretty.jsonl").write_text(json.dumps(CHATS[0], indent=1))
+    train_bpe(["packs hold turns"] * 9, tmp_path / "tokenizer", vocab_size=300, chat_template="qwen3")
+    tokenizer = TokenizerConfig(name=str(tmp_path / "tokenizer"))
+    page = " ".join(shown(str(tmp_path / "pretty.jsonl"), count=1, tokenizer=tokenizer).split())
+    assert ", detected" not in page
+    assert "as `jq -c .` writes it" in page
+
+
 def test_a_conversation_that_makes_several_sequences_shows_each(tmp_path):
     train_bpe(["packs hold turns"] * 9, tmp_path / "tokenizer", vocab_size=300, chat_template="qwen3")
     chat = [turn("user", "a"), {**turn("assistant", "b"), "reasoning_content": "think"}] * 2

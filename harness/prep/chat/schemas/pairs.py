@@ -1,6 +1,6 @@
 """Questions and answers: lists of pairs as Capybara has them, `{"conversation": [{"input": ..., "output": ...}]}`.
 
-A record may also be one pair, `{"question": ..., "answer": ...}`.
+A record may also be one pair, `{"question": ..., "answer": ...}`, with the pairs before it in `history`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.prep.chat.records import BadReason, Conversation, Schema
 from harness.prep.chat.schemas.messages import LIST_FIELDS, PAIR_FIELDS, holds_turns, list_field, pair_fields
-from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, answer_turn, chat, list_of_turns
+from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, answer_turn, chat, history_turns, list_of_turns
 from harness.prep.chat.values import BadRecordError, is_empty, refuse_others, text_field
 
 # Beside one question they belong to it, and nothing says how.
@@ -26,8 +26,8 @@ def _parse(record: Mapping[str, Any], where: str) -> Conversation:
         if others := sorted(name for pair in PAIR_FIELDS for name in pair if record.get(name) and name not in names):
             fix = f"to leave out `{others[0]}`: source.ignore_fields=[{others[0]}]"
             raise BadRecordError(BadReason.UNKNOWN_FIELD, f"`{names[1]}` answers `{names[0]}`; {fix}")
-        return chat(record, _turns(record, ""), where)
-    turns = []
+        return chat(record, [*history_turns(record), *_turns(record, "")], where)
+    turns = history_turns(record)
     for number, pair in enumerate(list_of_turns(record, list_field(record)), start=1):
         turns += _turns(pair, f"pair {number}")
     return chat(record, turns, where)
@@ -52,7 +52,7 @@ def _is_pair(record: Mapping[str, Any]) -> bool:
 
 
 PAIRS = Schema(
-    fields=frozenset((*LIST_FIELDS, *ANSWER_FIELDS, *_CONTEXT)).union(*PAIR_FIELDS) | CHAT_FIELDS,
+    fields=frozenset((*LIST_FIELDS, *ANSWER_FIELDS, *_CONTEXT, "history")).union(*PAIR_FIELDS) | CHAT_FIELDS,
     fits=lambda record: holds_turns(record, kind="pair") or _is_pair(record),
     parse=_parse,
     use="last",
