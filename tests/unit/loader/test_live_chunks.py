@@ -237,6 +237,13 @@ def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, t
     assert "`harness live produce` with source.drop_media=true" in caught.value.fix
 
 
+def test_conversations_longer_than_a_pack_are_left_out_and_counted(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    long = {"messages": [{"role": "user", "content": "question"}, {"role": "assistant", "content": "alpha " * 200}]}
+    write_stream(tmp_path, [*some_chats(2), *[long] * 3], [5])
+    trained = train(tmp_path, tokenizer=tokenizer)
+    assert trained.log == ["the stream ended: 5 rows in 1 chunk; left out: 3 over_long"]
+
+
 def test_conversations_left_out_after_the_last_step_are_counted_and_logged(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:

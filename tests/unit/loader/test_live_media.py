@@ -49,10 +49,10 @@ def seed_records() -> list[dict[str, Any]]:
     return [*chats, {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}]
 
 
-def write(folder: Path, suffix: str = ".jsonl") -> list[bytes]:
+def write(folder: Path, suffix: str = ".jsonl", rows_per_chunk: int = 2) -> list[bytes]:
     lines = [json.dumps(record).encode() for record in seed_records()]
     items = [Item(line, f"line {number}", reader=READER) for number, line in enumerate(lines)]
-    with LiveProducer(folder, suffix=suffix, rows_per_chunk=2) as producer:
+    with LiveProducer(folder, suffix=suffix, rows_per_chunk=rows_per_chunk) as producer:
         produce_chunks(producer, items)
         producer.end()
     return lines
@@ -104,21 +104,22 @@ def test_a_sound_is_trained_where_its_sequence_is_placed(
     assert trained == dict.fromkeys(map(xxhash.xxh3_64_intdigest, SOUNDS), 1)
 
 
+@pytest.mark.parametrize(("limit", "rows"), [(1, 1), (len(SOUNDS[0]) + len(SOUNDS[1]) - 1, 2)])
 def test_large_media_are_tokenized_a_few_rows_at_a_time(
-    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, limit: int, rows: int
 ) -> None:
     from harness.loader.live import rank
 
-    write(tmp_path)
+    write(tmp_path, rows_per_chunk=5)
     whole = trained_media(tmp_path, tokenizer, 1)
     sizes = []
     encode = ChatTokenizer.encode_each
-    monkeypatch.setattr(rank, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(rank, "_BLOCK_BYTES", limit)
     monkeypatch.setattr(
         ChatTokenizer, "encode_each", lambda self, parsed: sizes.append(len(parsed)) or encode(self, parsed)
     )
     assert trained_media(tmp_path, tokenizer, 1) == whole
-    assert max(sizes) == 1
+    assert max(sizes) == rows
 
 
 def test_a_table_of_sounds_is_written_as_base64(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
