@@ -232,8 +232,7 @@ def _gather_heads(scanned: torch.Tensor, group: Any, order: torch.Tensor | None)
     """Exchange [T, 1, F / cp] back for this rank's tokens with all heads, [T / cp, 1, F]."""
     if order is None:
         return scanned
-    by_rank = torch.empty_like(scanned).index_copy(0, order, scanned)
-    by_rank = by_rank.reshape(group.size(), -1, *scanned.shape[1:])
+    by_rank = torch.empty_like(scanned).index_copy(0, order, scanned).reshape(group.size(), -1, *scanned.shape[1:])
     return _exchange(by_rank, group).movedim(0, -2).flatten(-2)
 
 
