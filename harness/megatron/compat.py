@@ -250,14 +250,18 @@ _OF_KERNELS = (
 )
 
 
-def why_no_packed_scan() -> str | None:
-    """Return which versions of Mamba-2's kernels know where sequences begin, where those installed do not."""
-    from megatron.core.ssm.mamba_mixer import _check_mamba_sequence_packing_support
-
-    if find_spec("causal_conv1d") is None:
+def why_no_packed_scan(*, delta_rule: bool) -> str | None:
+    """Return which version of the kernels trains packed rows, where those installed do not."""
+    if delta_rule:
+        # On Hopper with Triton 3.4 to 3.7.0, older ones compute wrong gradients, and later ones refuse (fla issue 640).
+        names = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), ("fla.modules.convolution", "causal_conv1d")
+        known = all(accepts(getattr(import_module(module), name), "cu_seqlens") for module, name in names)
+        version = utils.PkgVersion(getattr(import_module("fla"), "__version__", "0"))
+        return None if known and version >= utils.PkgVersion("0.5.0") else "flash-linear-attention >= 0.5.0 is required"
+    if find_spec("causal_conv1d") is None or not utils.is_causal_conv1d_min_version("1.4.0"):
         return "causal_conv1d >= 1.4.0 is required"
-    supported, reason = _check_mamba_sequence_packing_support(for_inference_not_training=False)
-    return None if supported else str(reason)
+    # Since 2.0 they know where sequences begin, but their gradients were wrong (mamba issue 352, pull request 537).
+    return None if utils.is_mamba_min_version("2.2.4") else "mamba_ssm >= 2.2.4 is required"
 
 
 def engine_compares_bounds() -> bool:

@@ -179,19 +179,21 @@ def _quiet_generator() -> Iterator[None]:
 
 def _uses_kernels(device: torch.device, *, delta_rule: bool) -> bool:
     has_them = device.type == "cuda" and compat.missing_kernels(delta_rule=delta_rule) is None
-    return has_them and not torch.are_deterministic_algorithms_enabled()
+    if not has_them or torch.are_deterministic_algorithms_enabled():
+        return False
+    if (reason := compat.why_no_packed_scan(delta_rule=delta_rule)) is not None:
+        raise ConfigError(
+            f"the installed kernels ignore where sequences begin, or compute wrong gradients: {reason}",
+            where="package flash-linear-attention" if delta_rule else "packages mamba-ssm, causal-conv1d",
+            fix=f"install {reason.partition(' is required')[0]}, or remove the kernels",
+        )
+    return True
 
 
 def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tensor]:
     """Return the function that scans: mamba-ssm's on a GPU that has it, else, or where bits must repeat, PyTorch's."""
     if not _uses_kernels(device, delta_rule=False):
         return mamba_reference.mamba_split_conv1d_scan_combined
-    if (reason := compat.why_no_packed_scan()) is not None:
-        raise ConfigError(
-            f"the installed kernels would carry the state of a sequence over to the next: {reason}",
-            where="packages mamba-ssm, causal-conv1d",
-            fix=f"install {reason.partition(' is required')[0]}, or remove both packages",
-        )
     if features % 8:
         raise ConfigError(
             f"a rank would scan {features} numbers per token, but causal-conv1d requires a multiple of 8",
@@ -210,12 +212,6 @@ def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callabl
     from fla.modules.convolution import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    if not all(compat.accepts(kernel, "cu_seqlens") for kernel in (chunk_gated_delta_rule, causal_conv1d)):
-        raise ConfigError(
-            "the installed kernels would carry the state of a sequence over to the next: they lack cu_seqlens",
-            where="package flash-linear-attention",
-            fix="install version 0.4 or later, or remove the package",
-        )
     return chunk_gated_delta_rule, causal_conv1d
 
 
@@ -236,8 +232,7 @@ def _gather_heads(scanned: torch.Tensor, group: Any, order: torch.Tensor | None)
     """Exchange [T, 1, F / cp] back for this rank's tokens with all heads, [T / cp, 1, F]."""
     if order is None:
         return scanned
-    by_rank = torch.empty_like(scanned).index_copy(0, order, scanned)
-    by_rank = by_rank.reshape(group.size(), -1, *scanned.shape[1:])
+    by_rank = torch.empty_like(scanned).index_copy(0, order, scanned).reshape(group.size(), -1, *scanned.shape[1:])
     return _exchange(by_rank, group).movedim(0, -2).flatten(-2)
 
 

@@ -65,34 +65,37 @@ def test_a_gpu_without_kernels_and_a_cpu_with_them_scan_in_pytorch(packages) -> 
 @pytest.mark.parametrize(
     ("versions", "message"),
     [
-        ({"mamba_ssm": "1.2.0", "causal_conv1d": "1.5.0"}, "mamba_ssm >= 2.0.0 is required"),
+        # It knows where sequences begin, and its gradients of decays are wrong.
+        ({"mamba_ssm": "2.2.2", "causal_conv1d": "1.5.0"}, "mamba_ssm >= 2.2.4 is required"),
         ({"mamba_ssm": "2.2.4", "causal_conv1d": "1.1.0"}, "causal_conv1d >= 1.4.0 is required"),
         ({"mamba_ssm": "2.2.4"}, "causal_conv1d >= 1.4.0 is required"),
     ],
 )
-def test_kernels_that_would_ignore_where_sequences_begin_are_refused(packages, versions, message) -> None:
+def test_kernels_that_would_train_packed_rows_wrong_are_refused(packages, versions, message) -> None:
     install(packages, **versions)
-    with pytest.raises(ConfigError, match="would carry the state of a sequence over to the next") as refused:
+    with pytest.raises(ConfigError, match="ignore where sequences begin, or compute wrong gradients") as refused:
         choose_scan(GPU, 768)
     assert message in refused.value.what
     assert refused.value.fix.startswith(f"install {message.removesuffix(' is required')}, or")
 
 
-@pytest.mark.parametrize("bounds", ["cu_seqlens=None", "offsets=None"])
-def test_the_delta_rule_of_a_gpu_is_that_of_fla_if_it_knows_where_sequences_begin(packages, bounds) -> None:
+@pytest.mark.parametrize(
+    ("bounds", "version", "is_known"),
+    [("cu_seqlens=None", "0.5.0", True), ("cu_seqlens=None", "0.4.1", False), ("offsets=None", "0.6.0", False)],
+)
+def test_the_delta_rule_of_a_gpu_is_that_of_fla_if_it_trains_packed_rows(packages, bounds, version, is_known) -> None:
     references = delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
     assert choose_delta_rule(GPU) == references
     for folder, name in (("ops/gated_delta_rule", "chunk_gated_delta_rule"), ("modules/convolution", "causal_conv1d")):
         (packages / "fla" / folder).mkdir(parents=True)
         (packages / "fla" / folder / "__init__.py").write_text(f"def {name}(*tensors, {bounds}): ...\n")
+    (packages / "fla" / "__init__.py").write_text(f"__version__ = {version!r}\n")
     assert choose_delta_rule(torch.device("cpu")) == references
-    if "cu_seqlens" in bounds:
-        assert [kernel.__module__ for kernel in choose_delta_rule(GPU)] == [
-            "fla.ops.gated_delta_rule",
-            "fla.modules.convolution",
-        ]
+    if is_known:
+        modules = [kernel.__module__ for kernel in choose_delta_rule(GPU)]
+        assert modules == ["fla.ops.gated_delta_rule", "fla.modules.convolution"]
         return
-    with pytest.raises(ConfigError, match="would carry the state of a sequence over to the next"):
+    with pytest.raises(ConfigError, match=r"wrong gradients: flash-linear-attention >= 0\.5\.0 is required"):
         choose_delta_rule(GPU)
 
 
