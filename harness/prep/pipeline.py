@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from pathlib import Path
@@ -114,10 +114,12 @@ def prepare(
     if isinstance(target, BucketFolder):
         copy = LocalCache().folder / "preparations" / hashlib.sha256(str(target.place).encode()).hexdigest()[:16]
     if earlier is None and copy is not None:
-        earlier = layout.finished_report(LocalFolder(copy), depends_on, overwrite=True)
+        with suppress(ConfigError):  # of other settings
+            earlier = layout.finished_report(LocalFolder(copy), depends_on, overwrite=config.data.overwrite)
     elif earlier is not None:
         copy = None
-        stages.show(f"{target.where()} is already prepared with the same settings.")
+        hint = "; data.overwrite=true reads the files of media again" if earlier.get("media_by_kind") else ""
+        stages.show(f"{target.where()} is already prepared with the same settings{hint}.")
     if earlier is not None:
         report = PrepareReport.from_dict(earlier, path=target.where())
     else:
