@@ -9,7 +9,7 @@ Pillow, soundfile and soxr (the extra `media`) and transformers are imported whe
 """
 
 from harness.prep.media.files import AudioSize, MediaLimits, check_medium, draw_medium, measure, read_medium
-from harness.prep.media.rules import RULES_FILE, MediaRules
+from harness.prep.media.rules import RULES_FILE, MediaRules, copy_processor
 
 __all__ = [
     "RULES_FILE",
@@ -17,6 +17,7 @@ __all__ = [
     "MediaLimits",
     "MediaRules",
     "check_medium",
+    "copy_processor",
     "draw_medium",
     "measure",
     "read_medium",

@@ -354,6 +354,9 @@ def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers, 
     assert provenance.counts["kept_audio"] == 4
     saved = ChatTokenizer(TokenizerConfig(kind="huggingface", name=str(tmp_path / "data" / "tokenizer")))
     assert saved.media_rules == tokenizer.media_rules
+    # Programs that generate with the model's export need its processor.
+    kept = json.loads((tmp_path / "data" / "tokenizer" / "preprocessor_config.json").read_text())
+    assert kept == json.loads((Path(tokenizer.name) / "preprocessor_config.json").read_text())
     with pytest.raises(PrepError, match=r"`audios\[0\]` \(turn 1\) .*no.wav cannot be read"):
         prepare(replace(source, on_bad="refuse"), tokenizer.name, tmp_path / "refused", **settings)
     # A file that was repaired is not among the settings.
