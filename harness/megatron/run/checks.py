@@ -45,8 +45,8 @@ def check_media(config: SftConfig, data: RunData | LiveData) -> None:
         raise ConfigError(what, where="data and model", fix="prepare the data with tokenizer.name set to the model")
     part = values["audio_config" if media.kind == "audio" else "vision_config"]
     patches = (part["image_size"] // part["patch_size"]) ** 2 if "image_size" in part else None
-    sizes = {"feature_size": part.get("num_mel_bins"), "merge_size": part.get("spatial_merge_size"), "tokens": patches}
-    for name, size in {**sizes, "patch_size": part.get("patch_size")}.items():
+    sizes = {"feature_size": "num_mel_bins", "merge_size": "spatial_merge_size", "patch_size": "patch_size"}
+    for name, size in (*((name, part.get(own)) for name, own in sizes.items()), ("tokens", patches)):
         found = rules.numbers.get(name, size)
         if size is not None and found not in (size, size + (name == "tokens")):  # with the token of the class
             what = f"the media of the data were prepared with {name}={found}, but the encoder has {size}"

@@ -23,7 +23,6 @@ from harness.records import Medium
 
 # Beside a tokenizer that was saved with a dataset.
 RULES_FILE = "media_rules.json"
-_PROCESSOR, _WHOLE_PROCESSOR, _VIDEO_PROCESSOR = (f"{kind}processor_config.json" for kind in ("pre", "", "video_pre"))
 # What a family raises for numbers that are not its own.
 _NOT_RULES = (ArithmeticError, LookupError, TypeError, ValueError)
 _AUDIO_NUMBERS = ("feature_size", "sampling_rate", "hop_length", "chunk_length", "n_fft", "padding_value")
@@ -94,6 +93,13 @@ class MediaRules:
     def to_text(self) -> str:
         """Return the rules as JSON, with sorted names."""
         return json.dumps(asdict(self), sort_keys=True)
+
+    def save(self, folder: Path, name: str) -> None:
+        """Write the rules, and the model's processor for programs that generate with it, of a folder or hub id."""
+        (folder / RULES_FILE).write_text(self.to_text())
+        for file in (f"{kind}processor_config.json" for kind in ("pre", "", "video_pre")):
+            if values := _read_json(name, file):
+                (folder / file).write_text(json.dumps(values, indent=2))
 
     def count_tokens(self, kind: str, size: AudioSize | ImageSize) -> int:
         """Return the number of placeholder tokens of a medium, as the model's processor does.
@@ -179,15 +185,8 @@ def _read_json(name: str, file: str) -> dict[str, Any]:
 
 def _processor(name: str, part: str) -> dict[str, Any]:
     """Return the values of a processor: of its part alone, over those of the whole."""
-    whole = _read_json(name, _WHOLE_PROCESSOR)
-    return {**whole, **_read_json(name, _PROCESSOR), **(whole.get(part) or {})}
-
-
-def copy_processor(name: str, folder: Path) -> None:
-    """Write the files of a model's processor to a folder, for programs that generate with the model."""
-    for file in (_PROCESSOR, _WHOLE_PROCESSOR, _VIDEO_PROCESSOR):
-        if values := _read_json(name, file):
-            (folder / file).write_text(json.dumps(values, indent=2))
+    whole = _read_json(name, "processor_config.json")
+    return {**whole, **_read_json(name, "preprocessor_config.json"), **(whole.get(part) or {})}
 
 
 # ---- sounds --------------------------------------------------------------------------------------------------------
