@@ -46,6 +46,8 @@ def files_digest(files: list[Path]) -> str:
 def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
     """Return the report of an earlier run with the same settings, or None if there is work to do.
 
+    `overwrite` repeats one with media, whose files are not among the settings.
+
     Raises:
         ConfigError: a run with other settings wrote the folder, and `overwrite` is not set.
         PrepError: the folder holds something else.
@@ -65,7 +67,8 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
         settings = {**settings, "date": report["settings"]["date"]}
     if report.get("settings_hash") == settings_hash(settings):
         complete = all(folder.exists(f"{name}/manifest.json") for name in report.get("splits", {}))
-        return report if complete and TOKENIZER in folder.names() else None
+        is_repeated = overwrite and report.get("media_by_kind")
+        return report if complete and TOKENIZER in folder.names() and not is_repeated else None
     if overwrite:
         return None
     old, new = flatten(report.get("settings") or {}), flatten(settings)

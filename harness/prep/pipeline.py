@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from pathlib import Path
@@ -82,8 +82,7 @@ def prepare(
     Writes `train`, `validation` and `test` (datasets), `tokenizer`, `report.md`, `report.html` (with samples),
     `report.json` (last), `source` (the built-in corpus), and if records were skipped `bad_records.jsonl` with their
     reasons and `bad_records_to_repair.jsonl`, the same records line by line, to repair and prepare again. Does nothing
-    if the folder is already prepared with the same settings; an interrupted preparation continues with the shards that
-    it had finished.
+    if the folder is prepared with the same settings; an interrupted preparation continues with its finished shards.
 
     Args:
         source: chats, as `SourceConfig.path` takes them, or with their settings; or all settings of the preparation,
@@ -110,14 +109,15 @@ def prepare(
     depends_on = _settings(config, found)
     earlier = layout.finished_report(target, depends_on, overwrite=config.data.overwrite)
     # What goes to a bucket is prepared here first, in a folder that an interrupted preparation continues with.
-    copy: Path | None = None
-    if isinstance(target, BucketFolder):
-        copy = LocalCache().folder / "preparations" / hashlib.sha256(str(target.place).encode()).hexdigest()[:16]
+    name = hashlib.sha256(str(target.place).encode()).hexdigest()[:16]
+    copy = LocalCache().folder / "preparations" / name if isinstance(target, BucketFolder) else None
     if earlier is None and copy is not None:
-        earlier = layout.finished_report(LocalFolder(copy), depends_on, overwrite=True)
+        with suppress(ConfigError):
+            earlier = layout.finished_report(LocalFolder(copy), depends_on, overwrite=config.data.overwrite)
     elif earlier is not None:
         copy = None
-        stages.show(f"{target.where()} is already prepared with the same settings.")
+        hint = "; data.overwrite=true reads the files of media again" if earlier.get("media_by_kind") else ""
+        stages.show(f"{target.where()} is already prepared with the same settings{hint}.")
     if earlier is not None:
         report = PrepareReport.from_dict(earlier, path=target.where())
     else:

@@ -247,6 +247,25 @@ def test_an_export_of_a_run_on_images_generates_in_transformers(folders, tmp_pat
     assert made.shape[1] == ids.shape[1] + 3
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "value", "why"),
+    [
+        ("llava", "vision_config", {"image_size": 28}, "tokens=4, but the encoder has 9"),
+        ("qwen2_audio", "audio_config", {"num_mel_bins": 24}, "feature_size=24, but the encoder has "),
+        ("qwen2_5_vl", "vision_config", {"patch_size": 6}, "patch_size=6, but the encoder has "),
+    ],
+)
+def test_media_that_were_prepared_for_an_encoder_of_another_size_are_refused(
+    folders, tmp_path, name, part, value, why
+) -> None:
+    encoder = json.loads(model_of(folders[name]).encoder)
+    encoder[part] |= value
+    data = make_dataset(tmp_path / "data", num_packs=4, encoder=json.dumps(encoder))
+    settings = [f"model.init_from={folders[name]}", "model.max_sequence_length=512", "trainer.device=cpu"]
+    with pytest.raises(ConfigError, match=why):
+        run_here(sft, SftConfig, [f"data.path={data}", f"run_dir={tmp_path}/run", "trainer.steps=1", *settings])
+
+
 def test_a_published_config_that_leaves_out_defaults_is_read(tmp_path) -> None:
     text = {"model_type": "qwen2", "intermediate_size": 11008, "max_position_embeddings": 8192, "vocab_size": 156032}
     audio = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}

@@ -23,7 +23,7 @@ from harness.storage import join_path
 # Beside these, the folder of a tokenizer may hold a whole model.
 _TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt"),
-    *("*.model", "*.tiktoken", "preprocessor_config.json", "processor_config.json"),
+    *("*.model", "*.tiktoken", "*processor_config.json"),
 )
 _TEMPLATES = "additional_chat_templates"
 

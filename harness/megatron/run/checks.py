@@ -43,6 +43,14 @@ def check_media(config: SftConfig, data: RunData | LiveData) -> None:
         what = f"the media of the data were prepared for {rules.family}, with placeholder tokens {dict(rules.tokens)}, "
         what += f"but the model is {media.name}, with {media.kind} {values[media.token]}"
         raise ConfigError(what, where="data and model", fix="prepare the data with tokenizer.name set to the model")
+    part = values["audio_config" if media.kind == "audio" else "vision_config"]
+    patches = (part["image_size"] // part["patch_size"]) ** 2 if "image_size" in part else None
+    sizes = {"feature_size": "num_mel_bins", "merge_size": "spatial_merge_size", "patch_size": "patch_size"}
+    for name, size in (*((name, part.get(own)) for name, own in sizes.items()), ("tokens", patches)):
+        found = rules.numbers.get(name, size)
+        if size is not None and found not in (size, size + (name == "tokens")):  # with the token of the class
+            what = f"the media of the data were prepared with {name}={found}, but the encoder has {size}"
+            raise ConfigError(what, where="data and model", fix="prepare the data with tokenizer.name set to the model")
 
 
 def check_weights(config: SftConfig, data: PackReader | JoinedReader) -> None:

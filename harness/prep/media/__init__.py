@@ -9,10 +9,9 @@ Pillow, soundfile and soxr (the extra `media`) and transformers are imported whe
 """
 
 from harness.prep.media.files import AudioSize, MediaLimits, check_medium, draw_medium, measure, read_medium
-from harness.prep.media.rules import RULES_FILE, MediaRules
+from harness.prep.media.rules import MediaRules
 
 __all__ = [
-    "RULES_FILE",
     "AudioSize",
     "MediaLimits",
     "MediaRules",

@@ -6,6 +6,8 @@ import base64
 import binascii
 import io
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from harness.storage import is_uri, join_path, parse_place, stamp_of
 from harness.storage.inputs import open_stream
 
 _IMAGES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_ORIENTATION = 0x0112  # in EXIF data; from 5 on, width and height change places
+_ORIENTATION = 0x0112  # in EXIF data; with 5 to 8, width and height change places
 # Compared with the first 12 bytes.
 _MAGIC = (
     *((re.compile(magic, re.DOTALL), "audio") for magic in (rb"RIFF....WAVE", rb"fLaC", rb"OggS", rb"ID3")),
@@ -159,7 +161,7 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
         with _opened_image(data) as image:
             size = ImageSize(*image.size)
             # Of a PNG, Pillow's own would decode the image before its size is checked.
-            if _library("PIL.Image").Image.getexif(image).get(_ORIENTATION, 1) >= 5:
+            if _library("PIL.Image").Image.getexif(image).get(_ORIENTATION) in (5, 6, 7, 8):
                 size = ImageSize(size.height, size.width)
         if size.width * size.height > limits.num_pixels:
             raise _problem(f"has {size.width:,} x {size.height:,} pixels, more than {limits.num_pixels:,}")
@@ -171,6 +173,9 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
         raise _problem(f"is damaged: {error}") from error
     if info.frames < 1:
         raise _problem("has no samples")
+    # A program that did not know the length wrote about 2 or 4 GB.
+    if (cut := re.search(r"\ndata : (\d+) \(should be", info.extra_info)) and int(cut[1]) < 0x7FFF0000:
+        raise _problem(f"is damaged: its samples have fewer than the {int(cut[1]):,} bytes of its header")
     if not _RATES[0] <= info.samplerate <= _RATES[1]:
         raise _problem(f"has {info.samplerate:,} samples a second, expected {_RATES[0]:,} to {_RATES[1]:,}")
     seconds = info.frames / info.samplerate
@@ -194,11 +199,8 @@ def decode_image(data: bytes) -> Any:
     """Return an image as Pillow has it, in RGB and turned as its EXIF data say."""
     from PIL import ImageOps
 
-    try:
-        with _opened_image(data) as image:
-            return (ImageOps.exif_transpose(image) or image).convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise _problem(f"is damaged: {error}") from error
+    with _opened_image(data) as image:
+        return (ImageOps.exif_transpose(image) or image).convert("RGB")
 
 
 def draw_medium(kind: str, data: bytes) -> str:
@@ -241,13 +243,15 @@ def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
     return resampled
 
 
-def _opened_image(data: bytes) -> Any:
-    image = _library("PIL.Image")
+@contextmanager
+def _opened_image(data: bytes) -> Iterator[Any]:
+    pillow = _library("PIL.Image")
     try:
-        return image.open(io.BytesIO(data), formats=_IMAGES)
-    except image.DecompressionBombError as error:
+        with pillow.open(io.BytesIO(data), formats=_IMAGES) as image:
+            yield image
+    except pillow.DecompressionBombError as error:
         raise _problem(f"has too many pixels: {error}") from error
-    except (OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # EXIF data of strangers raise struct.error, TypeError and others
         raise _problem(
             f"is damaged: {error}".replace(" <_io.BytesIO object", " the image").split(" at 0x")[0]
         ) from error

@@ -94,6 +94,13 @@ class MediaRules:
         """Return the rules as JSON, with sorted names."""
         return json.dumps(asdict(self), sort_keys=True)
 
+    def save(self, folder: Path, name: str) -> None:
+        """Write the rules, and the model's processor for programs that generate with it, of a folder or hub id."""
+        (folder / RULES_FILE).write_text(self.to_text())
+        for file in (f"{kind}processor_config.json" for kind in ("pre", "", "video_pre")):
+            if values := _read_json(name, file):
+                (folder / file).write_text(json.dumps(values, indent=2))
+
     def count_tokens(self, kind: str, size: AudioSize | ImageSize) -> int:
         """Return the number of placeholder tokens of a medium, as the model's processor does.
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from harness.errors import ConfigError, FormatError, PrepError
 from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation
-from harness.prep.media import RULES_FILE, MediaRules, measure
+from harness.prep.media import MediaRules, measure
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.loading import load_tokenizer
@@ -176,10 +176,10 @@ class ChatTokenizer:
         return _digest(self.chat_template)
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face tokenizer folder that includes the template in use and the rules of media."""
+        """Write a Hugging Face tokenizer folder with the template in use, and the rules and the processor of media."""
         self.hf.save_pretrained(str(folder))
         if self.media_rules is not None:
-            (folder / RULES_FILE).write_text(self.media_rules.to_text())
+            self.media_rules.save(folder, self.name)
 
     def prompt(self, *turns: Mapping[str, Any]) -> list[int]:
         """Return the token ids of a conversation of these turns, up to where the answer begins."""

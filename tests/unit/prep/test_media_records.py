@@ -325,7 +325,7 @@ def test_a_table_of_datasets_with_bytes_is_read(tmp_path, tokenizers):
     assert parts_of(second) == ["Hi"]
 
 
-def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers):
+def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers, capsys):
     tokenizer = tokenizers["qwen3_omni_moe"]
     (tmp_path / "bye.wav").write_bytes(BYE)
     records = [CHATS["audio"], turns("Hi"), turns("<audio>", audios=["bye.wav"]), turns("<audio>", audios=["no.wav"])]
@@ -354,8 +354,19 @@ def test_a_preparation_counts_media_and_records_its_rules(tmp_path, tokenizers):
     assert provenance.counts["kept_audio"] == 4
     saved = ChatTokenizer(TokenizerConfig(kind="huggingface", name=str(tmp_path / "data" / "tokenizer")))
     assert saved.media_rules == tokenizer.media_rules
+    # Programs that generate with the model's export need its processor.
+    kept = json.loads((tmp_path / "data" / "tokenizer" / "preprocessor_config.json").read_text())
+    assert kept == json.loads((Path(tokenizer.name) / "preprocessor_config.json").read_text())
     with pytest.raises(PrepError, match=r"`audios\[0\]` \(turn 1\) .*no.wav cannot be read"):
         prepare(replace(source, on_bad="refuse"), tokenizer.name, tmp_path / "refused", **settings)
+    # A file that was repaired is not among the settings.
+    (tmp_path / "no.wav").write_bytes(HELLO)
+    assert prepare(source, tokenizer.name, tmp_path / "data", **settings).reused
+    assert "data.overwrite=true reads the files of media again" in capsys.readouterr().out
+    again = prepare(source, tokenizer.name, tmp_path / "data", overwrite=True, **settings)
+    assert (again.reused, again.bad, again.media_by_kind["audio"]) == (False, {}, 5)
+    with closing(open_dataset(tmp_path / "data" / "train")) as reader:
+        assert sum(len(pack.media) for pack in reader) == 5
 
 
 def test_views_without_a_model_that_takes_media_are_refused(tmp_path):

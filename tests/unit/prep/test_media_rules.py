@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
@@ -225,7 +226,9 @@ def test_what_is_no_medium_is_named(source: object, reason: str, tmp_path: Path)
 
 def test_damaged_media_are_named() -> None:
     flac, mp3, png = sound(9000, format="FLAC"), sound(40000, format="MP3"), picture(90, 90)
-    for kind, data in (("audio", flac[: len(flac) // 2]), ("audio", mp3[: len(mp3) // 2]), ("image", png[:-400])):
+    wav = sound(9000)
+    cut = [("audio", data[: len(data) // 2]) for data in (flac, mp3, wav)]
+    for kind, data in (*cut, ("audio", wav[:-2]), ("image", png[:-400])):
         with pytest.raises(PrepError, match="is damaged"):
             check_medium(kind, data)
     with pytest.raises(PrepError, match="is an image, not an audio"):
@@ -234,6 +237,9 @@ def test_damaged_media_are_named() -> None:
         check_medium("image", b"%PDF-1.7 and so on")
     with pytest.raises(PrepError, match="not numbers"):
         check_medium("audio", _of_nothing())
+    for size in (2**32 - 1, 0x7FFFF000):  # of a program that wrote to a pipe
+        streamed = wav[:4] + struct.pack("<I", size) + wav[8:40] + struct.pack("<I", size) + wav[44:]
+        assert check_medium("audio", streamed) == AudioSize(9000, 16000)
 
 
 def _of_nothing() -> bytes:
@@ -307,6 +313,22 @@ def turned(width: int, height: int) -> bytes:
     exif[0x0112] = 6
     Image.open(io.BytesIO(picture(width, height))).save(file, "JPEG", exif=exif)
     return file.getvalue()
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_damaged_exif_data_are_read_or_named(format: str) -> None:
+    from PIL import Image
+
+    head, tail = b"MM\0*\0\0\0\x08\0\x01\x01\x12", bytes(4)
+    turns = {b"\0\3\0\0\0\1\0\6\0\0": (30, 90), b"\0\3\0\0\0\1\0\x09\0\0": (90, 30)}
+    texts = [kind + b"\0\0\0\1" + b"6\0\0\0" for kind in (b"\0\1", b"\0\2", b"\0\7")]
+    for exif in (b"MM\1\1", head, *(head + one + tail for one in (*turns, *texts, b"\0\x0c\0\0\0\7\0\0\0\x08"))):
+        file = io.BytesIO()
+        Image.open(io.BytesIO(picture(90, 30))).save(file, format, exif=b"Exif\0\0" + exif)
+        context = contextlib.suppress(PrepError) if exif[12:-4] not in turns else contextlib.nullcontext()
+        with context:
+            assert check_medium("image", file.getvalue()) == ImageSize(*turns.get(exif[12:-4], (90, 30)))
 
 
 def test_an_image_that_is_turned_after_its_pixels_is_refused() -> None:
