@@ -12,7 +12,7 @@ from harness.errors import PrepError
 from harness.prep.chat.records import BadReason, MediaPart
 from harness.prep.chat.schemas.messages import LIST_FIELDS, list_field
 from harness.prep.chat.turns import LISTS_OF_TURNS, is_media_column, is_media_part, list_of_turns
-from harness.prep.chat.values import MEDIA_FIELDS, SYSTEM_FIELDS, BadRecordError, is_empty
+from harness.prep.chat.values import MEDIA_FIELDS, SYSTEM_FIELDS, BadRecordError, first_name, ignoring, is_empty
 from harness.prep.media import MediaLimits, check_medium, read_medium
 from harness.records import MEDIA_KINDS
 
@@ -24,6 +24,8 @@ _PLACEHOLDER = {kind: re.compile(rf"<\|?{kind}(?:_\d+)?\|?>(?:</{kind}>)?\n?") f
 
 # Names of what an object holds a medium under; the bytes of a table come before the path that they had.
 _SOURCE_FIELDS = ("bytes", "data", "base64", "url", "path", "image", "audio", "image_url", "audio_url", "input_audio")
+# Of a part that is a medium, beside those: what changes nothing, and its number in the record's list.
+_PART_FIELDS = ("type", "source", "cache_control", "format", "mime_type", "media_type", "detail", "index")
 
 
 def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
@@ -136,7 +138,12 @@ class _MediaPlacer:
             if len(kinds) != 1 or not kinds.issubset(MEDIA_KINDS):
                 raise _bad(f"{what} is a {' or '.join(sorted(kinds))}, and only images and sounds can be trained on")
             (kind,) = kinds
+            if others := [key for key in part if key not in _SOURCE_FIELDS + _PART_FIELDS and not is_empty(part[key])]:
+                detail = f"{what} has the field {first_name(others)}; to leave out: {ignoring(min(map(str, others)))}"
+                raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
             source = _source_of(part)
+            if source is None and part.get("index") not in (None, self._found[kind]):
+                raise _bad(f"{what} has the index {part['index']}, and media are placed in the order of their list")
             yield from self._next(kind, what) if source is None else [self._read(kind, source, what)]
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
             for piece in self._split(part["text"], what):

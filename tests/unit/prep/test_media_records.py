@@ -130,6 +130,25 @@ def test_what_cannot_be_trained_is_named(record, detail, tmp_path):
     assert bad.detail.startswith(detail.replace("{folder}", str(tmp_path))), bad.detail
 
 
+@pytest.mark.parametrize(
+    ("part", "detail"),
+    [
+        ({"image": b64(CAT), "max_pixels": 9}, "part 1 of turn 1 has the field 'max_pixels'; to leave out: "
+                                               "source.ignore_fields=[max_pixels]"),
+        ({"image": b64(CAT), "text": "What?"}, "part 1 of turn 1 has the field 'text'; to leave out: "),
+        ({"index": 1}, "part 1 of turn 1 has the index 1, and media are placed in the order of their list"),
+    ],
+)  # fmt: skip
+def test_a_part_with_more_than_a_medium_is_refused_and_one_of_the_list_is_the_next(part, detail):
+    rest = [{"type": "image", "index": 1, "text": None, "image": None}, {"type": "text", "text": "Which?"}]
+    images = [b64(DOG)] if "image" in part else [b64(CAT), b64(DOG)]
+    record = turns([{"type": "image", "index": 0}, *rest], images=[b64(CAT), b64(DOG)])
+    assert parts_of(READER.parse(record, "here")) == [("image", CAT), ("image", DOG), "Which?"]
+    bad = READER.parse(turns([{"type": "image", **part}, *rest], images=images), "here")
+    assert isinstance(bad, BadRecord)
+    assert bad.detail.startswith(detail)
+
+
 def test_conversations_differ_by_their_media():
     one, other = (READER.parse(turns("<image>What?", images=[b64(data)]), "here") for data in (CAT, DOG))
     assert one.hash() != other.hash()
