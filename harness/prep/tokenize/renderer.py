@@ -42,9 +42,10 @@ MEMORY_BYTES = 2 << 30
 _TIMES, _LONGER, _ALWAYS = 8, 4 << 20, 64 << 10
 _MAX_DETAIL = 1000
 _FIX = "set another template with tokenizer.chat_template, or remove the conversation"
+# numpy reports memory that it could not get as an ImportError; what is missing is missing in this process, too.
 _SERVE = f"""import os
 try: from harness.prep.tokenize.renderer import serve; serve()
-except (MemoryError, OSError) as error:
+except (MemoryError, ImportError, OSError) as error:
     if getattr(error, "errno", {errno.ENOMEM}) != {errno.ENOMEM}: raise
     os._exit({OUT_OF_MEMORY})
 """
