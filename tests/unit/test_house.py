@@ -51,7 +51,7 @@ LINES = {
     "harness/megatron": 10_552,
     "harness/parity": 2_549,
     "harness/plan": 5_594,
-    "harness/prep": 10_922,
+    "harness/prep": 10_923,
     "harness/recipes": 10,
     "harness/schedule": 1_077,
     "harness/storage": 2_634,
@@ -61,7 +61,7 @@ LINES = {
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_673,
+    "core ring, lines": 19_674,
     "from packs to the optimizer's step, lines": 4_016,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_157
+MOST_LINES_IN_ALL = 62_362
 
 
 def tree(path: Path) -> ast.Module:
