@@ -132,13 +132,19 @@ def is_of_disk(error: OSError) -> bool:
     return error.errno in _OF_DISKS
 
 
-def is_of_memory(error: BaseException | None) -> bool:
-    """Return True if memory ran out, also where another error was raised in place of that one."""
-    while error is not None:
-        if isinstance(error, MemoryError) or getattr(os_error_of(error), "errno", None) == errno.ENOMEM:
-            return True
+def reasons_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those behind it, each once: errors that are raised again can be the reasons of each other."""
+    seen = []
+    while error is not None and error not in seen:
+        yield error
+        seen.append(error)
         error = error.__cause__ or error.__context__
-    return False
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Return True if memory ran out, also where another error was raised in place of that one."""
+    errors = ((each, getattr(os_error_of(each), "errno", None)) for each in reasons_of(error))
+    return any(isinstance(each, MemoryError) or number == errno.ENOMEM for each, number in errors)
 
 
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.ENXIO, errno.ENODEV}
@@ -201,7 +207,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             sys.exit(130)
         if isinstance(error, ModuleNotFoundError) and (fix := how_to_install(error)):
             error = ConfigError(f"the package {error.name} is not installed", where=sys.executable, fix=fix)
-        if not isinstance(error, HarnessError) and is_of_memory(error):
+        if error is not None and not isinstance(error, HarnessError) and is_of_memory(error):
             error = HarnessError(
                 f"out of memory: {str(error).partition(chr(10))[0] or 'this process'}",
                 where=f"`{' '.join(sys.argv)[:200]}`",

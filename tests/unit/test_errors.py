@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import ConfigError, FormatError, HarnessError, LoaderError, exit_on_error, os_errors_as
+from harness.errors import (
+    ConfigError,
+    FormatError,
+    HarnessError,
+    LoaderError,
+    exit_on_error,
+    is_of_memory,
+    os_errors_as,
+)
 
 
 def test_an_error_reads_as_three_lines_and_damaged_data_has_a_remedy_of_its_own():
@@ -127,6 +135,18 @@ def test_a_full_disk_under_a_library_in_rust_is_an_error_of_the_system(tmp_path)
     assert raised.value.what == "not saved: No space left on device"
     with pytest.raises(RuntimeError), os_errors_as(ConfigError, "not saved", where=tmp_path):
         raise RuntimeError("of another kind")
+
+
+def test_errors_that_are_each_other_s_reason_end_a_command() -> None:
+    first, second = ValueError("first"), KeyError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_of_memory(first)
+    second.__cause__ = MemoryError()
+    assert is_of_memory(first)
+    ended = SystemExit(2)
+    ended.__context__, second.__cause__ = first, first
+    with pytest.raises(SystemExit, match="2"), exit_on_error():
+        raise ended
 
 
 @pytest.mark.parametrize(("arguments", "read"), [("", ""), ("reads_input=True", "yes")])

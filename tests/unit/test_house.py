@@ -39,7 +39,7 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_927,
+    "harness": 2_933,
     "harness/bench": 1_988,
     "harness/cli": 2_689,
     "harness/conformance": 1_614,
@@ -48,7 +48,7 @@ LINES = {
     "harness/integrations": 2_855,
     "harness/launch": 2_314,
     "harness/loader": 4_615,
-    "harness/megatron": 10_552,
+    "harness/megatron": 10_545,
     "harness/parity": 2_549,
     "harness/plan": 5_594,
     "harness/prep": 10_923,
@@ -57,11 +57,11 @@ LINES = {
     "harness/storage": 2_634,
     "harness/train": 2_596,
     "recipes": 495,
-    "tests": 59_532,
+    "tests": 59_552,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_674,
+    "core ring, lines": 19_680,
     "from packs to the optimizer's step, lines": 4_016,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_362
+MOST_LINES_IN_ALL = 62_361
 
 
 def tree(path: Path) -> ast.Module:

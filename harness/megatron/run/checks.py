@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from harness.checks import memory_bytes
-from harness.errors import ConfigError, HarnessError
+from harness.errors import ConfigError, HarnessError, reasons_of
 from harness.formats import PackReader
 from harness.loader import JoinedReader, RunData
 from harness.loader.datasets import LiveData, media_rules
@@ -127,7 +127,9 @@ def explained(config: RunConfig) -> Iterator[None]:
             leave_refusal(folder, error)
         raise
     except Exception as error:
-        if (found := _memory_error(error)) is None:
+        of_memory = (MemoryError, torch.OutOfMemoryError)
+        reasons = (each for each in reasons_of(error) if isinstance(each, of_memory) or _NO_MEMORY in str(each))
+        if (found := next(reasons, None)) is None:
             raise
         what = str(found).partition("\n")[0]
         raise ConfigError(
@@ -135,15 +137,6 @@ def explained(config: RunConfig) -> Iterator[None]:
             where="model or row size",
             fix="a smaller model or rows, model.recompute=full, or more ranks; see `harness plan`",
         ) from error
-
-
-def _memory_error(error: BaseException | None) -> BaseException | None:
-    """Return the error among this one and those it was raised for that says that memory ran out; None without one."""
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def check_memory(config: RunConfig, device: torch.device, *, vocab_size: int, dp_size: int) -> None:
