@@ -144,7 +144,7 @@ def test_a_power_failure_at_any_operation_leaves_a_run_that_resumes_exactly_or_a
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", [*COMMANDS, *TRAINING])
+@pytest.mark.parametrize("name", [*COMMANDS, "export"])
 def test_any_large_allocation_that_is_refused_is_named_and_the_same_command_finishes(
     training_disk: Disk, tmp_path: Path, name: str, report_points: Callable[..., None]
 ) -> None:

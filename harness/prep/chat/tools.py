@@ -116,9 +116,12 @@ def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any
 
 
 def refuse_hidden_parameters(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> None:
-    """Raise BadRecordError for a call with arguments of a tool that describes no parameter, so that none is written."""
+    """Raise BadRecordError for a call with arguments of a tool that may describe them in another field."""
     for function in (tool["function"] for tool in tools):
         schema = function.get("parameters")
+        others = [name for name in function if name not in ("name", "description", "strict", "parameters")]
+        if not any(map(function.get, others)) and not (schema or {}).get("required"):
+            continue
         # An object without a word about what is in it may hold anything.
         if schema and ("properties" not in schema or any(map(schema.get, ("$ref", *_BY_NAME, *_INSIDE)))):
             continue
@@ -126,10 +129,9 @@ def refuse_hidden_parameters(tools: Sequence[Mapping[str, Any]], messages: Seque
         given: Iterator[Any] = (decoded(call.arguments, "", BadReason.BAD_TOOLS) for call in calls)
         for arguments in filter(None, given):
             detail = f"a call of {show(function['name'])} has the argument {first_name(arguments)}, but the tool "
-            detail += (
-                f"describes no parameter: it has {', '.join(map(show, function))}; describe them in `parameters`, "
-            )
-            raise BadRecordError(BadReason.BAD_TOOLS, f"{detail}or leave all tools out: source.ignore_fields=[tools]")
+            detail += f"describes no parameter: it has {', '.join(map(show, function))}; describe them in "
+            detail += "`parameters`, or leave all tools out: source.ignore_fields=[tools]"
+            raise BadRecordError(BadReason.BAD_TOOLS, detail)
 
 
 def _is_schema(given: Mapping[str, Any]) -> bool:

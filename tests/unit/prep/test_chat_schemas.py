@@ -208,11 +208,10 @@ def test_parameters_of_xlam_and_anthropic_become_json_schema():
 @pytest.mark.parametrize(
     "described",
     [
-        *({}, {"inputs": {"city": {"type": "string"}}}, {"args": {"city": {"type": "str"}}}),
+        *({"inputs": {"city": {"type": "string"}}}, {"args": {"city": {"type": "str"}}}),
         {"required_parameters": [{"name": "city", "type": "STRING"}]},
         {"parameters": {"type": "object", "properties": {}}, "input_schema": {"properties": {"city": {}}}},
         {"parameters": {"type": "object", "properties": None, "required": ["city"]}},
-        {"parameters": None},
     ],
 )
 def test_a_call_with_arguments_of_a_tool_whose_parameters_no_template_would_write_is_refused(described):
@@ -236,6 +235,8 @@ def test_any_parameters_are_those_of_a_tool_that_describes_them_in_another_way_t
         tools = [{"name": "f", "parameters": {"type": "object", **schema}}]
         turns = [ASK, {"role": "assistant", "tool_calls": calls}]
         assert isinstance(parse_record({"messages": turns, "tools": tools}, ""), Conversation)
+    for more in ({}, {"parameters": None, "description": "Anything."}):  # nothing that could be lost
+        assert isinstance(parse_record({"messages": turns, "tools": [{"name": "f", **more}]}, ""), Conversation)
 
 
 def test_types_of_python_become_those_of_json_schema_wherever_a_schema_is():
