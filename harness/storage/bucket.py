@@ -23,7 +23,7 @@ from harness.errors import ConfigError, FormatError
 from harness.printing import redact
 from harness.storage.connections import TIMEOUT_NAME, MscStore, connect, load_obstore, s3_endpoint
 from harness.storage.files import OutputFile, Stamp, StoredFile
-from harness.storage.uris import ObjectPath
+from harness.storage.uris import MISSING_OBJECT, ObjectPath
 
 # One ranged request, and one part of an upload; a larger read takes several, so that each has its own time limit.
 REQUEST_BYTES = 8 << 20
@@ -330,7 +330,7 @@ def explain(error: Exception, place: ObjectPath) -> FormatError:
         what = f"object storage did not answer{address}: {_short(text)}"
         fix = f"check the network{' and AWS_ENDPOINT_URL' if is_s3 else ''}, or raise {TIMEOUT_NAME}"
     elif verdict is Verdict.MISSING:
-        what, fix = "no such object", "check the key; `/` separates folders"
+        what, fix = MISSING_OBJECT, "check the key; `/` separates folders"
     elif verdict is Verdict.NO_BUCKET:
         what, fix = f"no such bucket: {place.bucket}", "check the bucket's name, region and AWS_ENDPOINT_URL"
     elif verdict is Verdict.DENIED:

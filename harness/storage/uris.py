@@ -11,6 +11,7 @@ from pathlib import Path
 from harness.errors import ConfigError
 
 SCHEMES = ("s3", "gs", "abfs", "abfss", "az", "msc")
+MISSING_OBJECT = "no such object"
 
 _URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
 _FIX = "set them in the environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...) or in the provider's own files"

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.checks import CheckedSettings, bounded
-from harness.errors import ConfigError, HarnessError, PrepError
+from harness.errors import ConfigError, FormatError, HarnessError, PrepError, is_of_disk
 from harness.storage import is_uri, join_path, parse_place, stamp_of
 from harness.storage.inputs import open_stream
+from harness.storage.uris import MISSING_OBJECT
 
 _IMAGES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _ORIENTATION = 0x0112  # in EXIF data; with 5 to 8, width and height change places
@@ -80,6 +81,7 @@ def read_medium(source: object, folder: str | None = "", limits: MediaLimits | N
 
     Raises:
         PrepError: it is none of these, cannot be read, or exceeds the limit on bytes.
+        FormatError: its store does not answer, or refuses.
     """
     most = (limits or MediaLimits()).num_bytes
     if isinstance(source, (bytes, bytearray, memoryview)):
@@ -117,8 +119,12 @@ def _read_file(path: str, folder: str, most: int) -> bytes:
         with open_stream(place) as file:
             return _bounded(file.read(most + 1), most)
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and is_of_disk(error):
+            raise
         raise _problem(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except HarnessError as error:
+        if isinstance(error, FormatError) and error.what != MISSING_OBJECT:
+            raise  # a store that does not answer says nothing of a record
         raise _problem(error.what if path in error.what else f"{path}: {error.what}") from error
 
 

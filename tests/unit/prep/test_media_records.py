@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harness.errors import ConfigError, PrepError
+from harness.errors import ConfigError, FormatError, PrepError
 from harness.formats import open_dataset
 from harness.prep import prepare
 from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
@@ -147,6 +147,16 @@ def test_a_part_with_more_than_a_medium_is_refused_and_one_of_the_list_is_the_ne
     bad = READER.parse(turns([{"type": "image", **part}, *rest], images=images), "here")
     assert isinstance(bad, BadRecord)
     assert bad.detail.startswith(detail)
+
+
+def test_a_store_that_does_not_answer_is_no_bad_record(monkeypatch):
+    pytest.importorskip("obstore")
+    place = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    for name, value in {**place, "HARNESS_STORAGE_TIMEOUT_S": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(FormatError, match="object storage did not answer") as caught:
+        READER.parse(turns("<image>What?", images=["s3://bucket/a.png"]), "here", "")
+    assert caught.value.where == "s3://bucket/a.png"
 
 
 def test_conversations_differ_by_their_media():
