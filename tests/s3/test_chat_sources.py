@@ -18,11 +18,15 @@ from rich.console import Console
 from harness.errors import FormatError, HarnessError, PrepError
 from harness.formats import open_dataset
 from harness.prep import PrepareConfig, TokenizerConfig, prepare, shards
+from harness.prep.chat import BadRecord, Conversation, RecordReader
+from harness.prep.chat.records import MediaPart
+from harness.prep.media import MediaLimits
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import find_files
 from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
 from harness.prep.sources.schema import find_schema
+from tests.samples.media_models import picture
 
 pytestmark = pytest.mark.s3
 
@@ -158,3 +162,16 @@ def test_an_object_that_changes_while_it_is_read_is_refused(bucket, place, tmp_p
     monkeypatch.setattr(shards, "read_shard", change)
     with pytest.raises(PrepError, match="changed while it was read"):
         prepared(tmp_path / "data", place)
+
+
+def test_a_record_names_an_image_by_its_object_and_a_missing_one_is_a_bad_record(bucket, place) -> None:
+    put(bucket, place, {"a.png": (image := picture(40, 30))})
+    turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
+    reader = RecordReader(media=MediaLimits())
+    found, missing = (
+        reader.parse({"messages": turns, "images": [f"{place}/{name}"]}, "line 1", "") for name in ("a.png", "b.png")
+    )
+    assert isinstance(found, Conversation)
+    assert found.messages[0].parts[0] == MediaPart("image", image)
+    assert isinstance(missing, BadRecord)
+    assert missing.detail == f"`images[0]` (turn 1) {place}/b.png: no such object"

@@ -31,6 +31,7 @@ LATER = (
     *("olmoe", "gpt_oss_like", "lora deepseek_like", "lora hybrid", "lora hybrid_moe"),
     *("lora delta", "lora delta_moe", "lora omni", "frozen audio", "frozen image", "frozen image_mrope"),
     *("lora image_mrope", "lora image_deep", "frozen image_deep", "image_deep_moe"),
+    *("lora image_deep_moe", "frozen image_deep_moe"),
 )
 # Losses that are means over conversations, of tokens with weights, and of experts balanced over sequences, on two
 # ranks alone.
