@@ -85,7 +85,7 @@ class CheckpointError(HarnessError):
 _EXTRAS = {
     **dict.fromkeys(("typer", "rich", "yaml", "hydra", "omegaconf"), "cli"),
     **dict.fromkeys(("torch", "megatron", "psutil", "safetensors", "tensorboard", "matplotlib"), "train"),
-    **dict.fromkeys(("tokenizers", "transformers", "jinja2"), "tokenize"),
+    **dict.fromkeys(("tokenizers", "transformers", "huggingface_hub", "jinja2"), "tokenize"),
     "ray": "ray",
 }
 
@@ -141,10 +141,18 @@ def reasons_of(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def is_of_memory(error: BaseException) -> bool:
-    """Return True if memory ran out, also where another error was raised in place of that one."""
-    errors = ((each, getattr(os_error_of(each), "errno", None)) for each in reasons_of(error))
-    return any(isinstance(each, MemoryError) or number == errno.ENOMEM for each, number in errors)
+_NO_MEMORY = re.compile("(can't allocate|out of) memory", re.IGNORECASE)
+
+
+def reason_of_memory(error: BaseException) -> BaseException | None:
+    """Return what says that memory ran out: the error, or one that it was raised in place of; None if none does."""
+    for each in reasons_of(error):
+        if isinstance(each, MemoryError) or getattr(os_error_of(each), "errno", None) == errno.ENOMEM:
+            return each
+        # Of torch, of CUDA and of fonts.
+        if isinstance(each, RuntimeError) and _NO_MEMORY.search(str(each)):
+            return each
+    return None
 
 
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.ENXIO, errno.ENODEV}
@@ -207,7 +215,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             sys.exit(130)
         if isinstance(error, ModuleNotFoundError) and (fix := how_to_install(error)):
             error = ConfigError(f"the package {error.name} is not installed", where=sys.executable, fix=fix)
-        if error is not None and not isinstance(error, HarnessError) and is_of_memory(error):
+        if error is not None and not isinstance(error, HarnessError) and reason_of_memory(error) is not None:
             error = HarnessError(
                 f"out of memory: {str(error).partition(chr(10))[0] or 'this process'}",
                 where=f"`{' '.join(sys.argv)[:200]}`",

@@ -41,7 +41,6 @@ from harness.parity.cells import (
 from harness.parity.compare import IDENTICAL, OTHER_KERNELS
 from harness.parity.made_data import make_dataset
 from harness.parity.pages import publish
-from harness.parity.reference import make_model
 from harness.parity.result import CellResult
 from harness.parity.running import default_slots, log_cells, run_cells
 from harness.plan import FAMILIES, read_hf_config
@@ -263,6 +262,8 @@ def reference_cells(
     config: ParityConfig, source: Path, folder: Path, settings: list[str], plan: CheckPlan
 ) -> list[Cell]:
     """Return, for each family, the cell of a plain model of transformers and those that are compared with it."""
+    from harness.parity.reference import make_model  # of torch
+
     cells: list[Cell] = []
     for family in config.families or (*FAMILIES, *MEDIA_MODELS):
         require_choice(family, config.models, setting="families")

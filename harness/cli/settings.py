@@ -16,10 +16,10 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar, cast
 
 import typer
-from click.shell_completion import CompletionItem
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperCommand
 
@@ -97,7 +97,9 @@ class SettingsCommand(TyperCommand):
 
             recipe = PretrainConfig if "pretrain" in ctx.params.values() else SftConfig
             keys = sorted({*keys, *complete_keys(recipe, incomplete)})
-        return [*super().shell_complete(ctx, incomplete), *map(CompletionItem, keys)]
+        # Of the fields of click's CompletionItem: recent releases of Typer have a class of their own instead.
+        items = (SimpleNamespace(value=key, type="plain", help=None) for key in keys)
+        return [*super().shell_complete(ctx, incomplete), *items]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[KEY=VALUE]..."]

@@ -322,10 +322,10 @@ def _find(init_from: str, files: list[str]) -> Path:
         fix = "specify its folder, which also contains config.json, or a model of the hub"
         what, fix = explain_path(Path(init_from), expected="a model's folder") or ("a file, not a model's folder", fix)
         raise ConfigError(what, where=f"model.init_from={init_from}", fix=fix)
+    from huggingface_hub import constants, snapshot_download
+
     problem = ""
     try:
-        from huggingface_hub import constants, snapshot_download
-
         problem = "HF_HUB_OFFLINE disables the hub" if constants.HF_HUB_OFFLINE else ask_hub(init_from)
         return Path(snapshot_download(init_from, allow_patterns=files, local_files_only=bool(problem)))
     except Exception as error:  # the hub's client raises many kinds

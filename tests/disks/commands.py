@@ -54,6 +54,7 @@ class Command:
         again: arguments that finish what was interrupted; the same if empty.
         result: what must be equal in the end, from the folder.
         inputs: names in the folder that nothing may change.
+        is_exact: the results are equal bit by bit, not to 1e-6.
     """
 
     make: Callable[[Path], object]
@@ -61,6 +62,7 @@ class Command:
     again: str = ""
     result: Callable[[Path], Any] = lambda folder: contents(folder / "out")
     inputs: tuple[str, ...] = ("source",)
+    is_exact: bool = True
 
 
 def contents(path: Path) -> dict[str, str]:
@@ -152,6 +154,12 @@ def losses(folder: Path) -> list[Any]:
     weights = [file for file in checkpoint if file.path.endswith(".distcp")]
     there = [file_digest(path) for path in more if path.exists() and path.suffix != ".npz"]
     return [[{name: step[name] for name in names} for step in steps], there, [path.name for path in more], weights]
+
+
+def figures(folder: Path) -> list[float]:
+    """Return the numbers of `losses`, one after another."""
+    steps, *_ = losses(folder)
+    return [value if value is not None else -1.0 for step in steps for value in step.values()]
 
 
 def prepared(folder: Path) -> dict[str, str]:

@@ -23,9 +23,14 @@ from harness.formats import open_dataset
 from .commands import Command, contents
 
 _NAMED = re.compile(r"^(rank \d+: )?\w+Error: \S.*\n  where: \S", re.MULTILINE)
+# The interpreter's own words about a .pth file that it could not read when it started the process that renders, and
+# about a glyph that a font could not load.
+_NOT_OURS = re.compile(
+    r"Error processing line \d+ of .*?Remainder of file ignored"
+    r"|Exception ignored in: 'read_from_file_callback'\nTraceback .*?MemoryError:",
+    re.DOTALL,
+)
 # Torch's C++ code does not pass the system's reason on.
-# The interpreter's own words about a .pth file that it could not read when it started the process that renders.
-_OF_SITE = re.compile(r"Error processing line \d+ of .*?Remainder of file ignored", re.DOTALL)
 _TORCHS = "the disk is full or failing"
 
 
@@ -147,7 +152,7 @@ def attempt_without_memory(
     before = [contents(folder / name) for name in command.inputs]
     ended = disk.run(split(command.arguments, folder), fault=Fault(at, smallest=smallest))
     where = f"no memory at {at}, {ended.died_in}"
-    ended = replace(ended, output=_OF_SITE.sub("", ended.output))
+    ended = replace(ended, output=_NOT_OURS.sub("", ended.output))
     has_aborted = ended.code == -signal.SIGABRT and "memory allocation of" in ended.output
     assert has_aborted or not (problem := judge(ended, "")), f"{where}: {problem}\n{ended.output}"
     opened = fingerprints(folder)

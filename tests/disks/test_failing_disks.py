@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from counted_calls import Commands
 
-from .commands import Command, commands, training
+from .commands import Command, commands, figures, training
 from .faults import (
     Disk,
     Fault,
@@ -113,6 +113,8 @@ def try_power(disk: Disk, command: Command, folder: Path, points: int | None, se
 def try_memory(disk: Disk, command: Command, folder: Path, points: int | None, seed: str) -> int:
     """Refuse a seeded sample of the allocations of 16 kB and more, or all; return their number."""
     expected, calls = prepare(disk, command, folder / "template", fault=Fault(smallest=_LARGE_BYTES))
+    if not command.is_exact:
+        expected = pytest.approx(expected, rel=1e-6)
     whole = fingerprints(disk.folder / "work")
     chosen = range(len(calls)) if points is None else sorted(random.Random(seed).sample(range(len(calls)), points))
     for at in chosen:
@@ -144,11 +146,15 @@ def test_a_power_failure_at_any_operation_leaves_a_run_that_resumes_exactly_or_a
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", [*COMMANDS, "export"])
+@pytest.mark.parametrize("name", [*COMMANDS, *TRAINING])
 def test_any_large_allocation_that_is_refused_is_named_and_the_same_command_finishes(
     training_disk: Disk, tmp_path: Path, name: str, report_points: Callable[..., None]
 ) -> None:
-    points = try_memory(training_disk, {**COMMANDS, **TRAINING}[name], tmp_path, 60, name)
+    command = {**COMMANDS, **TRAINING}[name]
+    if name.startswith("train"):
+        # A library of products rounds otherwise where its buffer is refused.
+        command = replace(command, result=figures, is_exact=False)
+    points = try_memory(training_disk, command, tmp_path, 60, name)
     report_points("disks", f"{name} without memory", points, of="refusals", outcome=FINISHED)
 
 

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tomllib
 import typing
+from importlib.metadata import packages_distributions, requires
 
 import pytest
+from packaging.requirements import Requirement
 
 import harness
 
@@ -19,8 +21,9 @@ from .test_house import ROOT
 
 CORE = ("errors", "records", "thd", "prep.packing", "schedule", "loader.order", "loader.state")
 ALONE = """
-import sys
+import sys, sysconfig
 from importlib.abc import MetaPathFinder
+sysconfig.get_config_vars()  # of a module with a name of its own
 
 class Only(MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -116,6 +119,36 @@ def test_what_needs_an_extra_names_it(program, expected) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].strip() == expected.strip()
+
+
+def modules_of(extra: str) -> tuple[str, ...]:
+    """Return the modules that an installation with one extra gets, from what each package says that it requires."""
+    waiting, found = [Requirement(f"megatron-sft-harness[{extra}]")], set()
+    while waiting:
+        named = waiting.pop()
+        found.add(named.name.lower())
+        for one in map(Requirement, requires(named.name) or []):
+            is_taken = one.marker is None or any(one.marker.evaluate({"extra": each}) for each in ("", *named.extras))
+            if is_taken and (one.extras or one.name.lower() not in found):
+                waiting.append(one)
+    return tuple(name for name, of in packages_distributions().items() if found & {one.lower() for one in of})
+
+
+def test_the_command_line_needs_its_own_extra_alone_and_a_recipe_names_another() -> None:
+    names = sorted(path.stem for path in (ROOT / "harness" / "cli").glob("[a-z]*.py"))
+    imports = "".join(f"import harness.cli.{name}\n" for name in names)
+    recipe = "import runpy\nrunpy.run_module('harness.recipes.%s', run_name='__main__', alter_sys=True)"
+    own = modules_of("cli")
+    for allowed, program, extra in (
+        (own, imports, ""),
+        (BASE, recipe % "prepare", "cli"),
+        (own, recipe % "parity", "train"),
+    ):
+        command = [sys.executable, "-c", f"{ALONE % (allowed,)}{program}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert extra in done.stderr.rpartition("pip install ")[2]
+        assert done.returncode == (2 if extra else 0)
 
 
 def test_the_public_names_are_typed_and_described_and_an_example_uses_each() -> None:

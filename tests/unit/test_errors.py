@@ -17,8 +17,8 @@ from harness.errors import (
     HarnessError,
     LoaderError,
     exit_on_error,
-    is_of_memory,
     os_errors_as,
+    reason_of_memory,
 )
 
 
@@ -140,9 +140,9 @@ def test_a_full_disk_under_a_library_in_rust_is_an_error_of_the_system(tmp_path)
 def test_errors_that_are_each_other_s_reason_end_a_command() -> None:
     first, second = ValueError("first"), KeyError("second")
     first.__cause__, second.__cause__ = second, first
-    assert not is_of_memory(first)
+    assert reason_of_memory(first) is None
     second.__cause__ = MemoryError()
-    assert is_of_memory(first)
+    assert reason_of_memory(first) is not None
     ended = SystemExit(2)
     ended.__context__, second.__cause__ = first, first
     with pytest.raises(SystemExit, match="2"), exit_on_error():

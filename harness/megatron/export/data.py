@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError, FormatError, HarnessError, is_of_disk, is_of_memory, os_error_of
+from harness.errors import ConfigError, FormatError, HarnessError, is_of_disk, os_error_of, reason_of_memory
 from harness.formats import Manifest, PackReader, holds_manifest
 from harness.formats.inspect import find_tokenizer_folder
 from harness.loader import JoinedReader, LoaderState, corpus_paths
@@ -98,7 +98,7 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
                 what = f"has the fingerprint {now}, but the run was trained on {state.fingerprint}"
                 raise ConfigError(what, where=", ".join(places), fix="restore the data that was trained")
     except (HarnessError, OSError) as error:
-        if moved_to or is_of_memory(error):
+        if moved_to or reason_of_memory(error) is not None:
             raise
         where = f"{error.where}: {error.what}" if isinstance(error, HarnessError) else str(error)
         found.missing.append(
@@ -194,7 +194,7 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # The library raises almost anything for a damaged folder.
     except Exception as error:
-        if is_of_memory(error) or ((refused := os_error_of(error)) is not None and is_of_disk(refused)):
+        if reason_of_memory(error) is not None or ((refused := os_error_of(error)) is not None and is_of_disk(refused)):
             raise
         what = error.what if isinstance(error, HarnessError) else (str(error).splitlines() or [type(error).__name__])[0]
         found.missing.append(f"tokenizer and chat template: {found.tokenizer}: {what}")

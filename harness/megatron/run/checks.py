@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from harness.checks import memory_bytes
-from harness.errors import ConfigError, HarnessError, reasons_of
+from harness.errors import ConfigError, HarnessError, reason_of_memory
 from harness.formats import PackReader
 from harness.loader import JoinedReader, RunData
 from harness.loader.datasets import LiveData, media_rules
@@ -127,13 +127,11 @@ def explained(config: RunConfig) -> Iterator[None]:
             leave_refusal(folder, error)
         raise
     except Exception as error:
-        of_memory = (MemoryError, torch.OutOfMemoryError)
-        reasons = (each for each in reasons_of(error) if isinstance(each, of_memory) or _NO_MEMORY in str(each))
-        if (found := next(reasons, None)) is None:
+        if (found := reason_of_memory(error)) is None:
             raise
         what = str(found).partition("\n")[0]
         raise ConfigError(
-            f"out of memory: {what[what.find(_NO_MEMORY) :] if _NO_MEMORY in what else what or 'this process'}",
+            f"out of memory: {what[max(0, what.find(_NO_MEMORY)) :] or 'this process'}",
             where="model or row size",
             fix="a smaller model or rows, model.recompute=full, or more ranks; see `harness plan`",
         ) from error

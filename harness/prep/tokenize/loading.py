@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError, is_of_memory
+from harness.errors import ConfigError, reason_of_memory
 from harness.paths import near_paths
 from harness.storage.inputs import NO_MODEL, ask_hub
 
@@ -42,7 +42,7 @@ def load_tokenizer(name: str) -> Any:
         # A folder's own code is never run. Left unset, the library would ask on standard input.
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the library raises almost anything for a damaged folder
-        if is_of_memory(error):
+        if reason_of_memory(error) is not None:
             raise MemoryError(f"the tokenizer {name} cannot be loaded") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = _OF_CODE if "trust_remote_code" in str(error) else _FIX

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from harness.errors import ConfigError, PrepError, is_of_memory
+from harness.errors import ConfigError, PrepError, reason_of_memory
 from harness.formats import Provenance
 from harness.megatron.export import data
 from harness.megatron.export.data import TrainedData, write_tokenizer
@@ -52,8 +52,8 @@ def test_a_template_that_could_not_be_rendered_ends_an_export_and_is_not_taken_f
 def test_an_error_in_place_of_one_of_memory_is_one_of_memory():
     later = ValueError("too large")
     later.__context__ = MemoryError()
-    assert is_of_memory(later)
-    assert not is_of_memory(ValueError("too large"))
+    assert reason_of_memory(later) is not None
+    assert reason_of_memory(ValueError("too large")) is None
 
 
 def test_a_tokenizer_that_needs_a_missing_package_is_listed_with_how_to_install_it(monkeypatch):
