@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from harness.plan import RunConfig
     from harness.plan.catalog import ModelReport
     from harness.plan.run_plan import RunPlan
-    from harness.plan.search import LayoutSearch
+    from harness.plan.search import Candidate, LayoutSearch
 
 launch_app = typer.Typer()
 # Of a search for settings that name no data; layouts compare alike for any number.
@@ -184,7 +184,11 @@ def plan(
         "expert_load": settings.expert_load,
     }
     if searches:
-        _print_layouts(search_layouts(config, gpu_bytes=gpu_bytes, **inputs), settings, gpu_bytes, assumes_data)
+        found = search_layouts(config, gpu_bytes=gpu_bytes, **inputs)
+        _print_layouts(found, settings, gpu_bytes, assumes_data)
+        if not found.fitting and gpu_bytes is not None:
+            _suggest(found.smallest.config, found.smallest.plan.ranks, gpu_bytes, settings.mfu, inputs, found.smallest)
+            raise typer.Exit(1)
         return
     planned = plan_run(config, mfu=settings.mfu, places=settings.waves is not None, **inputs)
     file_system = _scaled(settings.file_system_gb_s, 1e9)
@@ -198,17 +202,30 @@ def plan(
     raise typer.Exit(0 if fits else 1)
 
 
-def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any]) -> None:
-    """Print settings with which a run that does not fit does: savings, adapters, and the fastest layout."""
+def _suggest(
+    config: RunConfig,
+    ranks: int,
+    gpu_bytes: float,
+    mfu: float | None,
+    inputs: dict[str, Any],
+    smallest: Candidate | None = None,
+) -> None:
+    """Print settings with which a run that does not fit does: savings, adapters, and the fastest layout.
+
+    After a search, that of the smallest layout, which has been tried.
+    """
     from harness.plan.run_plan import plan_run
     from harness.plan.search import search_layouts, suggest_settings
 
     print_line("searching for settings and layouts that fit ...", file=sys.stderr)
     lines = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
-    with suppress(ConfigError):  # of data that is not here
-        divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
-        found = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting
-        lines += [shlex.join(one.overrides) for one in found[:1]]
+    if smallest is not None:
+        lines = [f"{shlex.join(smallest.overrides)} {line}" for line in lines]
+    else:
+        with suppress(ConfigError):  # of data that is not here
+            divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
+            found = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting
+            lines += [shlex.join(one.overrides) for one in found[:1]]
     for line in lines:
         print_line(f"it fits with: {line}")
     if not lines:
@@ -226,7 +243,7 @@ def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float
         print_line(f"assumed: {note}")
     if not found.fitting and gpu_bytes is not None:
         print_text(found.explain_misfit(gpu_bytes))
-        raise typer.Exit(1)
+        return
     print_line(f"the fastest: {shlex.join(found.fitting[0].overrides)}")
 
 

@@ -57,8 +57,9 @@ _CHUNKS = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout and its plan; `overrides` are the settings that choose it."""
+    """One layout and its plan; `overrides` are the settings that choose it, `config` the run with them."""
 
+    config: RunConfig
     parallel: ParallelConfig
     recompute: str
     max_tokens_per_rank: int
@@ -136,7 +137,7 @@ class LayoutSearch:
     def explain_misfit(self, gpu_bytes: float) -> str:
         """Return the arithmetic of the smallest layout, for a search in which none fits."""
         needed = self.smallest.plan.memory.explain(gpu_bytes)
-        return f"no layout fits: the smallest needs {needed}; use more ranks, model.lora_rank or a smaller model"
+        return f"no layout fits: the smallest needs {needed}"
 
 
 def search_layouts(
@@ -178,7 +179,7 @@ def search_layouts(
         one = replace(inputs, config=run)
         work = plan_rows(whole, one, ranks)
         planned = plan_layout(one, ranks=ranks, machine=machine, work=work, expert_load=expert_load)
-        found.append(Candidate(parallel, recompute, tokens, planned))
+        found.append(Candidate(run, parallel, recompute, tokens, planned))
     if not found:
         raise refused[0]
     smallest = min(found, key=lambda one: one.plan.memory.total)

@@ -76,7 +76,7 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
     shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
     shown += [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
     what = f"the folder was prepared with other settings: {'; '.join(shown)}"
-    raise ConfigError(what, where=where, fix="replace it with --overwrite, or set data.path to another folder")
+    raise ConfigError(what, where=where, fix="replace it with data.overwrite=true, or use another folder")
 
 
 def upload(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shlex
 import subprocess
 from dataclasses import replace
 from typing import Any
@@ -147,7 +149,21 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
     text = found.explain_misfit(GPU)
     assert f"the smallest needs {memory.total / 2**30:,.1f} GiB of 72.0 usable" in text
     assert f"optimizer {memory.optimizer / 2**30:,.1f}" in text
-    assert "use more ranks, model.lora_rank or" in text
+
+
+def test_a_search_in_which_nothing_fits_prints_settings_that_plan_to_fit(tmp_path, harness) -> None:
+    names = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    sizes = {**names, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5, **sizes})
+    )
+    base = [f"model.init_from={tmp_path}", "packs=1000"]
+    code, printed, _ = harness("plan", "auto", *base, "parallel.ranks=8")
+    lines = [shlex.split(line)[3:] for line in printed.splitlines() if line.startswith("it fits with: ")]
+    assert code == 1
+    assert [line[-1] for line in lines] == ["optimizer.offload=1.0", "model.lora_rank=16"]
+    for line in lines:
+        assert harness("plan", "sft", *base, *line)[0] == 0
 
 
 def test_one_gpu_is_counted_as_one() -> None:
