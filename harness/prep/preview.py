@@ -68,7 +68,8 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
             ("not read", ", ".join(run.report.unused)),
             ("tokenizer", f"{name}, {tokenizer.vocab_size:,} tokens" if name else trained),
             ("mask", f"{facts['rule']}, because {facts['why']}"),
-            ("history", f"{facts['history']}; trains {facts['train_on']}" if "history" in facts else ""),
+            ("history", facts.get("history", "")),
+            ("trains", facts.get("train_on", "")),
             ("pack size", f"{config.data.pack_size:,} tokens; longer conversations: {config.data.over_long}"),
         )
         console.print(Table((), [(name, text) for name, text in facts_of_run if text]).to_terminal())

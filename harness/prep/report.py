@@ -128,7 +128,7 @@ class PrepareReport(Counts):
             return replace(from_plain(cls, {**values, "path": path}), reused=True)
         except ValueError as error:
             what = f"the report of the earlier run is damaged: {error}"
-            fix = "remove the file and run again with --overwrite, or set data.path to another folder"
+            fix = "remove the file and run again with data.overwrite=true, or use another folder"
             raise PrepError(what, where=join_path(path, "report.json"), fix=fix) from error
 
     def add_shard(self, path: str, receipt: Receipt) -> None:
