@@ -277,7 +277,7 @@ def layer_activation_bytes(
     inner = each * item * model.ffn_hidden_size * ("-" in parts and keeps_mlp)
     # A norm keeps its input in float32, and its output if its weight is trained; the matrix after it its own input.
     whole = len(parts) * (((4.0 if model.lora_rank else 8.0) + item) * model.hidden_size + 4)
-    if model.lora_rank and parts[-1] in "-E" and keeps_mlp:
+    if model.lora_rank and parts[-1] == "-" and keeps_mlp:
         inner += tp * item * model.lora_rank * len({"linear_fc1", "linear_fc2"} & set(model.lora_targets))
     if "*" in parts:
         of_all, of_rank = _attention_bytes(model, parallel)
@@ -397,8 +397,10 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
         return 0.0
     item, width, sent = DTYPE_BYTES[model.number], model.expert_width, model.experts_per_token
     tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
-    # Scores and choice of the router; ranks of a tensor-parallel group have a part of the row each.
-    router = 9.0 * model.num_experts
+    # Logits, weights and choice of the router, its scores where they are of all experts, and what the z-loss keeps;
+    # ranks of a tensor-parallel group have a part of the row each.
+    of_all = model.router_score == "sigmoid" or not model.router_normalize
+    router = (9.0 + 4 * of_all + 4 * (model.z_loss > 0)) * model.num_experts
     # Tokens in the order of experts, their weights, and the indices of the permutations.
     came = sent * uneven_load(parallel, load)
     dispatched = came * (item * width + 32)
@@ -412,6 +414,7 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
     # Ranks that share an expert have all of its tokens.
     # What comes back is the input of the projection to the size of hidden states.
     joined = item * model.expert_latent_size * (not model.lora_rank)
+    inner += came * item * model.lora_rank * len({"linear_fc1", "linear_fc2"} & set(model.lora_targets))
     return (router + joined + dispatched * etp + inner) / tp + shared
 
 

@@ -63,6 +63,9 @@ SCANS = {
 }
 
 
+MANY = {"num_experts": 128, "expert_ffn_hidden_size": 16, "dtype": "bfloat16"}
+
+
 def model_of(**settings) -> ModelConfig:
     sizes = {
         "num_layers": 3,
@@ -93,6 +96,11 @@ MODELS = [
     {"family": "glm4_moe", "qk_norm": True, "num_experts": 8, "shared_ffn_hidden_size": 160, "dtype": "bfloat16"},
     {"family": "glm4_moe", "qk_norm": False, "num_experts": 8, "tie_embeddings": False, "mtp_layers": 2},
     {**LATENT, "num_experts": 8, "tie_embeddings": False, "mtp_layers": 1, "dtype": "bfloat16"},
+    # Many experts, and small ones: the router keeps most.
+    {**MANY, "experts_per_token": 2},
+    {**MANY, "router_normalize": False, "z_loss": 0.01},
+    {**MANY, "family": "glm4_moe", "router_score": "sigmoid", "expert_bias": True, "tie_embeddings": False},
+    {**MANY, "num_experts": 8, "experts_per_token": 2, "lora_rank": 16},
     {"family": "gpt_oss", "num_experts": 8, "sliding_window": 600, "dtype": "bfloat16"},
     {**LATENT, "q_lora_rank": 40, "dtype": "bfloat16", "num_experts": 8, "expert_ffn_hidden_size": 48},
     {**LATENT, "recompute": "selective"},
