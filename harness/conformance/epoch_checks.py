@@ -114,13 +114,13 @@ def resume_within_an_epoch(kit: Kit) -> str:
 
 @check("meta-pytorch/data#1437", "verl-project/verl#7401")
 def resume_at_the_end_of_an_epoch(kit: Kit) -> str:
-    """Save after the last step of an epoch and resume; no token of that epoch must be trained again."""
+    """Save after the last step of an epoch and resume; no token of that epoch may be trained again."""
     return _judge_resume(kit, steps=None)
 
 
 @check("alibaba/TorchEasyRec#544", "PrimeIntellect-ai/prime-rl#3332")
 def resume_with_workers(kit: Kit) -> str:
-    """Save in the middle of an epoch, when two loader workers have read ahead, and resume; no data must be lost."""
+    """Save in the middle of an epoch, when two loader workers have read ahead, and resume; no data may be lost."""
     return _judge_resume(kit, steps=3, num_workers=2)
 
 
