@@ -21,10 +21,10 @@ help:
 	@echo "make test-versions   run tests with Python 3.12 and Megatron-Core 0.19"
 	@echo "make setup   install into $(VENV) only"
 	@echo "make lint    ruff, mypy, import-linter, shellcheck, hadolint"
-	@echo "make scoreboard   run the checks of conformance on released trainers, and write docs/scoreboard"
+	@echo "make scoreboard   run the conformance checks on released trainers, and write docs/scoreboard"
 	@echo "make release   tag the version of CHANGELOG.md, and build and check its archives in dist/"
 	@echo "make docs    build the documentation in build/site; make docs-serve serves it on this machine"
-	@echo "make bench   measure this machine, write BENCHMARKS.md"
+	@echo "make bench   run all benchmarks on this machine, and write BENCHMARKS.md"
 
 setup: $(VENV)/installed
 

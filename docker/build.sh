@@ -4,8 +4,8 @@
 #   docker/build.sh [--tag NAME] [--base IMAGE] [--sqsh FILE] [-- BUILD ARGUMENT...]
 #
 # --base replaces BASE_IMAGE and BASE_DIGEST of docker/versions.env; --sqsh also writes the image for Enroot and Pyxis,
-# and FILE.sha256 beside it.
-# ENGINE chooses one of docker, podman and buildah if several are installed.
+# and FILE.sha256 next to it.
+# ENGINE selects docker, podman or buildah if several are installed.
 set -euo pipefail
 from=$PWD
 cd "$(dirname "$0")/.."

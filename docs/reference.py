@@ -217,7 +217,8 @@ def _describe_errors() -> Iterator[str]:
 
 
 def _describe_families() -> Iterator[str]:
-    yield "\nValues of `model.family`. `model.init_from` accepts models with the same `model_type` in `config.json`.\n"
+    yield "\nValues of `model.family`. `model.init_from` accepts models with the same `model_type` in `config.json`,"
+    yield "and models with [an encoder](../models.md#audio-and-images).\n"
     yield "| family | class in transformers | experts | latent attention | attention sinks | MTP layers |"
     yield "|---|---|---|---|---|---|"
     for name, family in FAMILIES.items():

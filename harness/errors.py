@@ -15,7 +15,7 @@ from harness.printing import UNREAD, indented, print_line, print_text, printable
 
 
 class HarnessError(Exception):
-    """Base of every error that input, configuration or environment can cause.
+    """Base class of all errors that input, configuration or the environment can cause.
 
     Args:
         what: what happened, with its numbers.
@@ -54,13 +54,13 @@ class ConfigError(HarnessError):
 
 
 class FormatError(HarnessError):
-    """Stored data is missing, damaged, or breaks an invariant."""
+    """Stored data is missing or damaged, or violates an invariant."""
 
     default_fix = "copy the data again, or write it again; `harness verify` lists all damage"
 
 
 class PrepError(HarnessError):
-    """The input of a preparation is unusable: bad lines, a template without a mask, an empty corpus."""
+    """`prepare` cannot use its input: bad records, a template without a mask, an empty corpus."""
 
 
 class ScheduleError(HarnessError):
@@ -68,17 +68,17 @@ class ScheduleError(HarnessError):
 
 
 class LoaderError(HarnessError):
-    """Data does not arrive: a worker died, or a state belongs to another dataset."""
+    """Data cannot be loaded: a worker died, or the state belongs to another dataset."""
 
 
 class LostRankError(HarnessError):
-    """Another rank of the job exited, or never joined: `about`, None where its number is unknown."""
+    """Another rank of the job exited or never joined: rank `about`, or None if its number is unknown."""
 
     about: int | None = None
 
 
 class CheckpointError(HarnessError):
-    """A checkpoint is missing, cut short, or belongs to another run."""
+    """A checkpoint is missing or incomplete, or belongs to another run."""
 
 
 # Packages that commands import when they run, and the extra that installs each.

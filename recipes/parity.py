@@ -1,13 +1,13 @@
-"""Prove that other settings train the same: real runs of `recipes.sft`, each compared with a reference.
+"""Prove that other settings give the same losses: train with each, and compare with a reference run.
 
-    harness parity                      # every format against legacy npy
+    harness parity                      # every format, compared with legacy npy
     harness parity check=workers        # or layouts, schedules, versions, isolation, reference, all
 
-Data (digests of every global batch), losses, gradient norms and counts are compared; the first difference is named.
-`check=isolation` shows on each layout that documents of a packed row do not see each other, and `check=reference` that
-each model family trains unpacked conversations as plain transformers do. Writes report.json, report.html and
-junit.xml. Exit code 1 on any difference, 0 on none, 2 where it could not be carried out. Started again it keeps the
-cells that are finished.
+Compares data (digests of every global batch), losses, gradient norms and counts, and prints the first difference.
+`check=isolation` shows for each layout that sequences of a packed row do not attend to each other, and
+`check=reference` that each model family trains like plain transformers on unpacked conversations. Writes report.json,
+report.html and junit.xml. The exit code is 1 if runs differ, and 2 if the comparison failed. To continue after an
+interruption, run the command again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Turn chat data into packed datasets.
 
-    harness prepare source.path=chats/ --preview 3             # shows what would be trained, writes nothing
+    harness prepare source.path=chats/ --preview 3             # show the trained tokens; write nothing
     harness prepare source.path=chats/ data.path=data/chats
 
-Without arguments, it prepares questions and answers made from the documentation of Python's standard library.
+Without arguments, it prepares questions and answers generated from the documentation of Python's standard library.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Continue pretraining on Megatron's own data: `.bin` and `.idx` pairs, blended and split as Megatron-Core does it.
+"""Continue pretraining on Megatron's indexed datasets (`.bin` and `.idx`), blended and split as in Megatron-Core.
 
     harness train pretrain data.path=data/corpus model.vocab_size=32000 parallel.ranks=2
 
-Samples, their order and their index files are those of Megatron-Core's GPTDataset and BlendedDataset. Packed SFT
-datasets may be sources too. Settings of the model, trainer, optimizer and layout are those of `harness train sft`.
+Samples, their order and index files are the same as in Megatron-Core's GPTDataset and BlendedDataset. A blend may also
+contain packed SFT datasets. Settings of model, trainer, optimizer and layout are the same as in `harness train sft`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def load(place: str, *, uses_megatron: bool = False) -> Callable[..., Any]:
 BENCHES = {
     "step": Bench(
         "step:bench_step",
-        "the training loop against Megatron's bare step, and the wait for data",
+        "the training loop compared with Megatron's bare step, and its wait for data",
         # Of a larger model, the noise of a step is more than what the loop adds to it.
         {"device": "auto", "layers": 2, "hidden": 64, "packs": 96, "pack_size": 256, "max_tokens_per_rank": 512}
         | {"global_batch": 8, "workers": (2,), "steps": 40, "peak_tflops": 0.0},
@@ -82,7 +82,7 @@ BENCHES = {
     ),
     "gpu": Bench(
         "gpu.parts:bench_gpu",
-        "first measurements on GPUs, in parts that a later call continues: attention, layouts, speed",
+        "attention, layouts and speed on GPUs; to continue after an interruption, run the command again",
         {"out": "gpu-report", "device": "auto", "size": "full", "parts": (), "ranks": 0}
         | {"part_limit_s": 480.0, "total_limit_s": 0.0},
         {"size": "tiny"},

@@ -21,7 +21,7 @@ def run_conformance(
         str, typer.Argument(metavar="[TARGET]", help="a class: FILE.py[:CLASS] or MODULE:CLASS", show_default=False)
     ] = "",
     command: Annotated[
-        str, typer.Option("--command", metavar="TEXT", help="command to check instead of TARGET, with fields in braces")
+        str, typer.Option("--command", metavar="TEXT", help="command to check instead of TARGET, with placeholders")
     ] = "",
     python: Annotated[
         str, typer.Option("--python", metavar="FILE", help="Python interpreter of the trainer's environment")

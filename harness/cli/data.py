@@ -103,8 +103,8 @@ class InspectSettings(CheckedSettings):
 def inspect(
     context: typer.Context,
     path: DatasetPath,
-    pack: Annotated[int | None, typer.Option(min=0, help="print this pack's text, trained tokens in color")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="PATH contains chats: show how they would be trained")] = False,
+    pack: Annotated[int | None, typer.Option(min=0, help="print a pack's text, with trained tokens in color")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="PATH contains chats: show their trained tokens")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a dataset's counts, the text of one pack, or chats with --raw."""
@@ -226,7 +226,7 @@ def convert(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a dataset in another format and compare both. Run it again to continue an interrupted conversion.
+    """Write a dataset in another format and compare both. To continue after an interruption, run the command again.
 
     Memory does not grow with the dataset, except for npy, whose pickled files are loaded completely.
     """
@@ -330,7 +330,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="another dataset")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two datasets pack by pack and name the first difference; exit code 1 if there is one."""
+    """Compare two datasets pack by pack and print the first difference; exit code 1 if there is one."""
     difference = diff_datasets(a, b)
     if as_json:
         print_json({"a": a, "b": b, "difference": None if difference is None else asdict(difference)})

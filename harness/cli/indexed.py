@@ -84,7 +84,7 @@ class FamilySettings(TokenSettings):
 def convert(
     context: typer.Context, sources: Shards, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False
 ) -> None:
-    """Write token shards as one pair, byte for byte as Megatron's own builder would; one document per row."""
+    """Write token shards, one document per row, as one pair of .bin and .idx, the same bytes as Megatron's builder."""
     from harness.indexed.convert import convert_tokens
 
     settings: TokenSettings = context.obj
@@ -102,7 +102,7 @@ def family(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write token shards as named pairs, one per split, with the JSON files that Megatron reads."""
+    """Write token shards as one named pair of .bin and .idx per split, with the JSON files that Megatron reads."""
     from harness.indexed.family import TokenFamily, write_family
 
     settings: FamilySettings = context.obj
@@ -141,7 +141,7 @@ def counts(
 
 @indexed_app.command()
 def merge(pairs: Pairs, to: Prefix, overwrite: Overwrite = False, as_json: AsJson = False) -> None:
-    """Concatenate several pairs into one."""
+    """Concatenate several pairs of .bin and .idx into one."""
     from harness.indexed.convert import merge_indexed
 
     with progress_bar("merging", quiet=as_json) as advance:

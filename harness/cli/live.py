@@ -68,8 +68,8 @@ class ProduceSource(CheckedSettings, section="source"):
     """The conversations.
 
     Attributes:
-        schema, columns, ignore_fields, drop_media, tool_calls: as in `harness prepare`; an empty schema is detected
-            each time.
+        schema, columns, ignore_fields, drop_media, tool_calls: as in `harness prepare`; the schema, if it is
+            empty, is detected in every run.
         on_bad: `refuse` or `skip` invalid conversations.
     """
 
@@ -110,11 +110,11 @@ def produce(
     folder: Folder,
     append: Annotated[bool, typer.Option("--append", help="append SRC to the chunks in the folder")] = False,
     leave_rest: Annotated[
-        bool, typer.Option("--leave-rest", help="with --append: even if the previous input was not read completely")
+        bool, typer.Option("--leave-rest", help="with --append: leave out the rest of an incompletely read input")
     ] = False,
     leave_open: Annotated[bool, typer.Option("--leave-open", help="keep the stream open for --append")] = False,
 ) -> None:
-    """Write live chunks. After a crash, run it again with the same SRC to continue."""
+    """Write live chunks. To continue after a crash, run the command again with the same SRC."""
     from harness.loader import live
     from harness.prep.chat import RecordReader
     from harness.prep.media import MediaLimits
@@ -186,7 +186,7 @@ def end(folder: Folder) -> None:
 
 @live_app.command()
 def status(folder: Folder, as_json: AsJson = False) -> None:
-    """Show the producer, the unread chunks, rates, and the reading ranks."""
+    """Show the producer, the unread chunks, the rates, and the ranks that read."""
     from harness.loader.live.status import live_status, render_status
 
     if as_json:

@@ -38,13 +38,13 @@ class _ParityGroup(TyperGroup):
 
 parity_app = typer.Typer(
     cls=_ParityGroup,
-    help="Prove that other settings give the same losses: `harness parity check=layouts` runs the matrix, and "
-    "`harness parity --cfg` prints its settings. Further commands compare runs with baselines.",
+    help="Prove that other settings give the same losses: `harness parity check=layouts` trains and compares "
+    "many layouts, and `harness parity --cfg` prints the settings. The commands compare runs with baselines.",
 )
 
 compare_app = typer.Typer()
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="of the baseline")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="name of the baseline")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run with trainer.record_digests=true")]
 
 
@@ -80,13 +80,13 @@ class CompareSettings:
     name=_MATRIX, hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []}
 )
 def matrix(arguments: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None) -> None:
-    """Run the matrix; the same as `python -m harness.recipes.parity`."""
+    """Train the cases of a check and compare them; the same as `python -m harness.recipes.parity`."""
     recipe_entry("parity")(arguments or [])
 
 
 @parity_app.command(cls=class_of(RecordSettings))
 def record(context: typer.Context, name: Name, run: Run) -> None:
-    """Keep a run's digests and losses, with device, versions and tolerances, as a new baseline."""
+    """Store a run's digests and losses, with device, versions and tolerances, as a new baseline."""
     from harness import parity
 
     settings: RecordSettings = context.obj
@@ -105,7 +105,7 @@ def against(context: typer.Context, name: Name, run: Run) -> None:
 
 @parity_app.command(cls=class_of(CompareSettings))
 def update(context: typer.Context, name: Name, run: Run) -> None:
-    """Replace a baseline with a run, and report which checks changed and by how much."""
+    """Replace a baseline with a run, and print which checks changed, and by how much."""
     from harness import parity
 
     report = parity.update(name, run, Path(context.obj.baselines), command=parity.command_line())

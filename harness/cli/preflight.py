@@ -120,7 +120,7 @@ def copy(
     context: typer.Context,
     local_dir: Annotated[Path, typer.Argument(metavar="LOCAL_DIR", help="folder on the disk of this node")],
 ) -> None:
-    """Copy datasets and weights to the disk of this node, unless they are there already; prints JSON lines."""
+    """Copy datasets and weights to the disk of this node unless they exist there; prints JSON lines."""
     from harness.launch.preflight.probe import copy_checks, run_checks
     from harness.launch.ranks import place_in_slurm
     from harness.storage.local_copies import read_originals
@@ -138,7 +138,7 @@ def copy(
 def judge(
     context: typer.Context, nodes: Annotated[str, typer.Argument(help="names of the job's nodes, separated by commas")]
 ) -> None:
-    """Read the nodes' JSON lines from stdin and name the nodes with problems.
+    """Read the nodes' JSON lines from standard input and print the nodes with problems.
 
     Exit code 1 if there are any, 3 if the job can run without these nodes.
     """
@@ -171,7 +171,7 @@ def judge(
 
 @preflight_app.command(cls=class_of(ProbeSettings))
 def reduce(context: typer.Context) -> None:
-    """All-reduce a tensor over all tasks of a Slurm step, by NCCL on GPUs and by gloo without; prints JSON lines."""
+    """All-reduce a tensor over all tasks of a Slurm step, with NCCL on GPUs, otherwise gloo; prints JSON lines."""
     from harness.launch.preflight.probe import run_checks
     from harness.launch.ranks import place_in_slurm
 

@@ -55,7 +55,7 @@ class RequeueSettings(CheckedSettings):
 
     Attributes:
         exit_code: exit code of the run.
-        restart: the caller can restart the ranks in the same job, which is recorded.
+        restart: the caller can restart the ranks in the same job; the restart is recorded.
     """
 
     exit_code: int = bounded(lowest=-255, highest=255)
@@ -131,9 +131,9 @@ def export(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="only the LoRA adapters, in the format of PEFT")] = False,
-    mtp: Annotated[bool, typer.Option("--mtp", help="also the unchanged MTP layers of the initial weights")] = False,
-    unchecked: Annotated[bool, typer.Option("--unchecked", help="also a checkpoint without checksums.json")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="export only the LoRA adapters, in PEFT's format")] = False,
+    mtp: Annotated[bool, typer.Option("--mtp", help="also export the initial weights' MTP layers")] = False,
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="accept a checkpoint without checksums.json")] = False,
 ) -> None:
     """Export a checkpoint for serving: weights, end tokens, tokenizer, chat template and model card."""
     if is_run(out) and not (is_run(source) or is_there(source / "run.json")):

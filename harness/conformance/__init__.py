@@ -6,7 +6,7 @@ of two layers, and compare losses, gradient norms and rows with what training on
     harness conformance my_trainer.py
     harness conformance --command 'python train.py --model {model} --data {data} --pack {pack_size}'
 
-`harness conformance --list` explains each check. Only numpy and PyTorch are needed in the trainer's environment.
+`harness conformance --list` explains each check. The trainer's environment needs only numpy and PyTorch.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _text(words: list[bytes], tokens: list[int]) -> str:
 
 @check("axolotl-ai-cloud/axolotl#2089")
 def assistant_alone_is_trained(kit: Kit) -> str:
-    """Mask a chat of two turns; every assistant turn must be trained, and no word of the user or the system."""
+    """Mask a chat with two assistant turns; both must be trained, and no text of the user or the system."""
     _, trained = _render(kit, _CHAT)
     missing = [text for text in ("It is Paris.", "It is Rome.") if text not in trained]
     surplus = [text for text in ("Answer briefly.", "capital of France", "And of Italy") if text in trained]
@@ -101,7 +101,7 @@ def end_token_is_trained(kit: Kit) -> str:
 def tool_schemas_are_written(kit: Kit) -> str:
     """Render a chat with a tool; the name and every parameter of the tool must be in the prompt.
 
-    Without its schema the trained call comes from nowhere, and the model learns to invent tools.
+    If the schema is missing, the model learns to call tools that it was never shown.
     """
     text, _ = _render(kit, _TOOL_CHAT)
     prompt = text.partition("Compare two routes.")[0]
@@ -112,7 +112,7 @@ def tool_schemas_are_written(kit: Kit) -> str:
 
 @check("AI-Hypercomputer/maxtext#4419", "mistralai/mistral-common#70")
 def tool_results_are_kept(kit: Kit) -> str:
-    """Render two tool results in a row and two calls in one turn; all must be written, and calls alone be trained."""
+    """Render a turn with two tool calls, then two tool results; all must be in the text, and only the calls trained."""
     text, trained = _render(kit, _TOOL_CHAT)
     results = [result for result in _RESULTS.values() if result not in text]
     calls = [name for name in _RESULTS if name not in trained.partition(END)[0]]
@@ -124,10 +124,10 @@ def tool_results_are_kept(kit: Kit) -> str:
 
 @check("huggingface/trl#5988", "axolotl-ai-cloud/axolotl#2089")
 def stock_templates_are_masked(kit: Kit) -> str:
-    """Mask a chat with each template that the trl package ships; a trainer may refuse one, not mask it wrongly.
+    """Mask a chat with each template that the trl package ships; a trainer may refuse one, but not mask it wrongly.
 
-    Every assistant turn must be trained with what the template writes after the last one, which ends an answer, and
-    nothing of what the user says. Needs trl in the trainer's environment.
+    All assistant turns must be trained, including the text after the last one that ends the answer, and no text of the
+    user. Requires trl in the trainer's environment.
     """
     kit.require("render")
     spec = importlib.util.find_spec("trl")

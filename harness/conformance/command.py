@@ -21,16 +21,16 @@ _LIMIT_S = 600
 
 
 class CommandTarget:
-    """A target whose every step, epoch or evaluation is one run of a command.
+    """A target that runs a command for each step, epoch or evaluation.
 
-    The command is a text with places in braces: `{model}` and `{data}` are required; `{steps}` is 0 for the rest of
-    the epoch; `{save}` and `{load}` are checkpoint folders, `{eval_data}` is a file like `{data}`, each empty where it
-    is not needed; the fields of `Layout` have their names. A check of a field or a file without a place is not
-    supported. Lines of standard output that are JSON objects with `step` are read: `loss` and `grad_norm`, `rows` of
-    all ranks (those of lines with the same step are joined), and `eval_loss` in any.
+    The placeholders `{model}` and `{data}` are required. `{steps}` is a number, or 0 for the rest of an epoch; `{save}`
+    and `{load}` are checkpoint folders, and `{eval_data}` is a file like `{data}`; these are empty if not needed. Each
+    field of `Layout` has a placeholder with its name. Checks that need a missing placeholder are not supported. On
+    standard output, each JSON object with `step` is read: `loss`, `grad_norm`, `rows` of all ranks (lines with the same
+    step are joined) and `eval_loss`.
 
     Raises:
-        ConfigError: the command has an unknown place, or lacks a required one.
+        ConfigError: the command contains an unknown placeholder, or lacks a required one.
     """
 
     name, version = "command", ""

@@ -24,10 +24,10 @@ def _corpus(count: int = 23) -> list[Tokens]:
 
 @check("huggingface/trl#3526", "meta-pytorch/torchtune#875")
 def positions_restart(kit: Kit) -> str:
-    """Read the position ids of packed rows; they must begin at 0 with each conversation.
+    """Read the position ids of packed rows; they must restart at 0 in each conversation.
 
-    Models with absolute or scaled positions train something else where positions continue, and attention kernels find
-    boundaries by them. Rows without `position_ids` are not judged.
+    If positions continue, models with absolute or scaled positions are trained differently, and attention kernels that
+    derive the boundaries from positions find none. Rows without `position_ids` are not checked.
     """
     data = _corpus()
     lengths = {tuple(one["input_ids"][:3]): len(one["input_ids"]) for one in data}
@@ -48,7 +48,7 @@ def positions_restart(kit: Kit) -> str:
 
 @check("axolotl-ai-cloud/axolotl#3849")
 def epoch_is_complete(kit: Kit) -> str:
-    """Train one epoch of packed rows; every trained token must be trained exactly once, the last ones included."""
+    """Train one epoch of packed rows; every token with a label must be trained exactly once, including the last."""
     return _judge_epoch(kit, _corpus(), pack_size=_PACK, microbatches=2)
 
 
@@ -60,15 +60,15 @@ def epoch_is_complete_unpacked(kit: Kit) -> str:
 
 @check("huggingface/accelerate#490", "huggingface/accelerate#2316", ranks=2)
 def epoch_is_complete_on_ranks(kit: Kit) -> str:
-    """Train an epoch on two ranks that do not divide it evenly; every token must be trained exactly once by all."""
+    """Train an epoch that two ranks cannot divide evenly; together they must train every token exactly once."""
     return _judge_epoch(kit, _corpus(), microbatches=2)
 
 
 @check("NVIDIA-NeMo/RL#169", "huggingface/trl#467")
 def long_conversation_is_kept(kit: Kit) -> str:
-    """Train conversations longer than a packed row; what does not fit must be refused with an error, never dropped.
+    """Train a conversation longer than a packed row; it must be trained completely or refused, never dropped.
 
-    Splitting one over rows loses the context of its second part; cutting it loses its end, and with it the token that
+    Splitting it over rows loses the context of its later parts; cutting it loses its end, including the token that
     ends the answer.
     """
     data = [*_corpus(6), *conversations((2 * _PACK + 10,), seed=9)]
@@ -84,7 +84,7 @@ def long_conversation_is_kept(kit: Kit) -> str:
 
 @check("dreamzero0/dreamzero#91")
 def shuffle_ignores_workers(kit: Kit) -> str:
-    """Shuffle an epoch without and with two loader workers; the order of the rows must be the same."""
+    """Shuffle an epoch without loader workers and with two; the order of the rows must be the same."""
     data = _corpus()
     orders = [_order(kit.rows_of(data, shuffle=True, num_workers=workers)) for workers in (0, 2)]
     if _order(kit.rows_of(data)) == orders[0]:
@@ -96,7 +96,7 @@ def shuffle_ignores_workers(kit: Kit) -> str:
 
 @check("huggingface/transformers#11389", "mosaicml/llm-foundry#1676")
 def shuffle_follows_the_seed(kit: Kit) -> str:
-    """Shuffle an epoch twice with one seed and once with another; only the first two must be equal."""
+    """Shuffle an epoch twice with one seed and once with another; only the first two orders must be equal."""
     data = _corpus()
     first, again, other = (_order(kit.rows_of(data, shuffle=True, seed=seed)) for seed in (1, 1, 2))
     if first != again:
@@ -108,34 +108,34 @@ def shuffle_follows_the_seed(kit: Kit) -> str:
 
 @check("huggingface/accelerate#2016", "huggingface/accelerate#4233")
 def resume_within_an_epoch(kit: Kit) -> str:
-    """Save in the middle of a shuffled epoch, build the trainer again and continue; the rest must be what was left."""
+    """Save in the middle of a shuffled epoch, rebuild the trainer and resume; it must train exactly what was left."""
     return _judge_resume(kit, steps=3)
 
 
 @check("meta-pytorch/data#1437", "verl-project/verl#7401")
 def resume_at_the_end_of_an_epoch(kit: Kit) -> str:
-    """Save after the last step of an epoch and continue; nothing of it must be trained again."""
+    """Save after the last step of an epoch and resume; no token of that epoch may be trained again."""
     return _judge_resume(kit, steps=None)
 
 
 @check("alibaba/TorchEasyRec#544", "PrimeIntellect-ai/prime-rl#3332")
 def resume_with_workers(kit: Kit) -> str:
-    """Save in the middle of an epoch read by two loader workers, which read ahead, and continue."""
+    """Save in the middle of an epoch, when two loader workers have read ahead, and resume; no data may be lost."""
     return _judge_resume(kit, steps=3, num_workers=2)
 
 
 @check("PrimeIntellect-ai/prime-rl#1035", ranks=2)
 def resume_on_ranks(kit: Kit) -> str:
-    """Save in the middle of an epoch on two ranks and continue on two; the ranks must go on without a gap."""
+    """Save in the middle of an epoch on two ranks and resume on two; both must continue where they stopped."""
     return _judge_resume(kit, steps=2)
 
 
 @check("meta-pytorch/torchft#292", after="resume-on-ranks")
 def resume_on_one_rank(kit: Kit) -> str:
-    """Continue on one rank what `resume-on-ranks` saved on two; the epoch must be trained exactly once in all.
+    """Resume on one rank what `resume-on-ranks` saved on two; in total, the epoch must be trained exactly once.
 
-    Jobs come back with fewer nodes. A position that counts steps, or that each rank keeps for itself, means other data
-    there.
+    A job may resume with fewer nodes. A position that counts steps, or that each rank stores for itself, then refers to
+    other data.
     """
     kit.require("rows", "save", "load")
     saved = sorted(kit.folder.parent.parent.glob(f"*/resume-on-ranks/{_TRAINED}"))
@@ -149,9 +149,9 @@ def resume_on_one_rank(kit: Kit) -> str:
 
 @check("huggingface/transformers#33336", "CodefyUI/CodefyUI#147")
 def resume_restores_the_optimizer(kit: Kit) -> str:
-    """Train a step, save, and train two more; after a resume both must have the same loss and norm.
+    """Train a step, save, and train two more; after a resume, these two must have the same losses and norms.
 
-    The first of them begins with the saved weights. The second shows whether the optimizer had its moments.
+    The first step shows whether the weights were restored; the second shows whether the optimizer's moments were.
     """
     kit.require("save", "load")
     data, folder, losses = conversations((20, 35)), kit.folder / "saved", []
@@ -174,7 +174,7 @@ def resume_restores_the_optimizer(kit: Kit) -> str:
 def damaged_checkpoint_is_refused(kit: Kit) -> str:
     """Flip one bit in the middle of the largest file of a checkpoint; loading it must be refused.
 
-    Disks and copies damage files. Training continues from a weight with a wrong exponent, and the loss jumps.
+    Disks and copies corrupt files. If nothing detects it, training continues from a wrong weight, and the loss jumps.
     """
     kit.require("rows", "save", "load")
     data, whole, damaged = _corpus(), kit.folder / "saved", kit.folder / "damaged"

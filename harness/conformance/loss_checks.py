@@ -18,8 +18,8 @@ _UNEVEN = (8, 60, 12, 40)
 def packed_equals_unpacked(kit: Kit) -> str:
     """Train several conversations in one packed row, and compare loss and gradients with the same ones unpacked.
 
-    Packing is meant to save time and to change nothing else. Attention over a boundary, labels shifted over one, or
-    positions that matter and continue make it train something else, and the loss curve still looks plausible.
+    Packing should only save time. Attention across a boundary, labels that are shifted across one, or positions that
+    continue change what is trained, and the loss curve still looks plausible.
     """
     data = conversations((20, 35, 9, 28))
     return kit.compare(kit.build(data, pack_size=_PACK)(data), kit.reference.step(data), _leaks(kit, data))
@@ -27,11 +27,11 @@ def packed_equals_unpacked(kit: Kit) -> str:
 
 @check("huggingface/trl#3526", "OpenRLHF/OpenRLHF#377")
 def attention_boundaries(kit: Kit) -> str:
-    """Change one conversation of a packed row; the loss of each other conversation must stay as it is.
+    """Keep one conversation of a packed row and change the others; its loss must stay the same.
 
-    The tokens of all others are changed between two steps. They train one token each, because trainers may leave out
-    conversations without any; how much these change the loss is known from the reference. Weights do not move, so any
-    other difference went through attention over a boundary.
+    The others train one token each, because trainers may omit conversations without trained tokens; the reference tells
+    how much these tokens change the loss of the row. The weights do not change, so any other difference comes from
+    attention across a boundary.
     """
     data = conversations((20, 35, 28))
     others = [{name: [n if n < 0 else (n + 7) % 256 for n in values] for name, values in one.items()} for one in data]
@@ -52,8 +52,8 @@ def attention_boundaries(kit: Kit) -> str:
 def scan_boundaries(kit: Kit) -> str:
     """Pack conversations for a model with linear attention (Qwen3.5), and compare with the loss of each one alone.
 
-    Such layers hand a state and the window of a convolution from token to token. Unless their kernels get the
-    boundaries of a packed row, both go on into the next conversation, which no mask of attention prevents.
+    Such layers pass a state and the window of a convolution from token to token. Unless their kernels receive the
+    boundaries of a packed row, both leak into the next conversation, which no attention mask prevents.
     """
     kit.use_model("scans")
     data = conversations((20, 35, 28))
@@ -72,8 +72,8 @@ def scan_boundaries(kit: Kit) -> str:
 def labels_at_boundaries(kit: Kit) -> str:
     """Train all tokens of packed conversations; the first token of one must not be predicted from the one before.
 
-    Labels are usually given for every token. If the label of a conversation's first token is kept in a packed row, the
-    model learns to continue one conversation with the beginning of an unrelated one.
+    Data often has a label for every token. If a packed row keeps the label of a conversation's first token, the model
+    learns to continue a conversation with the beginning of an unrelated one.
     """
     whole = [{**one, "labels": list(one["input_ids"])} for one in conversations((20, 35, 28), trained=1.0)]
     return kit.compare(kit.build(whole, pack_size=_PACK)(whole), kit.reference.step(whole), _leaks(kit, whole))
@@ -88,10 +88,10 @@ def padding_changes_nothing(kit: Kit) -> str:
 
 @check("axolotl-ai-cloud/axolotl#3982", "ml-explore/mlx-lm#1413", "meta-pytorch/torchtune#1875")
 def token_mean_over_microbatches(kit: Kit) -> str:
-    """Accumulate gradients over microbatches of few and of many trained tokens; each token must weigh the same.
+    """Accumulate gradients over microbatches with few and with many trained tokens; all must have the same weight.
 
-    A trainer that divides each microbatch by its own tokens and averages the microbatches weighs a token of a short
-    answer more, and the result depends on the number of accumulation steps.
+    If a trainer divides each microbatch by its own number of tokens and averages the microbatches, tokens of short
+    answers weigh more, and the result depends on the number of accumulation steps.
     """
     data = conversations(_UNEVEN)
     groups = {"rows": [data[:2], data[2:]], "conversations": [[one] for one in data]}
@@ -100,7 +100,7 @@ def token_mean_over_microbatches(kit: Kit) -> str:
 
 @check("NVIDIA-NeMo/RL#213")
 def token_mean_over_packed_rows(kit: Kit) -> str:
-    """Accumulate gradients over two packed rows, of which one trains few tokens; each token must weigh the same."""
+    """Accumulate gradients over two packed rows, one with few trained tokens; all tokens must have the same weight."""
     data = [*conversations((40, 48), trained=0.8), *conversations((44, 46), trained=0.1, seed=1)]
     got = kit.build(data, microbatches=2, pack_size=_PACK)(data)
     return kit.compare(got, kit.reference.step(data), _means(kit, {"rows": [data[:2], data[2:]]}))
@@ -108,10 +108,10 @@ def token_mean_over_packed_rows(kit: Kit) -> str:
 
 @check("huggingface/transformers#34242", "huggingface/transformers#34373", ranks=2)
 def token_mean_over_ranks(kit: Kit) -> str:
-    """Train few tokens on one data-parallel rank and many on another; each token must weigh the same.
+    """Train few tokens on one data-parallel rank and many on another; all tokens must have the same weight.
 
-    Data-parallel gradients are averaged over ranks. Unless each rank divides by the trained tokens of all ranks, the
-    tokens of a rank with short answers weigh more.
+    Data-parallel gradients are averaged over ranks. Unless each rank divides by the trained tokens of all ranks,
+    tokens on a rank with short answers weigh more.
     """
     data = conversations(_UNEVEN)
     groups = {"ranks": [data[::2], data[1::2]], "ranks, in order": [data[:2], data[2:]]}
@@ -120,7 +120,7 @@ def token_mean_over_ranks(kit: Kit) -> str:
 
 @check("modelscope/ms-swift#8373", "PrimeIntellect-ai/prime-rl#2032")
 def conversation_mean(kit: Kit) -> str:
-    """Ask for a loss in which each conversation weighs the same, over two microbatches."""
+    """Average the loss by conversation, over two microbatches; all conversations must have the same weight."""
     data = conversations(_UNEVEN)
     got = kit.build(data, microbatches=2, loss_average="conversation")(data)
     by_token = {"the mean over tokens": kit.reference.step(data)}
@@ -129,10 +129,9 @@ def conversation_mean(kit: Kit) -> str:
 
 @check("huggingface/transformers#39241", "huggingface/transformers#24839", "NVIDIA/Megatron-LM#7207")
 def evaluation_mean(kit: Kit) -> str:
-    """Evaluate batches of few and of many trained tokens; the reported loss must be the mean over all tokens.
+    """Evaluate batches with few and with many trained tokens; the reported loss must be the mean over all tokens.
 
-    A mean of the means of batches moves when the evaluation batch size is changed, so that two runs cannot be
-    compared.
+    A mean of batch means depends on the evaluation batch size, so that runs with different sizes cannot be compared.
     """
     kit.require("evaluate")
     data = conversations(_UNEVEN)
@@ -143,7 +142,7 @@ def evaluation_mean(kit: Kit) -> str:
 
 @check("huggingface/transformers#31629")
 def experts_packed_equal_unpacked(kit: Kit) -> str:
-    """Train a mixture of experts on a packed row, without a loss of the router, and compare with the same unpacked."""
+    """Train a mixture of experts on a packed row, without a router loss, and compare with unpacked conversations."""
     kit.use_model("experts")
     data = conversations((20, 35, 9, 28))
     return kit.compare(kit.build(data, pack_size=_PACK)(data), kit.reference.step(data), _leaks(kit, data))
@@ -153,7 +152,7 @@ def experts_packed_equal_unpacked(kit: Kit) -> str:
 def router_ignores_padding(kit: Kit) -> str:
     """Train a mixture of experts with a balancing loss in rows of two sizes; more padding must change nothing.
 
-    Padding that reaches the router counts as tokens: it moves the balancing loss, and with it what experts learn.
+    If padding reaches the router, it counts as tokens and changes the balancing loss, and so what the experts learn.
     """
     kit.use_model("experts")
     data = conversations((20, 35, 9, 28))
@@ -167,22 +166,22 @@ def router_ignores_padding(kit: Kit) -> str:
 
 @check("pytorch/torchtitan#1750", "meta-pytorch/torchtune#2641", ranks=2)
 def tensor_parallel_equals_one_rank(kit: Kit) -> str:
-    """Divide a dense model over two tensor-parallel ranks; loss and gradients must be those of one rank."""
+    """Divide a dense model between two tensor-parallel ranks; loss and gradients must equal those of one rank."""
     return _compare_layout(kit, experts=False, dp_size=1, tp_size=2)
 
 
 @check("pytorch/pytorch#160285", ranks=2)
 def expert_parallel_equals_one_rank(kit: Kit) -> str:
-    """Divide experts over two data-parallel ranks; loss and gradients must be those of one rank."""
+    """Divide experts between two data-parallel ranks; loss and gradients must equal those of one rank."""
     return _compare_layout(kit, experts=True, dp_size=2, ep_size=2)
 
 
 @check("NVIDIA/Megatron-LM#5916", ranks=2)
 def experts_with_tensor_parallel_equal_one_rank(kit: Kit) -> str:
-    """Divide a model with experts over two tensor-parallel ranks; gradients of experts must be summed over both.
+    """Divide a model with experts between two tensor-parallel ranks; expert gradients must be summed over both.
 
-    With sequence parallelism each rank sees half of the tokens. A rank that keeps all experts, and whose gradients of
-    experts are not summed, trains them on its half.
+    With sequence parallelism, each rank sees half of the tokens. If every rank holds all experts and their gradients
+    are not summed, each rank trains the experts on its half.
     """
     return _compare_layout(kit, experts=True, dp_size=1, tp_size=2)
 
@@ -197,7 +196,7 @@ def _compare_layout(kit: Kit, *, experts: bool, **sizes: int) -> str:
 def lora_equals_merged(kit: Kit) -> str:
     """Train adapters, evaluate, and merge them; the merged weights must give the loss that was evaluated.
 
-    Another scale, or projections that are left out of the merge, make a served model that is not the trained one.
+    If the merge uses another scale or omits projections, the served model is not the trained one.
     """
     kit.require("evaluate", "merge")
     data = conversations((20, 35, 28))

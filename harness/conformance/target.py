@@ -19,7 +19,7 @@ Step = Callable[[Sequence[Tokens]], tuple[float, float | None]]
 
 
 class NotSupported(Exception):  # noqa: N818 - a verdict, not an error
-    """Raised by a target in place of an answer: the trainer does not have what a check is about."""
+    """Raised by a target if the trainer lacks the feature that a check is about."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Layout:
     """The settings of a training run that checks vary; everything else is the trainer's default, in float32.
 
     Attributes:
-        dp_size: data-parallel ranks.
-        tp_size: tensor-parallel ranks, with sequence parallelism where the trainer has it.
-        ep_size: ranks over which experts are divided, of the data-parallel ones.
-        microbatches: microbatches of each rank in a step (gradient accumulation).
-        pack_size: tokens of a row into which several conversations are packed; 0 for one conversation per row, padded
+        dp_size: number of data-parallel ranks.
+        tp_size: number of tensor-parallel ranks, with sequence parallelism if the trainer supports it.
+        ep_size: number of data-parallel ranks over which the experts are divided.
+        microbatches: number of microbatches per rank and step (gradient accumulation).
+        pack_size: tokens per row into which several conversations are packed; 0 for one conversation per row, padded
             to the longest of its microbatch.
         loss_average: "token" for the mean over all trained tokens of a step, "conversation" for the mean over
             conversations of their means.
-        num_workers: loader workers per rank.
-        shuffle: train the data in a random order of `seed`, in place of its own.
-        seed: of everything random.
-        learning_rate: of every step, without warm-up or decay; 0 leaves the weights as they are.
+        num_workers: number of loader workers per rank.
+        shuffle: train the data in a random order that depends on `seed`, instead of its stored order.
+        seed: seed of all random numbers.
+        learning_rate: learning rate of every step, without warm-up or decay; 0 does not change the weights.
         router_loss: coefficient of the loss that balances experts; 0 for none.
-        lora_rank: train adapters of this rank on the attention's projections; 0 trains all weights.
+        lora_rank: rank of adapters of the attention's projections, which are trained alone; 0 trains all weights.
     """
 
     dp_size: int = 1
@@ -71,7 +71,7 @@ class Target(Protocol):
     """A trainer, as the checks see it. All methods but `build` are optional; the ranks of a job make the same calls."""
 
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Step:
-        """Make a trainer ready, and return the function that trains one step.
+        """Build the trainer, and return the function that trains one step.
 
         That function takes the conversations of one global batch, the same on every rank, divides them over ranks and
         microbatches as the trainer does, and returns the loss that the trainer reports and the norm of the gradients
@@ -85,7 +85,7 @@ class Target(Protocol):
         ...
 
     def evaluate(self, batch: Sequence[Tokens]) -> float:
-        """Return the loss that the trainer reports of a validation set, one conversation or row per batch."""
+        """Return the loss that the trainer reports for a validation set, with one conversation or row per batch."""
         ...
 
     def merge(self, folder: Path) -> None:
@@ -96,8 +96,8 @@ class Target(Protocol):
         """Train `steps` steps from the current position in `data`, None for the rest of the epoch.
 
         Returns:
-            for each step the rows that this rank trained, one per microbatch; `position_ids` in a row are checked if
-            they are there.
+            for each step, the rows that this rank trained, one per microbatch. `position_ids` of a row are optional,
+            and checked if present.
         """
         ...
 
@@ -110,9 +110,9 @@ class Target(Protocol):
         ...
 
     def render(self, records: Sequence[dict[str, Any]]) -> list[Tokens]:
-        """Return chats (`messages` and `tools` of OpenAI's form) as the trainer tokenizes and masks them.
+        """Return chats (`messages` and `tools` in OpenAI's form) as the trainer tokenizes and masks them.
 
-        Assistant messages alone are to be trained.
+        Only assistant messages are to be trained.
         """
         ...
 

@@ -18,7 +18,7 @@ class LoaderConfig(CheckedSettings, section="loader"):
         global_batch_size: number of packs in a global batch, over all ranks.
         seed: seed of the shuffle.
         num_workers: number of worker processes per rank; 0 reads in the training process. Batches do not depend on it.
-        persistent_workers: keep workers across epochs, so that they prefetch from the next one.
+        persistent_workers: keep workers across epochs, so that they prefetch the next one.
         prefetch_factor: number of batches that each worker reads ahead.
         start_method: start method of the workers: fork, spawn or forkserver; null uses the default of the platform.
         block_packs: number of packs in a block of the shuffle (`harness.loader.EpochOrder`). A value of 1 with a window

@@ -72,13 +72,13 @@ class CorpusConfig(CheckedSettings, section="data"):
             `object_storage_cache_path` if the source is in object storage. A prefix `s3://BUCKET/KEY` is shared: one
             run builds missing indices while others wait, and each node copies the ones it needs to HARNESS_CACHE.
         object_storage_cache_path: folder for the `.idx` files of sources in object storage.
-        object_storage_chunk_bytes: number of bytes per read of a `.bin` in object storage. More rarely helps,
+        object_storage_chunk_bytes: number of bytes per read of a `.bin` in object storage. A larger one rarely helps,
             because samples are scattered.
         num_dataset_builder_threads: number of threads that build the indices of a blend.
-        fast_cache_load: assume that all indices are built: ranks do not check it, and do not wait for each other.
+        fast_cache_load: assume that all indices are built: ranks do not check this, and do not wait for each other.
         defer_npy_index_mmap: memory-map a built index at its first use.
-        mmap_bin_files: memory-map each `.bin` on a file system. False opens and reads it for every sample, which is
-            slower, for network file systems on which memory maps fail.
+        mmap_bin_files: memory-map each `.bin` on a file system. With false, the file is opened for every
+            sample, which is slower; for network file systems on which memory maps fail.
         per_dataset_sequences_path: JSON file of sequence counts (`harness indexed counts`), read instead of the header
             of every `.idx`.
     """

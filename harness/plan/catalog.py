@@ -33,10 +33,10 @@ _FEATURES = {
 }
 # Refused in models of every family, but where the family has it; the reader of config.json names each.
 REFUSED_FEATURES = (
-    "quantized weights (mxfp4 of gpt_oss is read)",
+    "quantized weights (mxfp4 of gpt_oss is supported)",
     "activations other than silu (relu2 of nemotron_h is supported)",
     "biases that models of the family do not have, dropout, attention that is not causal",
-    "sliding windows shorter than the positional encoding (gpt_oss has them)",
+    "sliding windows shorter than the positional encoding (supported in gpt_oss)",
     "rope scaling other than llama3, linear and yarn",
 )
 

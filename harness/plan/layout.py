@@ -44,7 +44,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         virtual_pipeline_parallel_size: model chunks per pipeline stage (interleaved schedule); null for one.
         pipeline_layout: layers of each stage in Megatron-Core's notation, such as Et*3|t*4|t*4|t*3L for 14 layers on
             four stages: E is the embedding, t a layer, m an MTP layer, L the loss. With model chunks, the stages follow
-            one another once per chunk. Null divides the layers evenly; if they do not divide, the error suggests one.
+            one another once per chunk. Null divides the layers evenly; if that is impossible, the error suggests one.
         context_parallel_size: number of ranks that share each sequence.
         expert_parallel_size: number of ranks that share the experts of each layer. These ranks are also tensor-,
             context- or data-parallel ranks.
@@ -100,7 +100,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         ),
         Rule(
             {"parallel.pipeline_layout": SET, "parallel.pipeline_parallel_size": 1},
-            "one stage has all layers",
+            "a single stage contains all layers",
             "parallel.pipeline_parallel_size=2 or more, or parallel.pipeline_layout=null",
         ),
         Rule(
@@ -143,7 +143,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         ),
         Rule(
             {"parallel.overlap_shared_experts": True, "parallel.expert_dispatcher": other_than("alltoall")},
-            "only this dispatcher computes them in between",
+            "only this dispatcher can overlap them",
             "parallel.overlap_shared_experts=false, or parallel.expert_dispatcher=alltoall",
         ),
     )

@@ -31,22 +31,22 @@ class ModelConfig(CheckedSettings, section="model"):
         encoder: audio or image encoder in front of the text model, as JSON: `model_type`, the id of the placeholder
             token, and the encoder's part of config.json (qwen2_audio, qwen3_omni_moe_thinker, llava, qwen2_5_vl,
             qwen3_vl and qwen3_vl_moe). Null for a text model; set by init_from.
-        train_encoder: train the encoder and its projector too; otherwise they stay as they are.
+        train_encoder: also train the encoder and its projector, which are frozen otherwise.
         num_layers: number of layers.
-        layer_pattern: a letter per layer of a hybrid model; null for other families. With nemotron_h a layer has that
-            part alone: `M` (Mamba-2), `*` (attention), `-` (MLP) or `E` (experts). With the gated delta rule it is `D`
-            or `*` (attention), and each layer has an MLP or experts too.
+        layer_pattern: one letter per layer of a hybrid model; null for other families. In nemotron_h, a layer is only
+            `M` (Mamba-2), `*` (attention), `-` (MLP) or `E` (experts). In other families, a layer is `D` (gated
+            delta rule) or `*` (attention), followed by an MLP or experts.
         scan_num_heads, scan_head_dim: number and size of the heads of a layer with a scan (Mamba-2), or of its value
             heads (gated delta rule); 0 for other families.
-        scan_state_dim: size of the state of each number of a head (of a key head).
-        scan_num_groups: groups of heads that share the input and output matrices of the state (key heads).
+        scan_state_dim: size of the state per channel of a head (Mamba-2), or size of a key head (gated delta rule).
+        scan_num_groups: number of groups of heads with the same input and output matrices, or number of key heads.
         hidden_size: size of the hidden states.
         ffn_hidden_size: inner size of the MLP.
         num_attention_heads: number of query heads.
         num_query_groups: number of key and value heads.
         head_dim: size of an attention head; null uses hidden_size / num_attention_heads.
         max_sequence_length: maximum sequence length of the positional encoding, in tokens.
-        vocab_size: size of the vocabulary, rounded up to a multiple of 128; null uses that of the tokenizer.
+        vocab_size: size of the vocabulary, rounded up to a multiple of 128; null uses the tokenizer's.
         tie_embeddings: share one matrix between the input embedding and the output layer.
         rotary_base: base of the rotary embedding.
         rope_scaling: scaling of the rotary embedding: none, llama3, linear or yarn.
@@ -61,8 +61,8 @@ class ModelConfig(CheckedSettings, section="model"):
         v_head_dim: size of each value head, with latent attention.
         sliding_window: attention window in tokens, including the token itself, of every other layer, starting with the
             first (gpt_oss); null for other families.
-        qk_norm: normalize the queries and keys of each head. Null uses the default of the family. Models of glm4_moe
-            differ: GLM-4.5 has these norms and GLM-4.5-Air does not.
+        qk_norm: normalize the queries and keys of each head. Null uses the default of the family, but models of
+            glm4_moe differ: GLM-4.5 has these norms and GLM-4.5-Air does not.
         norm_epsilon: epsilon of the RMS norms.
         init_std: standard deviation of the initial weights.
         dtype: float32, or bfloat16 with float32 master weights and gradients. `auto` selects bfloat16 on GPUs and
@@ -83,10 +83,10 @@ class ModelConfig(CheckedSettings, section="model"):
         fuse_cross_entropy: use a fused cross-entropy kernel, in bfloat16; `auto` (on GPUs), `on` or `off`.
         fuse_weight_gradient: accumulate each weight gradient in its matrix product. Requires Apex's extension; `auto`
             (on GPUs that have it), `on` or `off`.
-        fuse_permutation: sort tokens by expert with Transformer Engine's kernels, for which the host does not wait;
+        fuse_permutation: sort tokens by expert with Transformer Engine's kernels, so that the host does not wait;
             `auto` (on GPUs that have it), `on` or `off`.
         seed: seed of the initial weights.
-        lora_rank: rank of the LoRA adapters, in which case only the adapters are trained; 0 trains all weights.
+        lora_rank: rank of the LoRA adapters, which are trained instead of the weights; 0 trains all weights.
         lora_alpha: scale of LoRA; the output of an adapter is multiplied by lora_alpha / lora_rank.
         lora_targets: linear layers with an adapter: linear_qkv (all projections of queries, keys and values, and the
             input projection of a layer with a scan), linear_proj (also its output projection), and linear_fc1 and
@@ -94,8 +94,8 @@ class ModelConfig(CheckedSettings, section="model"):
         num_experts: number of routed experts per layer; 0 for a dense model.
         experts_per_token: number of experts that each token is routed to.
         expert_ffn_hidden_size: inner size of one expert; null uses ffn_hidden_size.
-        expert_latent_size: size of the vectors that routed experts read and write, with a projection of the hidden
-            states before them and one after them; 0 for hidden_size.
+        expert_latent_size: size to which hidden states are projected before the routed experts, and from which the
+            outputs are projected back; 0 for no projection.
         shared_ffn_hidden_size: total inner size of the shared experts of a layer; 0 for none.
         dense_layers: number of leading layers with a dense MLP of ffn_hidden_size instead of experts.
         router_score: softmax or sigmoid of the router's logits, always computed in float32.

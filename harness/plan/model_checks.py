@@ -47,7 +47,7 @@ RULES = (
     ),
     Rule(
         {"model.aux_loss_scope": "sequence", "model.recompute_modules": includes("moe")},
-        "routers that are computed again do not see the sequences of their row",
+        "recomputed routers do not know the sequences of their row",
         "model.recompute=full, or model.aux_loss_scope=row",
     ),
     Rule(
@@ -61,12 +61,12 @@ RULES = (
         "model.router_normalize=false",
     ),
     Rule({**_MEDIA, **_MTP}, "MTP layers do not read media", "model.mtp_layers=0"),
-    Rule({**_MEDIA, **_HYBRID}, "hybrid models are trained on text alone", "model.encoder=null"),
+    Rule({**_MEDIA, **_HYBRID}, "hybrid models support only text", "model.encoder=null"),
     Rule({**_MEDIA, "model.fp8": other_than("off")}, "FP8 is not supported with an encoder", "model.fp8=off"),
-    Rule({"model.encoder": NOT_SET, "model.train_encoder": True}, "the model has none", "model.train_encoder=false"),
+    Rule({"model.encoder": NOT_SET, "model.train_encoder": True}, "there is no encoder", "model.train_encoder=false"),
     Rule(
         {"model.train_encoder": True, "model.lora_rank": SET},
-        "LoRA trains adapters of the text model alone",
+        "LoRA trains only adapters of the text model",
         "model.train_encoder=false, or model.lora_rank=0",
     ),
     Rule({**_MTP, "model.lora_rank": SET}, "LoRA does not support MTP layers", "model.mtp_layers=0"),
@@ -78,7 +78,7 @@ RULES = (
     ),
     Rule(
         {"model.recompute_layers": SET, "model.recompute": other_than("full")},
-        "it is the number of layers that are recomputed as a whole",
+        "this number applies only if whole layers are recomputed",
         "model.recompute=full, or model.recompute_layers=null",
     ),
     Rule({**_MTP, "model.tie_embeddings": True}, "MTP layers do not support tied embeddings", "model.mtp_layers=0"),
@@ -102,7 +102,7 @@ LAYOUT_RULES = tuple(
             ("layer_pattern", SET, "CUDA graphs do not support hybrid models"),
         ),
         "overlap_shared_experts": (
-            ("recompute_modules", includes("moe", "shared_experts"), "shared experts are computed part by part"),
+            ("recompute_modules", includes("moe", "shared_experts"), "overlapped shared experts cannot be recomputed"),
             ("shared_ffn_hidden_size", 0, "the model has no shared experts"),
             ("lora_rank", SET, "adapters of shared experts exchange tokens themselves"),
             ("expert_latent_size", SET, "Megatron-Core does not support it with experts of another size"),

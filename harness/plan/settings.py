@@ -154,9 +154,9 @@ class TrainerConfig(CheckedSettings, section="trainer"):
             building indices, loading weights.
         drift_interval: steps between comparisons of the parameters that are replicated on several ranks. A run whose
             replicas differ ends with an error. The last step is always compared; 0 disables the comparison.
-        collect_interval: steps, and batches of validations, between collections of Python's garbage on all ranks at
-            once. The first takes about 0.1 s, later ones 1 ms. 0 leaves the times to Python, which differ between
-            ranks, so that all ranks wait for each collection.
+        collect_interval: number of steps, or of validation batches, after which all ranks collect Python's garbage at
+            the same time. The first collection takes about 0.1 s, later ones 1 ms. With 0, every rank collects at
+            other times, and all ranks wait for each collection.
         record_digests: write digests of the data of every step into the run's folder (`harness.train.digests`).
         record_batches: also write the data itself: 28 bytes per token before compression. Intended for small runs.
         trackers: experiment trackers, any of tensorboard, wandb and mlflow; `metrics.jsonl` is always written. Trackers
@@ -241,7 +241,7 @@ OF_DISTRIBUTED = tuple(
     Rule(
         {**choice, **other},
         "Megatron-Core supports it only with the distributed optimizer and a bfloat16 model",
-        f"parallel.distributed_optimizer=true and model.dtype=bfloat16, or leave {next(iter(choice))} out",
+        f"parallel.distributed_optimizer=true and model.dtype=bfloat16, or omit {next(iter(choice))}",
     )
     for choice in ({"optimizer.moments_dtype": "bfloat16"}, {"optimizer.offload": SET})
     for other in ({"parallel.distributed_optimizer": False}, {"model.dtype": other_than("bfloat16")})
@@ -410,7 +410,7 @@ _SHARED = tuple(
         (
             "parallel.cuda_graphs",
             True,
-            "the exchanges of a captured row are those of one group of ranks",
+            "a captured graph communicates within one fixed group of ranks",
             "parallel.cuda_graphs=false, or schedule=cost_balanced",
         ),
         *(
@@ -418,7 +418,7 @@ _SHARED = tuple(
             for name in ("data.live.path", "data.live.blend")
         ),
         *(
-            (name, value, "no test has trained rows that ranks share with it", f"{name}={usual}")
+            (name, value, "no test covers it with rows that ranks share", f"{name}={usual}")
             for name, value, usual in (
                 ("model.fp8", other_than("off"), "off"),
                 ("parallel.expert_dispatcher", other_than("alltoall"), "alltoall"),

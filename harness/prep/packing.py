@@ -56,7 +56,7 @@ class PackingConfig(CheckedSettings, section="data"):
         drop_duplicates: drop conversations that equal an earlier one, by a 64-bit hash.
         num_workers: number of tokenization processes. 0 uses the main process with the threads of the tokenizers
             library; -1 starts one process per core if the source is large enough to benefit.
-        overwrite: replace a dataset that was prepared with other settings or other files of media.
+        overwrite: replace a dataset that was prepared with other settings or other media files.
     """
 
     path: str = "data/pydoc"

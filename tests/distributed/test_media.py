@@ -361,9 +361,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"encoder": "{}"}, "not the config.json of an encoder"),
     ({"encoder": json.dumps(DROPPED)}, "its dropout 0.1 and layerdrop 0.2 is not supported"),
     ({"family": "llama"}, "text models of qwen2_audio are of the family qwen2"),
-    ({"train_encoder": True, "lora_rank": 4}, "adapters of the text model alone"),
+    ({"train_encoder": True, "lora_rank": 4}, "only adapters of the text model"),
     ({"fp8": "blockwise"}, "FP8 is not supported with an encoder"),
-    ({"encoder": None, "train_encoder": True}, "the model has none"),
+    ({"encoder": None, "train_encoder": True}, "there is no encoder"),
 ]
 
 

@@ -18,7 +18,7 @@ FAMILIES: dict[str, Family] = {
     if isinstance(family, Family)
 }
 
-_HYBRID = "layers with a recurrent state (Mamba, gated delta rule), which must not leak over packed conversations"
+_HYBRID = "layers with a recurrent state in other arrangements than in nemotron_h and qwen3_next"
 # By `model_type`: what a model of that family needs that is not built.
 MISSING = {
     **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2"), _HYBRID),

@@ -21,18 +21,18 @@ from harness.conformance import Layout, NotSupported
 
 NOTES: dict[str, str] = {
     "resume-on-one-rank": (
-        "skip_first_batches skips the batches that the user counted, of the new number of ranks, and the saved random "
-        "state is that of a rank; another number of ranks draws and divides other batches."
+        "skip_first_batches skips a number of batches, whose size depends on the number of ranks, and the saved random "
+        "state belongs to one rank; with another number of ranks, other batches are drawn and divided."
     ),
     "resume-within-an-epoch": (
-        "The guide to checkpoints: load_state, then skip_first_batches. With the default sampler the generator is "
-        "restored as it was when the checkpoint was written, so that batches of another permutation are skipped "
+        "As in the guide to checkpoints: load_state, then skip_first_batches. With the default sampler, the generator "
+        "is restored to its state at the checkpoint, so that batches of another permutation are skipped "
         "(huggingface/accelerate#4233). DataLoaderConfiguration(use_seedable_sampler=True) passes."
     ),
     "resume-with-workers": "The same as resume-within-an-epoch.",
     "damaged-checkpoint-is-refused": (
-        "optimizer.bin is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
-        "has; no other checksum is written."
+        "optimizer.bin is read by torch.load; PyTorch is built without checks of the file's CRCs, and "
+        "no other checksum is written."
     ),
     "epoch-is-complete-on-ranks": (
         "Documented: `even_batches` of DataLoaderConfiguration (default True) repeats samples from the start of "

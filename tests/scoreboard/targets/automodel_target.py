@@ -31,8 +31,8 @@ from harness.conformance import Layout, NotSupported
 
 NOTES: dict[str, str] = {
     "epoch-is-complete-on-ranks": (
-        "ParallelAwareDataloader (datasets/loader.py) makes its sampler with drop_last=True, which leaves out what "
-        "ranks do not divide evenly; the setting `drop_last` of the loader is about batches and does not reach it."
+        "ParallelAwareDataloader (datasets/loader.py) creates its sampler with drop_last=True, which omits what "
+        "ranks cannot divide evenly; the setting `drop_last` of the loader affects only batches."
     ),
     "long-conversation-is-kept": (
         "Documented: `drop_long_samples` of NeatPackingConfig, True by default in this recipe, drops what is longer "
@@ -43,7 +43,7 @@ NOTES: dict[str, str] = {
         "(Checkpointer.load_on_dp_ranks) with any number of ranks. NVIDIA-NeMo/Automodel#533 reports it."
     ),
     "damaged-checkpoint-is-refused": (
-        "DCP reads tensors by torch.load, which PyTorch builds without the check of the CRCs that the file has; no "
+        "DCP reads tensors by torch.load; PyTorch is built without checks of the file's CRCs, and no "
         "other checksum is written."
     ),
 }

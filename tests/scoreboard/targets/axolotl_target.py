@@ -33,18 +33,18 @@ NOTES: dict[str, str] = {
         "(utils.data.utils.handle_long_seq_in_dataset); `truncate` cuts it and `raise` refuses it."
     ),
     "labels-at-boundaries": (
-        "V2BatchSamplerDataCollatorForSeq2Seq joins labels as they are, so that the first token of a conversation "
-        "is predicted from the one before if its label is given, as in pre-tokenized data and completions."
+        "V2BatchSamplerDataCollatorForSeq2Seq joins labels unchanged, so that the first token of a conversation is "
+        "predicted from the previous one if it has a label, as in pre-tokenized data and completions."
     ),
     "token-mean-over-microbatches": (
         "AxolotlTrainer.__init__ sets model_accepts_loss_kwargs to False unless the forward of the inner model "
-        "(model.base_model, LlamaModel here) has a parameter num_items_in_batch, which none has; each microbatch "
+        "(model.base_model, LlamaModel here) has a parameter num_items_in_batch, which no model has; each microbatch "
         "is then divided by its own tokens. axolotl-ai-cloud/axolotl#3982 reports it."
     ),
     "token-mean-over-packed-rows": "The same as token-mean-over-microbatches.",
     "token-mean-over-ranks": "The same as token-mean-over-microbatches: each rank divides by its own tokens.",
     "epoch-is-complete-on-ranks": (
-        "Documented: accelerate's `even_batches` (default True, and switched off with `sample_packing` alone) "
+        "Documented: accelerate's `even_batches` (default True, and disabled only with `sample_packing`) "
         "repeats samples from the start of the data until all ranks have equally many."
     ),
 }

@@ -17,16 +17,16 @@ from harness.conformance import Layout, NotSupported
 # Of every target here, beside its own.
 NOTES: dict[str, str] = {
     "resume-on-one-rank": (
-        "The position is global_step, a number of steps; the Trainer skips as many batches of the new number of ranks "
-        "(steps_trained_in_current_epoch, skip_first_batches), which are fewer conversations."
+        "The position is global_step, a number of steps. With fewer ranks, the Trainer skips as many batches "
+        "(steps_trained_in_current_epoch, skip_first_batches), which contain fewer conversations."
     ),
     "damaged-checkpoint-is-refused": (
-        "optimizer.pt is read by torch.load, which PyTorch builds without the check of the CRCs that the file "
-        "has; no other checksum is written."
+        "optimizer.pt is read by torch.load; PyTorch is built without checks of the file's CRCs, and "
+        "no other checksum is written."
     ),
     "evaluation-mean": (
-        "Trainer.evaluation_loop repeats the mean loss of each batch batch_size times and reports the mean of "
-        "these, so that a batch of few trained tokens weighs as much as one of many."
+        "Trainer.evaluation_loop repeats the mean loss of each batch batch_size times and reports their "
+        "mean, so a batch with few trained tokens weighs as much as one with many."
     ),
     "epoch-is-complete-on-ranks": (
         "Documented: `even_batches` of AcceleratorConfig (default True) repeats samples from the start of the "

@@ -30,13 +30,13 @@ from harness.conformance import NotSupported
 NOTES: dict[str, str] = {
     "long-conversation-is-kept": (
         "Documented: `cutoff_len`. Prompt and answer are cut to it in proportion (processor_utils.infer_seqlen), "
-        "so that the answer follows a prompt that stops in its middle, without a warning."
+        "so that the answer follows a truncated prompt, without a warning."
     ),
     "labels-at-boundaries": (
         "With `train_on_prompt` the label of the first token of each conversation is kept in a packed row "
-        "(PackedSupervisedDatasetProcessor joins labels as they are) and is predicted from the conversation "
-        "before. transformers 5.6, the newest that it accepts, also counts the first label of the row, which no "
-        "loss has."
+        "(PackedSupervisedDatasetProcessor joins labels unchanged) and is predicted from the previous "
+        "conversation. transformers 5.6, the newest that it accepts, also counts the first label of the row, for "
+        "which there is no loss."
     ),
     "assistant-alone-is-trained": (
         "The line break after each answer is trained too; it belongs to the template's answer."

@@ -56,24 +56,24 @@ from harness.megatron import compat
 
 NOTES: dict[str, str] = {
     "token-mean-over-packed-rows": (
-        "With `calculate_per_token_loss`; without it, as in its recipes for Llama, gradients are the mean of those of "
-        "microbatches."
+        "With `calculate_per_token_loss`; without it, as in its recipes for Llama, the gradients of microbatches are "
+        "averaged."
     ),
     "router-ignores-padding": (
-        "gpt_step.py passes no `padding_mask` to the model, and GPTSFTPackedDataset.collate_fn makes none, so that the "
-        "routers count the end of a row; NVIDIA-NeMo/Megatron-Bridge#5470, merged but not in 0.6.2, adds both."
+        "gpt_step.py passes no `padding_mask` to the model, and GPTSFTPackedDataset.collate_fn creates none, so the "
+        "routers count the padding of a row; NVIDIA-NeMo/Megatron-Bridge#5470, merged but not in 0.6.2, adds both."
     ),
     "long-conversation-is-kept": (
         "Documented in GPTSFTDataset (`max_seq_length`): examples that cannot be truncated are dropped; create_hist "
         "(packing/algorithms.py) warns with their number."
     ),
     "resume-on-one-rank": (
-        "With a number of steps for what is left: `num_epochs` counts the steps of an epoch by the new global batch, "
-        "with those done in the old one, and would begin another epoch."
+        "The check sets the number of remaining steps: `num_epochs` would count the steps of an epoch by the new "
+        "global batch and the finished ones by the old one, and begin another epoch."
     ),
     "damaged-checkpoint-is-refused": (
         "CheckpointConfig has `verify_integrity`, set here, but checkpointing.py does not pass it to Megatron-Core's "
-        "save and load; DCP reads tensors by torch.load, which PyTorch builds without the check of the file's CRCs."
+        "save and load; DCP reads tensors by torch.load, and PyTorch is built without checks of the file's CRCs."
     ),
 }
 _SUPPORTED = (

@@ -52,9 +52,9 @@ from harness.conformance import Layout, NotSupported
 
 NOTES: dict[str, str] = {
     "assistant-alone-is-trained": (
-        "Documented in SFTTokenizer.tokenize_conversation: the prompt format `default`, which alone writes the chat "
-        "template of the tokenizer, trains all tokens, for simplicity. `nemotron-nano-v2` and `nemotron-h-aligned` "
-        "train the assistant alone, with templates of their own."
+        "Documented in SFTTokenizer.tokenize_conversation: the prompt format `default`, the only one that uses the "
+        "tokenizer's chat template, trains all tokens, for simplicity. `nemotron-nano-v2` and `nemotron-h-aligned` "
+        "train only the assistant, with templates of their own."
     ),
     "stock-templates-are-masked": (
         "Documented: the prompt format `default` trains all tokens; see assistant-alone-is-trained."
@@ -64,35 +64,35 @@ NOTES: dict[str, str] = {
         "whose first token is not trained are not affected; the prompt formats `default` and `identity` train all."
     ),
     "epoch-is-complete": (
-        "It has no epochs. update_train_iters divides `--train-samples` by the global batch size and leaves the rest "
-        "out; with more samples, SFTDataset begins again with its first."
+        "There are no epochs. update_train_iters divides `--train-samples` by the global batch size and omits the "
+        "rest; with more samples, SFTDataset starts again from its first."
     ),
     "epoch-is-complete-unpacked": "`--train-samples` is rounded down to whole steps; see epoch-is-complete.",
     "epoch-is-complete-on-ranks": "`--train-samples` is rounded down to whole steps; see epoch-is-complete.",
     "long-conversation-is-kept": (
-        "SFTDataset.__getitem__ cuts the row at `--seq-length` and leaves out the conversations that follow in it, "
+        "SFTDataset.__getitem__ cuts the row at `--seq-length` and omits the conversations that follow in it, "
         "without a warning; a TODO there is to count them."
     ),
     "shuffle-follows-the-seed": (
-        "MegatronPretrainingRandomSampler, of `--dataloader-type cyclic`, shuffles with the number of the epoch as its "
-        "seed; `--seed` does not reach it."
+        "MegatronPretrainingRandomSampler, of `--dataloader-type cyclic`, uses the number of the epoch as the seed "
+        "of its shuffle, and ignores `--seed`."
     ),
     "resume-on-one-rank": (
         "By default MegatronPretrainingRandomSampler gives each rank a part of the data and shuffles within it, so "
         "that the order depends on the ranks. With `--no-data-sharding` it does not."
     ),
     "damaged-checkpoint-is-refused": (
-        "DCP reads tensors by torch.load, which PyTorch builds without the check of the CRCs that the file has; no "
+        "DCP reads tensors by torch.load; PyTorch is built without checks of the file's CRCs, and no "
         "other checksum is written."
     ),
     "evaluation-mean": (
         "Documented in a comment of `evaluate` in training.py: with `--sft` it is normalized over a microbatch instead "
-        "of the global batch, so that a row of few trained tokens weighs as much as one of many. "
+        "of the global batch, so that a row with few trained tokens weighs as much as one with many. "
         "NVIDIA/Megatron-LM#7207, which is open, sums tokens."
     ),
     "router-ignores-padding": (
-        "SFTDataset makes no padding mask and get_batch_on_this_tp_rank passes none, so that the padding of a row "
-        "counts in the balancing loss. GPTModel takes one, and with it the check passes."
+        "SFTDataset creates no padding mask and get_batch_on_this_tp_rank passes none, so the padding of a row "
+        "counts in the balancing loss. GPTModel accepts a mask, and with it the check passes."
     ),
 }
 _SUPPORTED = ("dp_size", "tp_size", "ep_size", "microbatches", "pack_size", "num_workers", "shuffle", "seed")

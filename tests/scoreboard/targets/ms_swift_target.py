@@ -22,8 +22,8 @@ gc.freeze()
 
 NOTES: dict[str, str] = {
     "epoch-is-complete-on-ranks": (
-        "BatchSamplerShard gives each rank len(dataset) // ranks samples, and draws its permutation of these "
-        "alone: the rest, here the last conversation, is not trained in any epoch."
+        "BatchSamplerShard gives each rank len(dataset) // ranks samples, and permutes only these: the rest, "
+        "here the last conversation, is not trained in any epoch."
     ),
     "assistant-alone-is-trained": (
         "The line break after each answer is trained too; it belongs to the template's answer."

@@ -44,27 +44,27 @@ NOTES: dict[str, str] = {
         "executed. A warning says that the last step was canceled."
     ),
     "epoch-is-complete-on-ranks": (
-        "Data repeats by default (`infinite` of ChatDataLoader.Config): a rank of fewer rows begins its next epoch in "
-        "the last steps. Documented: without it ranks might hang, as they then train different numbers of steps."
+        "Data repeats by default (`infinite` of ChatDataLoader.Config): a rank with fewer rows begins its next epoch "
+        "in the last steps. Documented: without it ranks might hang, as they then train different numbers of steps."
     ),
     "long-conversation-is-kept": (
         "Documented in ChatDataset._tokenize_sample: what exceeds `seq_len` is dropped, to avoid training on truncated "
         "responses; it is logged at level debug."
     ),
     "shuffle-ignores-workers": (
-        "ChatDataset does not ask which worker reads it (get_worker_info), so that each of `num_workers` reads all of "
-        "the data, and all of it is trained once per worker."
+        "ChatDataset does not divide the data among workers (get_worker_info), so each of `num_workers` workers reads "
+        "all data, which is trained once per worker."
     ),
     "shuffle-follows-the-seed": (
         "ChatDataset shuffles with seed 42, and 42 + epoch later (hf_datasets/text_datasets.py). No setting changes "
-        "it; debug.seed, the base seed used for training, does not reach it."
+        "this; debug.seed, the base seed used for training, does not affect it."
     ),
     "resume-with-workers": (
         "Both workers read all of the data, before and after the resume; see shuffle-ignores-workers."
     ),
     "padding-changes-nothing": "It always packs: the microbatch has two rows with padding, one of two conversations.",
     "damaged-checkpoint-is-refused": (
-        "DCP reads tensors by torch.load, which PyTorch builds without the check of the CRCs that the file has; no "
+        "DCP reads tensors by torch.load; PyTorch is built without checks of the file's CRCs, and no "
         "other checksum is written."
     ),
 }

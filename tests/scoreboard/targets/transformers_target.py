@@ -19,12 +19,12 @@ from harness.conformance import NotSupported
 NOTES: dict[str, str] = {
     "scan-boundaries": (
         "Linear attention takes boundaries from cu_seq_lens_q (modeling_qwen3_5.py), which DataCollatorWithFlattening "
-        "gives with return_flash_attn_kwargs=True alone, and not from the position_ids that attention finds them by. "
+        "provides only with return_flash_attn_kwargs=True, and not from position_ids, as attention does. "
         "With that argument, a CPU is refused (integrations/hub_kernels.py)."
     ),
     "packed-equals-unpacked": (
         "Rows are batches joined by DataCollatorWithFlattening. Its documentation says to make sure that "
-        "attention can handle it; sdpa finds the boundaries by position_ids "
+        "attention can handle it; sdpa derives the boundaries from position_ids "
         "(masking_utils.find_packed_sequence_indices)."
     ),
 }

@@ -13,11 +13,11 @@ from harness.conformance import NotSupported
 NOTES: dict[str, str] = {
     "long-conversation-is-kept": (
         "Documented: `packing_strategy` `bfd`, the default, truncates what is longer than `max_length` "
-        "(data_utils.pack_dataset); `bfd_split` splits it. Here the cut part has all trained tokens."
+        "(data_utils.pack_dataset); `bfd_split` splits it. Here, the part that is cut contains all trained tokens."
     ),
     "packed-equals-unpacked": (
-        "The documentation of `padding_free` asks for flash attention 2 or 3; sdpa of transformers finds the "
-        "boundaries by position_ids all the same."
+        "The documentation of `padding_free` asks for flash attention 2 or 3; sdpa of transformers also derives "
+        "the boundaries from position_ids."
     ),
 }
 

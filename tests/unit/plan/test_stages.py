@@ -69,7 +69,7 @@ def test_a_layout_that_no_pipeline_has_is_refused_by_stage(text, message) -> Non
 
 
 def test_a_layout_of_one_stage_and_more_chunks_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size is 1: one stage has all layers"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 1: a single stage contains all layers"):
         ParallelConfig(pipeline_layout="EttL")
     with pytest.raises(ConfigError, match="2 layers cannot be cut into 4 equal") as refused:
         ModelConfig(num_layers=2).check(ParallelConfig(pipeline_parallel_size=4))
