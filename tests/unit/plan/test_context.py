@@ -43,9 +43,9 @@ def test_chats_that_a_rank_holds_need_no_context_parallelism() -> None:
     ("settings", "message"),
     [
         (["parallel=cp2"], "context_parallel_size is 2: this schedule decides for each row"),
-        (["model.fp8=tensorwise"], "fp8 is tensorwise: no test has trained"),
+        (["model.fp8=tensorwise"], "fp8 is tensorwise: no test covers it"),
         (["model=qwen3_30b_a3b"], "aux_loss is 0.001, and model.aux_loss_scope is row: the tokens of a row"),
-        (["parallel.expert_dispatcher=allgather"], "dispatcher is allgather: no test has trained"),
+        (["parallel.expert_dispatcher=allgather"], "dispatcher is allgather: no test covers it"),
         (["data.live.path=chunks"], "sequences that are still being generated"),
         (["schedule.max_tokens_per_rank=4095"], "4,095, and ranks that share a sequence"),
         (["model.dtype=float32", "model.attention=transformer_engine"], "does not support float32 attention"),

@@ -99,7 +99,7 @@ MODELS = [
     # Many experts, and small ones: the router keeps most.
     {**MANY, "experts_per_token": 2},
     {**MANY, "router_normalize": False, "z_loss": 0.01},
-    {**MANY, "family": "glm4_moe", "router_score": "sigmoid", "expert_bias": True, "tie_embeddings": False},
+    {**MANY, "family": "glm4_moe", "router_score": "sigmoid", "qk_norm": True, "tie_embeddings": False},
     {**MANY, "num_experts": 8, "experts_per_token": 2, "lora_rank": 16},
     {"family": "gpt_oss", "num_experts": 8, "sliding_window": 600, "dtype": "bfloat16"},
     {**LATENT, "q_lora_rank": 40, "dtype": "bfloat16", "num_experts": 8, "expert_ffn_hidden_size": 48},
