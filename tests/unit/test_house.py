@@ -48,7 +48,7 @@ LINES = {
     "harness/integrations": 2_855,
     "harness/launch": 2_314,
     "harness/loader": 4_615,
-    "harness/megatron": 10_548,
+    "harness/megatron": 10_550,
     "harness/parity": 2_549,
     "harness/plan": 5_618,
     "harness/prep": 10_931,
@@ -57,7 +57,7 @@ LINES = {
     "harness/storage": 2_635,
     "harness/train": 2_596,
     "recipes": 495,
-    "tests": 59_800,
+    "tests": 59_801,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_397
+MOST_LINES_IN_ALL = 62_399
 
 
 def tree(path: Path) -> ast.Module:

@@ -70,6 +70,7 @@ def test_a_gpu_without_kernels_and_a_cpu_with_them_scan_in_pytorch(packages) -> 
         ({"mamba_ssm": "2.2.2", "causal_conv1d": "1.5.0"}, "mamba_ssm >= 2.2.4 is required"),
         ({"mamba_ssm": "2.2.4", "causal_conv1d": "1.1.0"}, "causal_conv1d >= 1.4.0 is required"),
         ({"mamba_ssm": "2.2.4"}, "causal_conv1d >= 1.4.0 is required"),
+        ({"mamba_ssm": "2.2.5", "causal_conv1d": "1.5.0"}, "causal_conv1d >= 1.5.1 is required"),
     ],
 )
 def test_kernels_that_would_train_packed_rows_wrong_are_refused(packages, versions, message) -> None:
