@@ -31,9 +31,12 @@ from pip._vendor.packaging.utils import canonicalize_name
 
 # Never replaced, not even by --allow-upgrade.
 PROTECTED = ("torch", "transformer-engine", "triton", "flash-attn", "apex", "nvidia-", "cuda-", "pytorch-triton")
+# Source archives, compiled with PyTorch and nvcc of the base; and the variables without which their setup.py downloads
+# a wheel, of which no hash is known, and installs it instead.
+COMPILED = {"mamba-ssm": "MAMBA_FORCE_BUILD", "causal-conv1d": "CAUSAL_CONV1D_FORCE_BUILD"}
 HERE = Path(__file__).resolve().parent
 # Versions and hashes of what was installed here; the list of packages has them too.
-INSTALLED = "installed.txt"
+INSTALLED, INSTALLED_SOURCES = "installed.txt", "installed-sources.txt"
 CACHE = Path(tempfile.gettempdir()) / "harness-pip-cache"
 
 
@@ -171,6 +174,24 @@ def hashed_lines(entries: Iterable[dict[str, Any]], known: dict[str, list[str]])
     return lines
 
 
+def compile_sources(wanted: Iterable[Requirement], known: dict[str, list[str]]) -> None:
+    """Compile and install source archives at the versions that the project pins, by their hashes.
+
+    Their dependencies stay out: mamba-ssm pins packages that only layers of Mamba-3 import, and versions of Triton.
+    """
+    if not (pins := [f"{_name(requirement)}{requirement.specifier}" for requirement in wanted]):
+        return
+    if unknown := [pin for pin in pins if not known.get(pin)]:
+        sys.exit(f"install.py: hashes.txt has no hash of {', '.join(unknown)}\n  fix: run docker/lock.py")
+    os.environ |= dict.fromkeys(COMPILED.values(), "TRUE")
+    exact = HERE / INSTALLED_SOURCES
+    exact.write_text("".join(f"{pin} {' '.join(f'--hash=sha256:{one}' for one in known[pin])}\n" for pin in pins))
+    # Isolated builds would compile for another PyTorch than that of the base.
+    how = ("--no-deps", "--no-build-isolation", f"--no-binary={','.join(COMPILED)}", "--require-hashes")
+    if _pip(*how, "--requirement", str(exact)).returncode:
+        sys.exit("install.py: pip failed, see above: mamba-ssm and causal-conv1d require nvcc and PyTorch in the base")
+
+
 def install_dependencies(extras: list[str], allowed: set[str]) -> None:
     protected = sorted(name for name in allowed if name.startswith(PROTECTED))
     if protected:
@@ -185,15 +206,19 @@ def install_dependencies(extras: list[str], allowed: set[str]) -> None:
             + "\n  fix: choose another BASE_IMAGE, or list packages that may be replaced in ALLOW_UPGRADE"
         )
     print(f"install.py: {len(base)} packages are in the base image, to be added:", *map(str, missing), flush=True)
+    sources = [requirement for requirement in missing if _name(requirement) in COMPILED]
+    missing = [requirement for requirement in missing if requirement not in sources]
+    known = read_hashes(HERE / "hashes.txt")
     if missing:
         limits = [f"{name}=={version}" for name, version in sorted(base.items()) if name not in allowed]
         entries = resolve([*map(str, missing)], limits, own_pins(base, allowed, HERE / "constraints.txt"))
         exact = HERE / INSTALLED
-        exact.write_text("".join(f"{line}\n" for line in hashed_lines(entries, read_hashes(HERE / "hashes.txt"))))
+        exact.write_text("".join(f"{line}\n" for line in hashed_lines(entries, known)))
         # Without dependencies: all of them are in the file.
         if _pip("--no-deps", "--require-hashes", "--requirement", str(exact)).returncode:
             sys.exit("install.py: pip failed, see above")
-        shutil.rmtree(CACHE, ignore_errors=True)
+    compile_sources(sources, known)
+    shutil.rmtree(CACHE, ignore_errors=True)
     after = installed()
     changed = [
         f"{name} {version} -> {after.get(name, 'removed')}"
@@ -208,7 +233,7 @@ def write_sbom(path: Path) -> None:
     """Write all packages of this Python with versions, licenses and, where they were installed here, hashes."""
     command = [sys.executable, "-m", "pip", "inspect", "--quiet"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    hashes = read_hashes(HERE / INSTALLED)
+    hashes = {**read_hashes(HERE / INSTALLED), **read_hashes(HERE / INSTALLED_SOURCES)}
     components = []
     for package in found["installed"]:
         metadata = package["metadata"]

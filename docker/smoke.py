@@ -15,7 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-PACKAGES = ("torch", "megatron-core", "transformer-engine", "pyarrow", "hydra-core", "numpy", "megatron-sft-harness")
+PACKAGES = (
+    *("torch", "megatron-core", "transformer-engine", "pyarrow", "hydra-core", "numpy", "megatron-sft-harness"),
+    *("mamba-ssm", "causal-conv1d", "flash-linear-attention"),
+)
 MODULES = (
     "torch",
     "pyarrow",

@@ -258,8 +258,10 @@ def why_no_packed_scan(*, delta_rule: bool) -> str | None:
         known = all(accepts(getattr(import_module(module), name), "cu_seqlens") for module, name in names)
         version = utils.PkgVersion(getattr(import_module("fla"), "__version__", "0"))
         return None if known and version >= utils.PkgVersion("0.5.0") else "flash-linear-attention >= 0.5.0 is required"
-    if find_spec("causal_conv1d") is None or not utils.is_causal_conv1d_min_version("1.4.0"):
-        return "causal_conv1d >= 1.4.0 is required"
+    # Since 2.2.5, mamba-ssm takes the convolution from a module of later versions, and otherwise has none.
+    least = "1.5.1" if utils.is_mamba_min_version("2.2.5") else "1.4.0"
+    if find_spec("causal_conv1d") is None or not utils.is_causal_conv1d_min_version(least):
+        return f"causal_conv1d >= {least} is required"
     # Since 2.0 they know where sequences begin, but their gradients were wrong (mamba issue 352, pull request 537).
     return None if utils.is_mamba_min_version("2.2.4") else "mamba_ssm >= 2.2.4 is required"
 

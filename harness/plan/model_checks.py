@@ -29,6 +29,9 @@ _TP = "parallel.tensor_parallel_size"
 _OF_EXPERTS = ("expert", "shared_", "dense_layers", "router_", "aux_loss", "z_loss", "freeze_router", "grouped_gemm")
 _MTP, _HYBRID = {"model.mtp_layers": SET}, {"model.layer_pattern": SET}
 _MEDIA = {"model.encoder": SET}
+# Every released mamba-ssm (2.3.2 is the last) adds `chunk * chunk_size * stride_seqlen` to its pointers in 32 bits; x,
+# B, C and the steps are views of the projection, whose stride is all of it (state-spaces/mamba issue 1015).
+_OFFSETS = 2**31
 RULES = (
     Rule(
         {"model.kv_lora_rank": SET, "model.rope_scaling": other_than("none", "yarn")},
@@ -258,6 +261,24 @@ def _check_scan_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"{cp} context-parallel ranks cannot share {heads} heads in {groups} groups of a tensor-parallel rank",
             where="model.scan_num_heads, model.scan_num_groups, parallel.context_parallel_size",
             fix="a context_parallel_size that divides both",
+        )
+
+
+def scan_numbers(model: ModelConfig, tp: int, ranks: int) -> int:
+    """Return the numbers per token that Mamba-2 scans on each tensor-parallel rank, of `ranks` that share the row."""
+    heads, groups = model.scan_num_heads // (tp * ranks), max(1, model.scan_num_groups // (tp * ranks))
+    return 2 * (heads * model.scan_head_dim + groups * model.scan_state_dim) + heads
+
+
+def check_scan_offsets(tokens: int, numbers: int) -> None:
+    """Raise ConfigError if a row of so many tokens, each of so many numbers, is too long for Mamba-2's kernels."""
+    if tokens * numbers >= _OFFSETS:
+        raise ConfigError(
+            f"a rank would scan {tokens:,} tokens x {numbers:,} numbers = {tokens * numbers:,}, and mamba-ssm computes "
+            "wrong values from 2^31 on",
+            where="schedule.max_tokens_per_rank, parallel.tensor_parallel_size",
+            fix=f"rows of at most {(_OFFSETS - 1) // numbers:,} tokens over context-parallel ranks (lower "
+            "schedule.max_tokens_per_rank or the pack size), more tensor-parallel ranks, or trainer.deterministic=true",
         )
 
 

@@ -33,6 +33,7 @@ from harness.loader import CorpusConfig, DataConfig, LoaderConfig
 from harness.plan.hf_config import check_exported
 from harness.plan.layout import DTYPE_BYTES, ParallelConfig, fp8_rank_multiple, fp8_row_multiple
 from harness.plan.model import ModelConfig
+from harness.plan.model_checks import check_scan_offsets, scan_numbers
 from harness.printing import count_of
 from harness.schedule import DYNAMIC, ScheduleConfig
 from harness.thd import LOSS_AVERAGES, shared_multiple
@@ -382,6 +383,9 @@ class RunConfig(CheckedSettings, ABC):
         self.parallel.check(
             world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=self.max_tokens_per_rank
         )
+        if "M" in (self.model.layer_pattern or "") and self.trainer.device != "cpu" and not self.trainer.deterministic:
+            sizes = self.parallel.tensor_parallel_size, self.parallel.context_parallel_size
+            check_scan_offsets(self.max_tokens_per_row, scan_numbers(self.model, *sizes))
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError for everything that can be refused without data, layout included."""

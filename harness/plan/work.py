@@ -35,6 +35,7 @@ from harness.plan.memory import (
     layers_of_stage,
 )
 from harness.plan.model import ModelConfig
+from harness.plan.model_checks import scan_numbers
 from harness.records import Float64Array, Int64Array
 from harness.schedule import SequenceCost
 
@@ -195,9 +196,7 @@ def scan_ranks(model: ModelConfig, tp_size: int, *, on_gpu: bool) -> int:
     """
     heads, groups, ranks = model.scan_num_heads // tp_size, model.scan_num_groups // tp_size, 1
     while heads % (2 * ranks) == 0 and (groups % (2 * ranks) == 0 or 2 * ranks % groups == 0):
-        held = heads // (2 * ranks)
-        numbers = 2 * held * model.scan_head_dim + 2 * max(1, groups // (2 * ranks)) * model.scan_state_dim + held
-        if on_gpu and not model.has_delta_rule and numbers % 8:
+        if on_gpu and not model.has_delta_rule and scan_numbers(model, tp_size, 2 * ranks) % 8:
             break
         ranks *= 2
     return ranks

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import os
 import shutil
 import subprocess
+import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -39,6 +42,41 @@ def make_wheel(folder: Path, name: str, version: str, *needs: str) -> None:
     with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as wheel:
         for path, text in {**files, f"{info}/RECORD": record + f"{info}/RECORD,,\n"}.items():
             wheel.writestr(path, text)
+
+
+# What a build backend does of which `setup.py` downloads a wheel unless it is forced to compile.
+BACKEND = """
+import os
+import zipfile
+
+def build_wheel(folder, *_):
+    import torch
+
+    info, name = "mamba_ssm-2.3.dist-info", "mamba_ssm-2.3-py3-none-any.whl"
+    with zipfile.ZipFile(os.path.join(folder, name), "w") as wheel:
+        wheel.writestr("mamba_ssm.py", f"built = {torch.origin!r}, {os.environ.get('MAMBA_FORCE_BUILD')!r}")
+        needs = "Requires-Dist: torch>=2.99\\nRequires-Dist: tilelang==0.1.8\\n"
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\\nName: mamba-ssm\\nVersion: 2.3\\n{needs}")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return name
+"""
+
+
+def make_source(folder: Path) -> str:
+    """Write a source archive of mamba-ssm 2.3 that imports PyTorch when it is built; return its hash."""
+    files = {
+        "PKG-INFO": "Metadata-Version: 2.1\nName: mamba-ssm\nVersion: 2.3\n",
+        "pyproject.toml": '[build-system]\nrequires = ["ninja"]\nbuild-backend = "backend"\nbackend-path = ["."]\n',
+        "backend.py": BACKEND,
+    }
+    path = folder / "mamba_ssm-2.3.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in files.items():
+            member = tarfile.TarInfo(f"mamba_ssm-2.3/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 PROJECT = """
@@ -164,6 +202,73 @@ def test_an_archive_of_a_locked_version_must_have_its_hash(image: Image) -> None
     listed = {part["name"]: part for part in json.loads((image.folder / "sbom.json").read_text())["components"]}
     assert listed["reader"]["hashes"] == [{"alg": "SHA-256", "content": right}]
     assert listed["torch"]["version"] == "2.9.0a0+nv26.6"
+
+
+def test_kernels_are_compiled_with_the_torch_of_the_base_from_archives_with_their_hashes(image: Image) -> None:
+    right = make_source(image.folder / "wheels")
+    # The wheel of another place and another version.
+    make_wheel(image.folder / "wheels", "mamba-ssm", "2.3")
+    image.write("", PROJECT + 'scan = ["mamba-ssm==2.3", "plotter"]\n')
+    hashes = image.folder / "install" / "hashes.txt"
+    for given, message in (("", "hashes.txt has no hash of mamba-ssm==2.3"), ("0" * 64, "DO NOT MATCH THE HASHES")):
+        hashes.write_text(f"mamba-ssm==2.3 --hash=sha256:{given}\n" if given else "")
+        done = image.install("--extras", "scan")
+        assert done.returncode != 0
+        assert message in done.stderr
+        assert "mamba-ssm" not in image.versions()
+    hashes.write_text(f"mamba-ssm==2.3 --hash=sha256:{right}\n")
+    done = image.install("--extras", "scan")
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = subprocess.run([image.python, "-c", "import mamba_ssm; print(*mamba_ssm.built)"], capture_output=True)
+    assert built.stdout.decode().split() == ["2.9.0a0+nv26.6", "TRUE"]
+    versions = image.versions()
+    assert (versions["torch"], versions["plotter"]) == ("2.9.0a0+nv26.6", "3.0")
+    assert "tilelang" not in versions
+    assert image.install("--sbom", str(image.folder / "sbom.json")).returncode == 0
+    listed = {part["name"]: part for part in json.loads((image.folder / "sbom.json").read_text())["components"]}
+    assert listed["mamba-ssm"]["hashes"] == [{"alg": "SHA-256", "content": right}]
+
+
+def scan_lines() -> list[str]:
+    """Return the lines of hashes.txt of what the extra `scan` names, and of what these need besides the base."""
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["scan"]
+    names = {Requirement(line).name for line in extra} | {"fla-core"}
+    lines = [line for line in (DOCKER / "hashes.txt").read_text().splitlines() if line.partition("==")[0] in names]
+    assert len(lines) == len(names)
+    assert {pin for pin in extra if "==" in pin} <= {line.split()[0] for line in lines}
+    return lines
+
+
+def test_each_kernel_of_the_extra_is_pinned_and_has_its_hash() -> None:
+    assert all("--hash=sha256:" in line for line in scan_lines())
+
+
+@pytest.mark.install
+def test_the_index_has_the_kernels_with_the_locked_hashes_as_archives_with_cuda_sources(tmp_path) -> None:
+    (tmp_path / "exact.txt").write_text("\n".join(scan_lines()))
+    compiled = "mamba-ssm,causal-conv1d"
+    how = (
+        "--no-deps",
+        "--require-hashes",
+        "--no-build-isolation",
+        f"--no-binary={compiled}",
+        "--disable-pip-version-check",
+    )
+    # Without a compiler, only the names and the versions of the archives are asked for.
+    skip = {f"{name}_SKIP_CUDA_BUILD": "TRUE" for name in ("MAMBA", "CAUSAL_CONV1D")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *how, "--dest", tmp_path, "--requirement", tmp_path / "exact.txt"],
+        env={**os.environ, **skip},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    archives = sorted(tmp_path.glob("*.tar.gz"))
+    assert [path.name.rpartition("-")[0] for path in archives] == ["causal_conv1d", "mamba_ssm"]
+    for path in archives:
+        with tarfile.open(path) as archive:
+            assert any(name.endswith(".cu") for name in archive.getnames()), path
+    assert len([*tmp_path.glob("*.whl")]) == len(scan_lines()) - 2
 
 
 def test_the_locked_hashes_are_those_of_the_pinned_versions() -> None:

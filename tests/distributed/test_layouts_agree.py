@@ -235,7 +235,7 @@ def plant(module):
     ),
 }
 OF_MEDIA |= {f"features of the neighbor, {of}": OF_MEDIA["features of the neighbor"] for of in ("mrope", "deep")}
-# Faults of layers with a scan, on two ranks: sizes of the layout, the module, and the code.
+# Faults of layers with a scan, on two ranks or four stages: sizes of the layout, the module, and the code.
 OF_SCANS = {
     "state carried over a boundary": (
         {},
@@ -255,8 +255,9 @@ def plant(module):
     module.convolve = lambda x, *values: right(x, *values[:-1], module.document_lengths(x.shape, None))
 """,
     ),
-    "boundaries lost on a later stage": (
-        {"pipeline_parallel_size": 2},
+    # The third of four stages, which has a scan.
+    "seq_idx lost on a middle stage": (
+        {"pipeline_parallel_size": 4},
         "harness.megatron.compat",
         """
 def plant(module):
@@ -264,11 +265,52 @@ def plant(module):
 
     def lost(self, cp_size):
         bounds, owners, order = right(self, cp_size)
-        if module.torch.distributed.get_rank() == 0:
+        if module.torch.distributed.get_rank() != 2:
             return bounds, owners, order
         return bounds[[0, -1]], owners * 0, order
 
     module.PackedRow.scan_order = lost
+""",
+    ),
+    # Documents end to end, as if each had no padding, and all padding after the last one: it moves every boundary of a
+    # row in which documents are padded. After the last one alone, padding changes nothing that is trained.
+    "padding continues the last document": (
+        {"context_parallel_size": 2},
+        "harness.megatron.compat",
+        """
+def plant(module):
+    right, torch = module.PackedRow.scan_order, module.torch
+
+    def continued(self, cp_size):
+        _, owners, order = right(self, cp_size)
+        lengths = self.cu_seqlens_q.long().diff()
+        lengths = lengths[lengths > 0]
+        lengths[-1] += owners.numel() - lengths.sum()
+        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return bounds, torch.repeat_interleave(lengths).to(owners.dtype)[None], order
+
+    module.PackedRow.scan_order = continued
+""",
+    ),
+    # Ranks scan all tokens for some heads, so no state is handed on: it is as if the scan began anew in each slice.
+    "state not handed to the next CP rank": (
+        {"context_parallel_size": 2},
+        "harness.megatron.compat",
+        """
+def plant(module):
+    right, torch = module.PackedRow.scan_order, module.torch
+
+    def anew(self, cp_size):
+        bounds, owners, order = right(self, cp_size)
+        if order is None:
+            return bounds, owners, order
+        ranks = order // len(self.positions)
+        begins = torch.ones_like(ranks, dtype=torch.bool)
+        begins[1:] = (owners[0].diff() != 0) | (ranks.diff() != 0)
+        starts = torch.cat([begins.nonzero().flatten(), bounds[-1:]])
+        return starts, (begins.cumsum(0) - 1).to(owners.dtype)[None], order
+
+    module.PackedRow.scan_order = anew
 """,
     ),
     "tokens scanned in the order of attention": (
@@ -427,7 +469,8 @@ def test_rows_that_data_parallel_ranks_share_train_as_on_one_rank(tmp_path) -> N
 def test_a_fault_of_a_scan_is_seen(name, kind, tmp_path) -> None:
     sizes, *fault = OF_SCANS[name]
     parallel = ParallelConfig(static_rows=False, **sizes)
-    chosen = next(one for one in accepted([kind]) if one.ranks == 2 and one.config.parallel == parallel)
+    ranks = max(2, math.prod(sizes.values()))
+    chosen = next(one for one in accepted([kind]) if one.ranks == ranks and one.config.parallel == parallel)
     (wrong, *_) = differing(train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault)))
     assert re.search(r"loss|grad_norm", wrong), wrong
 

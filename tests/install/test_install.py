@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.samples.chat_models import save_nemotron3, save_qwen3, save_qwen3_5
+from tests.samples.chat_models import save_nemotron3, save_qwen3, save_qwen3_5, save_qwen3_next
 from tests.samples.live_streams import write_chats
 from tests.samples.stock_templates import TOOLS, call, result, turn
 
@@ -241,6 +241,10 @@ ROW_BY_ROW = (
             *(save_qwen3, SLOWLY, "<think>", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),
             marks=pytest.mark.nightly,
         ),
+        pytest.param(
+            *(save_qwen3_next, ROW_BY_ROW, "<think>", '{"name": "get_weather", "arguments": {"city": "Paris"}}'),
+            marks=pytest.mark.nightly,
+        ),
         # Its prompt opens the thought.
         (save_nemotron3, ROW_BY_ROW, "", "<function=get_weather><parameter=city>Paris</parameter></function>"),
         pytest.param(
@@ -248,7 +252,7 @@ ROW_BY_ROW = (
             marks=pytest.mark.nightly,
         ),
     ],
-    ids=["qwen3", "nemotron3", "qwen3_5"],
+    ids=["qwen3", "qwen3_next", "nemotron3", "qwen3_5"],
 )
 def test_the_first_hour_goes_from_chats_with_tools_to_a_model_that_thinks_calls_answers_and_stops(
     train, tmp_path, save, settings, opened, called

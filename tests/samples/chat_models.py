@@ -11,6 +11,9 @@ from harness.prep.tokenize.bpe import train_bpe
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 3, "Pack my box with five dozen liquor jugs. " * 3]
 VOCAB = 280
+# Sizes of layers with the gated delta rule, every second of a model.
+_DELTAS = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 4}
+_DELTAS |= {"linear_value_head_dim": 16, "full_attention_interval": 2}
 
 
 def save_chat_model(folder: Path, *, layers: int, positions: int, spread: float) -> Path:
@@ -48,9 +51,17 @@ def save_nemotron3(folder: Path, *, texts: list[str]) -> Path:
 
 def save_qwen3_5(folder: Path, *, texts: list[str]) -> Path:
     """Save the text model of a Qwen3.5 with its published template and a tokenizer of these texts."""
-    keys, values = {"linear_num_key_heads": 2, "linear_key_head_dim": 16}, {"linear_num_value_heads": 4}
-    sizes = {**keys, **values, "linear_value_head_dim": 16, "full_attention_interval": 2}
-    return _save(folder, "qwen3_5_think", "Qwen3_5Text", texts, num_hidden_layers=2, **sizes)
+    return _save(folder, "qwen3_5_think", "Qwen3_5Text", texts, num_hidden_layers=2, **_DELTAS)
+
+
+def save_qwen3_next(folder: Path, *, texts: list[str]) -> Path:
+    """Save a Qwen3-Next of two layers and a tokenizer of these texts; its template is that of Qwen3.
+
+    The published one of its thinking model opens the thought in the prompt, as that of Qwen3.5 does.
+    """
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    sizes = {**_DELTAS, **experts, "shared_expert_intermediate_size": 64}
+    return _save(folder, "qwen3", "Qwen3Next", texts, num_hidden_layers=2, **sizes)
 
 
 def _save(folder: Path, template: str, family: str, texts: list[str], **sizes: Any) -> Path:

@@ -27,6 +27,7 @@ from harness.megatron import compat
 from harness.megatron.compat import PackedRow
 from harness.megatron.model import delta_reference, mamba_reference
 from harness.plan.families.base import SCANS
+from harness.plan.model_checks import check_scan_offsets
 
 _mamba, _delta = compat.import_scans(mamba_reference)
 
@@ -57,6 +58,8 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
             gate, values, *of_groups, steps = torch.split(mixed, sizes, dim=-1)
             copied = (_copy_groups(piece, cp.ngroups_local_tp, cp.cp_size) for piece in of_groups)
             mixed = _gather_tokens([gate, values, *copied, steps], cp.cp_group, order)
+        if self._scan is not mamba_reference.mamba_split_conv1d_scan_combined:
+            check_scan_offsets(len(mixed), mixed.shape[-1])
         scanned = self._scan(
             mixed.transpose(0, 1).contiguous(),
             cp.get_conv1d_weight().squeeze(1),

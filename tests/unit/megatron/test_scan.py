@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from harness.megatron.job.runtime import join
 from harness.megatron.model import delta_reference, mamba_reference, scan
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.model.scan import choose_delta_rule, choose_scan
-from harness.plan import ModelConfig, ParallelConfig
+from harness.plan import ModelConfig, ParallelConfig, model_checks
 from harness.records import SequenceView
 from harness.thd import build_thd_batch, pad_row
 from tests.samples.warm_python import warm_python
@@ -69,6 +70,7 @@ def test_a_gpu_without_kernels_and_a_cpu_with_them_scan_in_pytorch(packages) -> 
         ({"mamba_ssm": "2.2.2", "causal_conv1d": "1.5.0"}, "mamba_ssm >= 2.2.4 is required"),
         ({"mamba_ssm": "2.2.4", "causal_conv1d": "1.1.0"}, "causal_conv1d >= 1.4.0 is required"),
         ({"mamba_ssm": "2.2.4"}, "causal_conv1d >= 1.4.0 is required"),
+        ({"mamba_ssm": "2.2.5", "causal_conv1d": "1.5.0"}, "causal_conv1d >= 1.5.1 is required"),
     ],
 )
 def test_kernels_that_would_train_packed_rows_wrong_are_refused(packages, versions, message) -> None:
@@ -77,6 +79,27 @@ def test_kernels_that_would_train_packed_rows_wrong_are_refused(packages, versio
         choose_scan(GPU, 768)
     assert message in refused.value.what
     assert refused.value.fix.startswith(f"install {message.removesuffix(' is required')}, or")
+
+
+def test_a_row_whose_offsets_have_more_than_32_bits_is_refused_by_the_layer_that_would_scan_it(monkeypatch) -> None:
+    model = ModelConfig(
+        family="nemotron_h", layer_pattern="M", num_layers=1, hidden_size=64, num_attention_heads=4,
+        scan_num_heads=8, scan_head_dim=8, scan_state_dim=16, scan_num_groups=2, tie_embeddings=False,
+    )  # fmt: skip
+    cpu = torch.device("cpu")
+    row = to_device(pad_row(build_thd_batch([SequenceView(np.arange(20), np.ones(20, np.uint8))]), 32), cpu)
+    numbers = 32 * (2 * 8 * 8 + 2 * 2 * 16 + 8)
+    with runtime.start("cpu"):
+        join(ParallelConfig(), 1)
+        (plain,) = build_chunks(model, ParallelConfig(), vocab_size=300, device=cpu)
+        monkeypatch.setattr(scan, "choose_scan", lambda *given: partial(REFERENCE))
+        (kernel,) = build_chunks(model, ParallelConfig(), vocab_size=300, device=cpu)
+        monkeypatch.setattr(model_checks, "_OFFSETS", numbers + 1)
+        run_row(kernel, row)
+        monkeypatch.setattr(model_checks, "_OFFSETS", numbers)
+        run_row(plain, row)
+        with pytest.raises(ConfigError, match="scan 32 tokens x 200 numbers = 6,400, and mamba-ssm"):
+            run_row(kernel, row)
 
 
 @pytest.mark.parametrize(

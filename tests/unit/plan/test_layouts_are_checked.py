@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from harness.errors import ConfigError
@@ -10,6 +12,7 @@ from harness.plan.layout import ParallelConfig, padded_vocab_size
 from harness.plan.model import ModelConfig
 from harness.plan.settings import PretrainConfig, SftConfig, TrainerConfig
 from harness.plan.work import sequence_cost
+from harness.schedule import ScheduleConfig
 
 OVERLAPS = {
     "tensor_parallel_size": 2,
@@ -315,3 +318,34 @@ def test_ranks_that_share_a_sequence_have_whole_heads_and_groups_of_scans(
         ranks,
         ranks_on_a_gpu,
     ]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "numbers", "row"),
+    [
+        # Nemotron 3 Ultra, of which state-spaces/mamba issue 1015 has measured wrong values.
+        ({}, 35_072, 61_230),
+        ({"tensor_parallel_size": 2}, 17_536, 122_461),
+        # A rank scans all tokens of a row for its share of the heads; ranks that outnumber the groups have one each.
+        ({"context_parallel_size": 4}, 8_768, 244_922),
+        ({"context_parallel_size": 16}, 2_320, 925_639),
+    ],
+)
+def test_rows_that_the_kernels_of_a_scan_would_compute_wrong_are_refused(parallel, numbers, row) -> None:
+    sizes = {"scan_num_heads": 256, "scan_head_dim": 64, "scan_num_groups": 8, "scan_state_dim": 128}
+    model = ModelConfig(family="nemotron_h", layer_pattern="M*-M", num_attention_heads=16, num_query_groups=16, **sizes)
+    layout = ParallelConfig(**parallel)
+    each = layout.pad_to_multiple
+    most = row // layout.context_parallel_size // each * each
+
+    def check(tokens: int, **trainer: Any) -> None:
+        of_run = {"model": model, "parallel": layout, "trainer": TrainerConfig(**trainer)}
+        SftConfig(**of_run, schedule=ScheduleConfig(max_tokens_per_rank=tokens)).check_layout(layout.model_ranks)
+
+    check(most)
+    with pytest.raises(ConfigError, match=rf"tokens x {numbers:,} numbers = 2,\d+,\d+,\d+, and mamba-ssm") as refused:
+        check(most + each)
+    assert refused.value.fix.startswith(f"rows of at most {row:,} tokens over context-parallel ranks")
+    # They scan in PyTorch.
+    check(most + each, device="cpu")
+    check(most + each, deterministic=True)
