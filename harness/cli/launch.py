@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from harness.plan import RunConfig
     from harness.plan.catalog import ModelReport
     from harness.plan.run_plan import RunPlan
-    from harness.plan.search import Candidate, LayoutSearch
+    from harness.plan.search import LayoutSearch
 
 launch_app = typer.Typer()
 # Of a search for settings that name no data; layouts compare alike for any number.
@@ -184,11 +184,7 @@ def plan(
         "expert_load": settings.expert_load,
     }
     if searches:
-        found = search_layouts(config, gpu_bytes=gpu_bytes, **inputs)
-        _print_layouts(found, settings, gpu_bytes, assumes_data)
-        if not found.fitting and gpu_bytes is not None:
-            _suggest(found.smallest.config, found.smallest.plan.ranks, gpu_bytes, settings.mfu, inputs, found.smallest)
-            raise typer.Exit(1)
+        _print_layouts(search_layouts(config, gpu_bytes=gpu_bytes, **inputs), settings, gpu_bytes, assumes_data, inputs)
         return
     planned = plan_run(config, mfu=settings.mfu, places=settings.waves is not None, **inputs)
     file_system = _scaled(settings.file_system_gb_s, 1e9)
@@ -202,37 +198,36 @@ def plan(
     raise typer.Exit(0 if fits else 1)
 
 
-def _suggest(
-    config: RunConfig,
-    ranks: int,
-    gpu_bytes: float,
-    mfu: float | None,
-    inputs: dict[str, Any],
-    smallest: Candidate | None = None,
-) -> None:
-    """Print settings with which a run that does not fit does: savings, adapters, and the fastest layout.
+def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any]) -> None:
+    """Print settings with which a run that does not fit does: savings, adapters, and the fastest layout."""
+    from harness.plan.search import search_layouts
 
-    After a search, that of the smallest layout, which has been tried.
-    """
+    lines = _savings(config, ranks, gpu_bytes, mfu, inputs)
+    with suppress(ConfigError):  # of data that is not here
+        divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
+        found = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting
+        lines += [shlex.join(one.overrides) for one in found[:1]]
+    _print_suggestions(lines)
+
+
+def _savings(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any]) -> list[str]:
     from harness.plan.run_plan import plan_run
-    from harness.plan.search import search_layouts, suggest_settings
+    from harness.plan.search import suggest_settings
 
     print_line("searching for settings and layouts that fit ...", file=sys.stderr)
-    lines = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
-    if smallest is not None:
-        lines = [f"{shlex.join(smallest.overrides)} {line}" for line in lines]
-    else:
-        with suppress(ConfigError):  # of data that is not here
-            divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
-            found = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting
-            lines += [shlex.join(one.overrides) for one in found[:1]]
+    return suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
+
+
+def _print_suggestions(lines: list[str]) -> None:
     for line in lines:
         print_line(f"it fits with: {line}")
     if not lines:
         print_line("no memory savings or layout fits these ranks: use more ranks, shorter rows or a smaller model")
 
 
-def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float | None, assumes_data: bool) -> None:
+def _print_layouts(
+    found: LayoutSearch, settings: PlanSettings, gpu_bytes: float | None, assumes_data: bool, inputs: dict[str, Any]
+) -> None:
     open_console(width=140).print(found.render(gpu_bytes=gpu_bytes, top=settings.top))
     if assumes_data:
         print_line(
@@ -243,7 +238,10 @@ def _print_layouts(found: LayoutSearch, settings: PlanSettings, gpu_bytes: float
         print_line(f"assumed: {note}")
     if not found.fitting and gpu_bytes is not None:
         print_text(found.explain_misfit(gpu_bytes))
-        return
+        one = found.smallest
+        lines = _savings(one.config, one.plan.ranks, gpu_bytes, settings.mfu, inputs)
+        _print_suggestions([f"{shlex.join(one.overrides)} {line}" for line in lines])
+        raise typer.Exit(1)
     print_line(f"the fastest: {shlex.join(found.fitting[0].overrides)}")
 
 
