@@ -226,10 +226,11 @@ def row_costs(
 
 
 def _ranks_of(schedule: Schedule) -> Int64Array:
-    """Return the ranks that share each sequence, int64 [sequences]."""
-    ranks = np.ones_like(schedule.order)
-    if schedule.shared_by is not None:
-        ranks[schedule.order] = np.repeat(schedule.shared_by, np.diff(schedule.row_offsets))
+    """Return the ranks that share each sequence, int64 [sequences], or [1] where none is shared."""
+    if schedule.shared_by is None:
+        return np.ones(1, np.int64)
+    ranks = np.empty_like(schedule.order)
+    ranks[schedule.order] = np.repeat(schedule.shared_by, np.diff(schedule.row_offsets))
     return ranks
 
 

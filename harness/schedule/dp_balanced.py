@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 import numpy as np
 
 from harness.records import Schedule
@@ -20,13 +18,14 @@ def place_dp_balanced(batch: GlobalBatch) -> Schedule:
     stops with "Not enough samples to move" where this one adds empty rows.
     """
     num_sequences = batch.lengths.shape[0]
-    ends: list[int] = np.cumsum(batch.lengths).tolist()
+    ends = np.cumsum(batch.lengths)
+    # The first sequence that a row does not hold, for rows that begin at each.
+    stops = np.searchsorted(ends, ends - batch.lengths + batch.max_tokens_per_row, side="right").data
     starts: list[int] = []
-    stop = used = 0
+    stop = 0
     while stop < num_sequences:
         starts.append(stop)
-        stop = bisect_right(ends, used + batch.max_tokens_per_row, lo=stop)
-        used = ends[stop - 1]
+        stop = stops[stop]
 
     counts = np.diff(starts, append=num_sequences).tolist()
     split: list[int] = []

@@ -303,12 +303,16 @@ def test_equal_rows_are_paired_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "position", "rows"),
-    [([9, 5, 1, 5], [0, 0, 0, 1], [[0, 2], [1, 3]]), ([2] * 8, [0] * 8, [[4, 5, 6, 7], [0, 1, 2, 3]])],
+    ("lengths", "costs", "position", "rows"),
+    [
+        ([9, 5, 1, 5], [9, 5, 1, 5], [0, 0, 0, 1], [[0, 2], [1, 3]]),
+        ([2] * 8, [2] * 8, [0] * 8, [[4, 5, 6, 7], [0, 1, 2, 3]]),
+        ([3, 2] * 4, [2] * 8, [0] * 8, [[4, 5, 6, 7], [0, 1, 2, 3]]),  # with media, shorter ones cost as much
+    ],
 )
-def test_rows_exchange_half_of_what_they_differ_by(lengths, position, rows) -> None:
+def test_rows_exchange_half_of_what_they_differ_by(lengths, costs, position, rows) -> None:
     batch = replace(batch_of(lengths, dp_size=2), max_tokens_per_row=20)
-    made = exchange_sequences(np.asarray(position), batch.costs(), batch, 1, np.inf, np.zeros(2))
+    made = exchange_sequences(np.asarray(position), np.asarray(costs, np.float64), batch, 1, np.inf, np.zeros(2))
     assert [made.row(0, rank).tolist() for rank in range(2)] == rows
 
 
@@ -320,9 +324,27 @@ def test_many_sequences_are_placed_several_at_a_time() -> None:
     assert np.bincount(row_of).tolist() == [267, 178, 178, 178]
 
 
+@pytest.mark.parametrize("lacking", [1, 2, 3, 5])
+def test_the_rows_that_lack_most_are_found_wherever_they_are(lacking: int) -> None:
+    places = np.arange(6000)
+    targets = np.where(places % lacking, 0.0, 6000.0 - places % 3000)  # each twice
+    batch = replace(batch_of([1] * 6000), max_tokens_per_row=6000)
+    made = fill_rows(batch, np.ones(6000), targets, places)
+    expected = []
+    while len(expected) < 6000:
+        chosen = np.argsort(-targets, kind="stable")[:375]
+        expected += chosen.tolist()
+        targets[chosen] -= 1
+    assert made is not None
+    assert made.tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("dp_size", "group_size", "digest"),
-    [(2, 1, "40187c0834c2fefd"), (8, 1, "35de1686c1aa1e29"), (8, 3, "e97a67e3270fddf6"), (64, 1, "f95e9f6b9d4d527d")],
+    [
+        *((2, 1, "40187c0834c2fefd"), (8, 1, "35de1686c1aa1e29"), (8, 3, "e97a67e3270fddf6")),
+        *((64, 1, "f95e9f6b9d4d527d"), (700, 1, "35eb4705ccc56c22"), (4200, 3, "3b68d7a99ac5cf68")),
+    ],
 )
 def test_the_placement_is_the_same_on_every_machine(dp_size: int, group_size: int, digest: str) -> None:
     """Ranks on other processors plan for themselves; equal rows stay in order for them all."""
