@@ -40,6 +40,7 @@ class Layout:
         seed: of everything random.
         learning_rate: of every step, without warm-up or decay; 0 leaves the weights as they are.
         router_loss: coefficient of the loss that balances experts; 0 for none.
+        mtp_loss: coefficient of the loss of the layer that predicts the token after the next; 0 leaves the layer out.
         lora_rank: train adapters of this rank on the attention's projections; 0 trains all weights.
     """
 
@@ -54,6 +55,7 @@ class Layout:
     seed: int = 1
     learning_rate: float = 0.0
     router_loss: float = 0.0
+    mtp_loss: float = 0.0
     lora_rank: int = 0
 
     def changed(self) -> list[str]:
@@ -79,7 +81,7 @@ class Target(Protocol):
 
         Args:
             model_folder: a Llama or a Mixtral of two layers in the files of Hugging Face, with a tokenizer and a chat
-                template.
+                template; for `mtp_loss`, the Llama has a third layer, in DeepSeek-V3's names.
             data: a file with one conversation per line, as JSON with `input_ids` and `labels`.
         """
         ...

@@ -13,7 +13,7 @@ from harness.conformance.kit import conversations, trained_pairs
 from tests.samples.warm_python import warm_python
 
 PLAIN = Path(__file__).parents[2] / "samples/plain_trainer.py"
-ALONE = [name for name, check in CHECKS.items() if check.ranks == 1 and name != "resume-on-one-rank"]
+ALONE = [name for name, check in CHECKS.items() if check.ranks == 1 and not check.after]
 TOGETHER = [name for name in CHECKS if name not in ALONE]
 
 
