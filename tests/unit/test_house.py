@@ -57,7 +57,7 @@ LINES = {
     "harness/storage": 2_635,
     "harness/train": 2_596,
     "recipes": 495,
-    "tests": 59_684,
+    "tests": 59_691,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_370
+MOST_LINES_IN_ALL = 62_479
 
 
 def tree(path: Path) -> ast.Module:

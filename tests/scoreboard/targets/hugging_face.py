@@ -33,7 +33,7 @@ NOTES: dict[str, str] = {
         "data until all ranks have equally many."
     ),
     "resume-on-more-ranks": (
-        "Documented: the rest is complete, and `even_batches` repeats the samples of one step; see "
+        "Documented: nothing is lost, and `even_batches` repeats samples in the last step; see "
         "epoch-is-complete-on-ranks."
     ),
 }
