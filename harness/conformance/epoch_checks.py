@@ -137,14 +137,16 @@ def resume_on_one_rank(kit: Kit) -> str:
     A job may resume with fewer nodes. A position that counts steps, or that each rank stores for itself, then refers to
     other data.
     """
-    kit.require("rows", "save", "load")
-    saved = sorted(kit.folder.parent.parent.glob(f"*/resume-on-ranks/{_TRAINED}"))
-    if not saved:
-        raise NotSupported("resume-on-ranks saved nothing")
-    data = _corpus()
-    kit.build(data, shuffle=True, microbatches=2)
-    kit.target.load(saved[-1].parent / "saved")
-    return _judge(data, [*json.loads(saved[-1].read_text()), *_flat([kit.target.rows(None)])])
+    return _continue_epoch(kit, "resume-on-ranks", microbatches=2)
+
+
+@check("pytorch/torchtitan#409", "NVIDIA-NeMo/Automodel#2730", ranks=2, after="resume-within-an-epoch")
+def resume_on_more_ranks(kit: Kit) -> str:
+    """Continue on two ranks what `resume-within-an-epoch` saved on one; the epoch must be trained exactly once in all.
+
+    A rank that was not there has no file of its own, and must neither be refused nor begin again.
+    """
+    return _continue_epoch(kit, "resume-within-an-epoch", microbatches=1)
 
 
 @check("huggingface/transformers#33336", "CodefyUI/CodefyUI#147")
@@ -245,6 +247,19 @@ def _judge_resume(kit: Kit, *, steps: int | None, **layout: Any) -> str:
     if joined != _order(whole):
         raise Failed(_first_difference(_order(whole), joined))
     return f"{len(joined[0])} steps as without an interruption"
+
+
+def _continue_epoch(kit: Kit, name: str, *, microbatches: int) -> str:
+    """Continue on other ranks what another check saved, and judge the whole epoch."""
+    kit.require("rows", "save", "load")
+    saved = sorted(kit.folder.parent.parent.glob(f"*/{name}/{_TRAINED}"))
+    if not saved:
+        raise NotSupported(f"{name} saved nothing")
+    data = _corpus()
+    kit.build(data, shuffle=True, microbatches=microbatches)
+    kit.target.load(saved[-1].parent / "saved")
+    rest = kit.gather(kit.target.rows(None))
+    return _judge(data, [*json.loads(saved[-1].read_text()), *_flat(rest)])
 
 
 def _order(ranks: list[list[list[Tokens]]]) -> list[list[list[list[tuple[int, int]]]]]:

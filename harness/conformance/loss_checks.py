@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -162,6 +163,48 @@ def router_ignores_padding(kit: Kit) -> str:
     if first[1] is None or abs(first[1] - plain[1]) <= NORM_TOLERANCE * plain[1]:
         raise NotSupported("the loss of the router changes no gradient that is reported")
     return kit.compare(second, (first[0], first[1]), {})
+
+
+@check("NVIDIA/Megatron-LM#6205", "NVIDIA/Megatron-LM#7278", "NVIDIA-NeMo/Megatron-Bridge#6103")
+def mtp_ignores_padding(kit: Kit) -> str:
+    """Train a layer that predicts the token after the next (MTP) on a packed row, and compare with one at a time.
+
+    Its tokens, labels and masks move by one once more. Where that move takes padding or another conversation for what
+    follows, or no mask comes along, it trains wrong tokens; the reported loss often leaves this layer out, and only
+    the gradients show it. A trainer may divide by the tokens that the layer trains, or by those of the model.
+    """
+    return _compare_further(kit, dp_size=1)
+
+
+@check("NVIDIA/Megatron-LM#6205", "NVIDIA/Megatron-LM#7278", ranks=2)
+def mtp_with_tensor_parallel_equals_one_rank(kit: Kit) -> str:
+    """Divide such a model (MTP) over two tensor-parallel ranks; loss and gradients must be those of one rank.
+
+    Sequence parallelism pads each conversation to a multiple of the ranks, so that a packed row has padding between
+    them, where labels must stop at the real end and places are counted by the padded one.
+    """
+    return _compare_further(kit, dp_size=1, tp_size=2)
+
+
+def _compare_further(kit: Kit, **sizes: int) -> str:
+    kit.use_model("further")
+    data, share = conversations((20, 35, 9, 28)), 0.5
+    # Where all is trained, what follows the end of a conversation in a row is trained too.
+    data[1::2] = [{**one, "labels": [-100, *one["input_ids"][1:]]} for one in data[1::2]]
+    got = kit.build(data, pack_size=_PACK, mtp_loss=share, **sizes)(data)
+    if got[1] is None:
+        raise NotSupported("no norm of gradients is reported, which alone shows what the layer trains")
+    accepted = kit.reference.step_further(data, share)
+    for figures in accepted:
+        with suppress(Failed):
+            return kit.compare(got, figures, {})
+    joined = {name: [value for one in data for value in one[name]] for name in data[0]}
+    mistakes = {
+        "the model without the layer": kit.reference.step(data),
+        "untrained tokens predicted by the layer": kit.reference.step_further(data, share, masked=False)[0],
+        "one row without boundaries": kit.reference.step_further([joined], share)[0],
+    }
+    return kit.compare(got, accepted[0], mistakes)
 
 
 @check("pytorch/torchtitan#1750", "meta-pytorch/torchtune#2641", ranks=2)

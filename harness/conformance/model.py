@@ -67,7 +67,9 @@ _SCANS: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": _BASE, "partial_rotary_factor": 0.25},
 }
-_KINDS: dict[str, dict[str, Any]] = {"model": {}, "experts": _MIXTURE, "scans": _SCANS}
+# A Llama with a layer of multi-token prediction in the names of DeepSeek-V3; others read the Llama alone.
+_FURTHER: dict[str, Any] = {"num_nextn_predict_layers": 1}
+_KINDS: dict[str, dict[str, Any]] = {"model": {}, "experts": _MIXTURE, "scans": _SCANS, "further": _FURTHER}
 # ChatML with tools as JSON, tool results in a turn of their own, and marks around what an assistant says.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -82,14 +84,15 @@ TEMPLATE = (
 def write_model(folder: Path, *, kind: str = "model", seed: int = 5) -> None:
     """Write `config.json`, `model.safetensors` and a tokenizer of bytes with a chat template to a new folder.
 
-    The kind is `model`, a Llama, `experts`, a Mixtral of which each token visits two of four, or `scans`, a Qwen3.5.
-    The deviation of the weights is larger than in training, so that what should change nothing shows where it does.
+    The kind is `model`, a Llama, `experts`, a Mixtral of which each token visits two of four, `scans`, a Qwen3.5, or
+    `further`, a Llama with a layer that predicts the token after the next. The deviation of the weights is larger than
+    in training, so that what should change nothing shows where it does.
     """
     folder.mkdir(parents=True)
     rng, arrays, experts = np.random.default_rng(seed), {}, kind == "experts"
     sizes = {"q": _HEADS * _HEAD_SIZE, "k": _KEY_HEADS * _HEAD_SIZE, "v": _KEY_HEADS * _HEAD_SIZE}
     shapes = {"model.embed_tokens": (VOCAB_SIZE, _HIDDEN), "model.norm": (_HIDDEN,), "lm_head": (VOCAB_SIZE, _HIDDEN)}
-    for layer in range(_LAYERS):
+    for layer in range(_LAYERS + (kind == "further")):
         at = f"model.layers.{layer}."
         shapes |= {f"{at}self_attn.{name}_proj": (size, _HIDDEN) for name, size in sizes.items()}
         shapes |= {f"{at}self_attn.o_proj": (_HIDDEN, sizes["q"])}
@@ -100,6 +103,9 @@ def write_model(folder: Path, *, kind: str = "model", seed: int = 5) -> None:
         for gate, down, up in _mlp_names(at, experts):
             shapes |= {gate: (_MIDDLE, _HIDDEN), down: (_HIDDEN, _MIDDLE), up: (_MIDDLE, _HIDDEN)}
         shapes |= {f"{at}{name}_layernorm": (_HIDDEN,) for name in ("input", "post_attention")}
+        if layer == _LAYERS:
+            shapes |= {f"{at}{name}": (_HIDDEN,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            shapes[f"{at}eh_proj"] = (_HIDDEN, 2 * _HIDDEN)
     for name, shape in sorted(shapes.items()):
         values = rng.normal(0.0, 0.2, shape) + (len(shape) == 1)
         is_decay = name.endswith(_DECAYS)
@@ -187,6 +193,32 @@ class Reference:
         ids, labels = torch.tensor(sequence["input_ids"]), torch.tensor(sequence["labels"])[1:]
         return cross_entropy(self._logits(ids[:-1])[labels != -100], labels[labels != -100], reduction="none")
 
+    def further_losses(self, sequence: Tokens, *, masked: bool = True) -> torch.Tensor:
+        """Return the losses of the token after the next of each token, where it is trained, or all with `masked` off.
+
+        The layer reads the states after the model's last norm, and shares embedding and output with the model.
+        """
+        weights, at = self._weights, f"model.layers.{_LAYERS}."
+        ids, labels = torch.tensor(sequence["input_ids"]), torch.tensor(sequence["labels"])[2:]
+        embedded = _norm(weights["model.embed_tokens"][ids[1:-1]], weights[f"{at}enorm"])
+        states = torch.cat((embedded, _norm(self._states(ids[:-2]), weights[f"{at}hnorm"])), dim=-1)
+        states = _norm(self._layer(states @ weights[f"{at}eh_proj"].T, at), weights[f"{at}shared_head.norm"])
+        kept = (labels != -100) | (not masked)
+        return cross_entropy((states @ weights["lm_head"].T)[kept], ids[2:][kept], reduction="none")
+
+    def step_further(self, batch: Sequence[Tokens], share: float, *, masked: bool = True) -> list[tuple[float, float]]:
+        """Return what trainers may report where `share` of the further loss is added: loss and norm of the gradients.
+
+        They divide it by its own trained tokens, or by those of the model, and report the model's loss or the sum.
+        """
+        figures = []
+        for divides_own in (True, False):
+            loss = torch.cat([self.losses(one) for one in batch])
+            further = torch.cat([self.further_losses(one, masked=masked) for one in batch])
+            total, norm = self._measured(loss.mean() + share * further.sum() / len(further if divides_own else loss))
+            figures += [(float(loss.mean().detach()), norm), (total, norm)]
+        return figures
+
     def step(self, batch: Sequence[Tokens], average: str = "token") -> tuple[float, float]:
         """Return the loss of a global batch by `Layout.loss_average`, and the norm of its gradients."""
         losses = [each for each in map(self.losses, batch) if len(each)]
@@ -199,33 +231,42 @@ class Reference:
         return self._measured(torch.stack(means).mean())
 
     def _measured(self, loss: torch.Tensor) -> tuple[float, float]:
-        gradients = torch.autograd.grad(loss, list(self._weights.values()))
-        return float(loss.detach()), math.sqrt(sum(float((each**2).sum()) for each in gradients))
+        # A layer of further losses has no gradients without them.
+        gradients = torch.autograd.grad(loss, list(self._weights.values()), allow_unused=True)
+        return float(loss.detach()), math.sqrt(sum(float((each**2).sum()) for each in gradients if each is not None))
 
     def _logits(self, ids: torch.Tensor) -> torch.Tensor:
-        weights, count = self._weights, len(ids)
+        return self._states(ids) @ self._weights["lm_head"].T
+
+    def _states(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return float64 [tokens, hidden], after the last norm."""
+        hidden = self._weights["model.embed_tokens"][ids]
+        for layer in range(_LAYERS):
+            hidden = self._layer(hidden, f"model.layers.{layer}.")
+        return _norm(hidden, self._weights["model.norm"])
+
+    def _layer(self, hidden: torch.Tensor, at: str) -> torch.Tensor:
+        """Return the output of the layer whose names begin with `at`."""
+        weights, count = self._weights, len(hidden)
         angles = torch.outer(torch.arange(count), _BASE ** -(torch.arange(0, _HEAD_SIZE, 2) / _HEAD_SIZE)).double()
         turn = torch.polar(torch.ones_like(angles), angles)
         causal = torch.full((count, count), -math.inf, dtype=torch.float64).triu(1)
-        hidden = weights["model.embed_tokens"][ids]
-        for layer in range(_LAYERS):
-            at = f"model.layers.{layer}."
-            states = _norm(hidden, weights[f"{at}input_layernorm"])
-            parts = {name: states @ weights[f"{at}self_attn.{name}_proj"].T for name in "qkv"}
-            heads = {name: values.view(count, -1, _HEAD_SIZE).transpose(0, 1) for name, values in parts.items()}
-            query, key = _rotate(heads["q"], turn), _rotate(heads["k"], turn)
-            # Head h reads key head h // 2.
-            key, value = (each.repeat_interleave(_HEADS // _KEY_HEADS, dim=0) for each in (key, heads["v"]))
-            scores = (query @ key.transpose(1, 2) / math.sqrt(_HEAD_SIZE) + causal).softmax(dim=-1)
-            mixed = (scores @ value).transpose(0, 1).reshape(count, -1)
-            hidden = hidden + mixed @ weights[f"{at}self_attn.o_proj"].T
-            states = _norm(hidden, weights[f"{at}post_attention_layernorm"])
-            router = weights.get(f"{at}block_sparse_moe.gate")
-            shares = torch.ones(count, 1).double() if router is None else _shares(states @ router.T)
-            for number, (gate, down, up) in enumerate(_mlp_names(at, router is not None)):
-                middle = silu(states @ weights[gate].T) * (states @ weights[up].T)
-                hidden = hidden + shares[:, number : number + 1] * (middle @ weights[down].T)
-        return _norm(hidden, weights["model.norm"]) @ weights["lm_head"].T
+        states = _norm(hidden, weights[f"{at}input_layernorm"])
+        parts = {name: states @ weights[f"{at}self_attn.{name}_proj"].T for name in "qkv"}
+        heads = {name: values.view(count, -1, _HEAD_SIZE).transpose(0, 1) for name, values in parts.items()}
+        query, key = _rotate(heads["q"], turn), _rotate(heads["k"], turn)
+        # Head h reads key head h // 2.
+        key, value = (each.repeat_interleave(_HEADS // _KEY_HEADS, dim=0) for each in (key, heads["v"]))
+        scores = (query @ key.transpose(1, 2) / math.sqrt(_HEAD_SIZE) + causal).softmax(dim=-1)
+        mixed = (scores @ value).transpose(0, 1).reshape(count, -1)
+        hidden = hidden + mixed @ weights[f"{at}self_attn.o_proj"].T
+        states = _norm(hidden, weights[f"{at}post_attention_layernorm"])
+        router = weights.get(f"{at}block_sparse_moe.gate")
+        shares = torch.ones(count, 1).double() if router is None else _shares(states @ router.T)
+        for number, (gate, down, up) in enumerate(_mlp_names(at, router is not None)):
+            middle = silu(states @ weights[gate].T) * (states @ weights[up].T)
+            hidden = hidden + shares[:, number : number + 1] * (middle @ weights[down].T)
+        return hidden
 
 
 def _norm(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.conformance.kit import CHECKS, ERROR, FAIL, NOT_SUPPORTED, PASS
+from harness.conformance.kit import CHECKS, ERROR, FAIL, NOT_SUPPORTED, PASS, ConformanceCheck
 from harness.errors import ConfigError
 
 _WORST_FIRST = (ERROR, FAIL, NOT_SUPPORTED, PASS)
@@ -67,11 +67,11 @@ class TargetProcess:
         wanted = {*names, *(CHECKS[name].after for name in names)}
         names = [name for name in CHECKS if name in wanted]
         verdicts: list[ConformanceVerdict] = []
-        # The most ranks first: one rank continues what two have saved.
-        for number in sorted({CHECKS[name].ranks for name in names}, reverse=True):
+        jobs = {name: _job_of(CHECKS[name]) for name in names}
+        for job in sorted(set(jobs.values())):
             # A command starts its own ranks.
-            ranks = 1 if self.command else number
-            left = [name for name in names if CHECKS[name].ranks == number]
+            ranks = 1 if self.command else -job[1]
+            left = [name for name in names if jobs[name] == job]
             while left:
                 place = self.folder / f"job-{len(list(self.folder.glob('job-*'))):02d}"
                 new = self._run_job(left, ranks, place, report)
@@ -146,6 +146,11 @@ class TargetProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _job_of(asked: ConformanceCheck) -> tuple[bool, int]:
+    """Return the place of a check's job: two ranks come first, and last where they continue what one has saved."""
+    return bool(asked.after) and asked.ranks > CHECKS[asked.after].ranks, -asked.ranks
 
 
 def _joined(folder: Path, ranks: int, *, is_over: bool = False) -> list[ConformanceVerdict]:

@@ -40,6 +40,7 @@ class Layout:
         seed: seed of all random numbers.
         learning_rate: learning rate of every step, without warm-up or decay; 0 does not change the weights.
         router_loss: coefficient of the loss that balances experts; 0 for none.
+        mtp_loss: coefficient of the loss of the layer that predicts the token after the next; 0 leaves the layer out.
         lora_rank: rank of adapters of the attention's projections, which are trained alone; 0 trains all weights.
     """
 
@@ -54,6 +55,7 @@ class Layout:
     seed: int = 1
     learning_rate: float = 0.0
     router_loss: float = 0.0
+    mtp_loss: float = 0.0
     lora_rank: int = 0
 
     def changed(self) -> list[str]:
@@ -79,7 +81,7 @@ class Target(Protocol):
 
         Args:
             model_folder: a Llama or a Mixtral of two layers in the files of Hugging Face, with a tokenizer and a chat
-                template.
+                template; for `mtp_loss`, the Llama has a third layer, in DeepSeek-V3's names.
             data: a file with one conversation per line, as JSON with `input_ids` and `labels`.
         """
         ...

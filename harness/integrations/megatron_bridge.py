@@ -224,6 +224,9 @@ class BridgeRows:
             return
         if state.cfg.train.rampup_batch_size is not None:
             raise _changing_batch_size("the global batch grows during training")
+        if state.cfg.model.mtp_num_layers:
+            what = "Bridge passes no loss mask to MTP layers, which would train prompts and padding"
+            raise ConfigError(what, where="model.mtp_num_layers", fix="set it to None")
         size, expected = self._dataset.seq_length, state.cfg.model.seq_length
         if size not in (None, expected) and parallel_state.get_pipeline_model_parallel_world_size() > 1:
             what = f"rows have {size:,} tokens, but the stages of the pipeline exchange activations of {expected:,}"

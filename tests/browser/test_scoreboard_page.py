@@ -50,6 +50,7 @@ def test_the_scoreboard_is_sorted_explained_and_fits_a_phone(tmp_path, visit) ->
     assert "a function" in text
     assert "python -m tests.scoreboard beta --checks " in text
     page.keyboard.press("Escape")
+    assert page.locator('button[data-kind="NOT RUN"]').first.inner_text() == "…"
     assert not page.locator("dialog").is_visible()
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / "scoreboard.png")

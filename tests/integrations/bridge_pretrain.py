@@ -27,6 +27,7 @@ from megatron.bridge.training.callbacks import CallbackManager
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.moe.router import TopKRouter
 
 from harness.integrations.megatron_bridge import HarnessDataset, forward_step
@@ -211,6 +212,9 @@ def main() -> None:
             patches.enter_context(
                 mock.patch.object(module, "get_tensor_shapes_adjust_fn_for_distillation", return_value=None)
             )
+        own = gpt_layer_specs.get_gpt_mtp_block_spec  # Bridge asks for those of Transformer Engine
+        local = lambda made, spec, **named: own(made, spec, **{**named, "use_transformer_engine": False})  # noqa: E731
+        patches.enter_context(mock.patch.object(gpt_layer_specs, "get_gpt_mtp_block_spec", local))
         patches.enter_context(mock.patch.object(setup, "set_jit_fusion_options"))
         made = container(settings)
         if settings.get("of_bridge"):

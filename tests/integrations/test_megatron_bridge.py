@@ -114,6 +114,7 @@ def test_rows_of_one_length_and_evaluations_on_the_first_packs(bridge: Trainer, 
         ({"dataset": {"seq_length": 100}}, "but a row holds 100"),
         ({"of_bridge": True}, "this forward step requires a HarnessDataset"),
         ({"forward_step": "gpt_step"}, "from harness.integrations.megatron_bridge import forward_step"),
+        ({"model": {"mtp_layers": 1, "tie_embeddings": False}}, "where: model.mtp_num_layers"),
         ({"micro_batch_size": 2}, "Micro batch size should be 1"),  # says Bridge
         ({"train": {"rampup_batch_size": [2, 2, 4]}}, "where: train.rampup_batch_size"),
     ],

@@ -44,9 +44,12 @@ FAULTS = {
     "resume-with-workers": "what workers read ahead is lost at a resume",
     "resume-on-ranks": "rank 1 resumes at the beginning",
     "resume-on-one-rank": "a checkpoint counts steps of its own ranks",
+    "resume-on-more-ranks": "a rank that was not there begins at the beginning",
     "resume-restores-the-optimizer": "a checkpoint has no moments of the optimizer",
     "experts-packed-equal-unpacked": "attention crosses the boundaries of a packed row",
     "router-ignores-padding": "padding reaches the router",
+    "mtp-ignores-padding": "the layer of further tokens reads the next conversation",
+    "mtp-with-tensor-parallel-equals-one-rank": "gradients are not summed over ranks",
     "tensor-parallel-equals-one-rank": "gradients are not summed over ranks",
     "expert-parallel-equals-one-rank": "gradients of experts are not summed over ranks",
     "experts-with-tensor-parallel-equal-one-rank": "gradients of experts are not summed over ranks",
@@ -82,11 +85,29 @@ class Trainer:
         self._layout, self._folder, self._done = layout, model_folder, 0
         self._model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager")
         self._data = [json.loads(line) for line in data.read_text().splitlines()]
+        if layout.mtp_loss:
+            self._model.further = self._read_further(model_folder)
         self._adapters = self._add_adapters(layout.lora_rank) if layout.lora_rank else {}
         trained = {f"{name}.{place}": each for name, pair in self._adapters.items() for place, each in enumerate(pair)}
         self._trained = trained or dict(self._model.named_parameters())
         self._optimizer = torch.optim.Adam(self._trained.values(), lr=layout.learning_rate)
         return self._step
+
+    def _read_further(self, folder: Path) -> torch.nn.ModuleDict:
+        """Return the layer that predicts the token after the next, of the names that follow those of the last layer."""
+        from safetensors.torch import load_file
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        config = self._model.config
+        at, size = f"model.layers.{config.num_hidden_layers}.", config.hidden_size
+        stored = load_file(folder / "model.safetensors")
+        further = torch.nn.ModuleDict({"layer": LlamaDecoderLayer(config, layer_idx=config.num_hidden_layers)})
+        further["eh_proj"] = torch.nn.Linear(2 * size, size, bias=False)
+        further.update({name: torch.nn.RMSNorm(size, eps=config.rms_norm_eps) for name in ("enorm", "hnorm", "norm")})
+        names = {name: name.removeprefix("layer.") for name in further.state_dict()}
+        names["norm.weight"] = "shared_head.norm.weight"
+        further.load_state_dict({name: stored[at + theirs] for name, theirs in names.items()})
+        return further
 
     def _add_adapters(self, rank: int) -> dict[str, Any]:
         adapters = {}
@@ -109,7 +130,7 @@ class Trainer:
 
     def _step(self, batch: Any) -> tuple[float, float]:
         layout, has = self._layout, self._fault.__eq__
-        place, self._balance = self._rank % layout.dp_size, []
+        place, self._balance, self._ahead = self._rank % layout.dp_size, [], []
         own = self._rows(batch)[place :: layout.dp_size]
         size = -(-len(own) // layout.microbatches)
         groups = [own[first : first + size] for first in range(0, len(own), size)]
@@ -124,7 +145,8 @@ class Trainer:
         else:
             loss = torch.cat(losses).sum() / tokens
         self._optimizer.zero_grad()
-        (loss + layout.router_loss * sum(self._balance)).backward()
+        further = sum(each.sum() for each in self._ahead) / (self._sum(sum(map(len, self._ahead))) or 1.0)
+        (loss + layout.router_loss * sum(self._balance) + layout.mtp_loss * further).backward()
         squares, unsummed = 0.0, has("gradients are not summed over ranks")
         for name, parameter in self._trained.items():
             is_alone = unsummed or (has("gradients of experts are not summed over ranks") and "experts" in name)
@@ -186,7 +208,25 @@ class Trainer:
         kept = labels != -100
         if self._layout.tp_size > 1:  # each rank has the losses of its share of the tokens
             kept &= torch.arange(len(labels)) % self._layout.tp_size == self._rank
+        if self._layout.mtp_loss:
+            self._ahead.append(self._predict_further(made.last_hidden_state, ids, row["labels"], positions, mask))
         return torch.nn.functional.cross_entropy(logits[:-1][kept], labels[kept], reduction="none")
+
+    def _predict_further(self, states: Any, ids: Any, labels: Any, positions: Any, mask: Any) -> torch.Tensor:
+        """Return the losses of the token after the next, of this rank's share of the tokens."""
+        model, further, document = self._model.model, self._model.further, (positions == 0).cumsum(0)
+        embedded = further["enorm"](model.embed_tokens(ids.roll(-1))[None])
+        joined = further["eh_proj"](torch.cat((embedded, further["hnorm"](states)), dim=-1))
+        angles = model.rotary_emb(joined, positions[None])
+        made = further["layer"](joined, attention_mask=mask[None, None], position_embeddings=angles)
+        made = made[0] if isinstance(made, tuple) else made
+        logits, labels = self._model.lm_head(further["norm"](made))[0][:-2], torch.tensor(labels)[2:]
+        kept = labels != -100
+        if self._fault != "the layer of further tokens reads the next conversation":
+            kept &= document[2:] == document[:-2]
+        if self._layout.tp_size > 1:
+            kept &= torch.arange(len(labels)) % self._layout.tp_size == self._rank
+        return torch.nn.functional.cross_entropy(logits[kept], labels[kept], reduction="none")
 
     def _rows(self, data: Any) -> list[Any]:
         """Return rows of whole conversations, packed in their order."""
@@ -246,24 +286,27 @@ class Trainer:
         (folder / f"weights-{self._rank}").write_bytes(weights)
         torch.save(self._optimizer.state_dict(), folder / f"moments-{self._rank}.pt")
         if self._fault != "a checkpoint counts steps of its own ranks":
-            position *= self._layout.dp_size
+            position *= self._layout.dp_size * self._layout.microbatches
         (folder / f"position-{self._rank}").write_text(json.dumps([position, zlib.crc32(weights)]))
 
     def load(self, folder: Path) -> None:
-        self._done, checksum = json.loads((folder / f"position-{self._rank}").read_text())
+        rank = self._rank if (folder / f"position-{self._rank}").exists() else 0
+        self._done, checksum = json.loads((folder / f"position-{rank}").read_text())
         if self._fault != "a checkpoint counts steps of its own ranks":
-            self._done //= self._layout.dp_size
+            self._done //= self._layout.dp_size * self._layout.microbatches
+        if self._fault == "a rank that was not there begins at the beginning" and rank != self._rank:
+            self._done = 0
         if self._fault == "the epoch begins again after a resume":
             self._done = 0
         if self._fault == "rank 1 resumes at the beginning" and self._rank == 1:
             self._done = 0
-        weights = (folder / f"weights-{self._rank}").read_bytes()
+        weights = (folder / f"weights-{rank}").read_bytes()
         if zlib.crc32(weights) != checksum and self._fault != "checkpoints have no checksums":
-            raise ValueError(f"weights-{self._rank} is damaged")
+            raise ValueError(f"weights-{rank} is damaged")
         values = torch.frombuffer(bytearray(weights), dtype=torch.float32)
         torch.nn.utils.vector_to_parameters(values, self._model.parameters())
         if self._fault != "a checkpoint has no moments of the optimizer":
-            self._optimizer.load_state_dict(torch.load(folder / f"moments-{self._rank}.pt"))
+            self._optimizer.load_state_dict(torch.load(folder / f"moments-{rank}.pt"))
 
     def render(self, records: Any) -> list[Any]:
         import transformers

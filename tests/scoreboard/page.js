@@ -1,7 +1,7 @@
 "use strict";
 const body = document.querySelector("tbody");
 const dialog = document.querySelector("dialog");
-const ORDER = ["FAIL", "ERROR", "CHOICE", "NOT SUPPORTED", "PASS"];
+const ORDER = ["FAIL", "ERROR", "CHOICE", "NOT SUPPORTED", "NOT RUN", "PASS"];
 let sorted = null;
 
 function key(row, column) {

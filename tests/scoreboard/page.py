@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 HERE = Path(__file__).parent
-SIGNS = {"PASS": "✓", "FAIL": "✗", "CHOICE": "d", "ERROR": "!", "NOT SUPPORTED": "·"}
+SIGNS = {"PASS": "✓", "FAIL": "✗", "CHOICE": "d", "ERROR": "!", "NOT SUPPORTED": "·", "NOT RUN": "…"}
 
 
 def kind_of(cell: dict[str, Any]) -> str:

@@ -12,6 +12,9 @@ from harness.conformance import CHECKS, OUTCOMES
 from tests.scoreboard.__main__ import WRITTEN, notes_of, row_of, targets
 from tests.scoreboard.environments import ENVIRONMENTS
 
+# Added after the rows of the released trainers, which answer them when they are run again: `make scoreboard`.
+NEWER = {"mtp-ignores-padding", "mtp-with-tensor-parallel-equals-one-rank", "resume-on-more-ranks"}
+
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
@@ -21,7 +24,8 @@ def rows() -> list[dict[str, Any]]:
 def test_every_trainer_answers_every_check_with_a_command_that_repeats_it(rows: list[dict[str, Any]]) -> None:
     assert [row["trainer"] for row in rows] == [name for name in targets() if name in {row["trainer"] for row in rows}]
     for row in rows:
-        assert list(row["verdicts"]) == list(CHECKS)
+        assert list(row["verdicts"]) == [name for name in CHECKS if name in row["verdicts"]]
+        assert set(CHECKS) - set(row["verdicts"]) <= (set() if row["trainer"] in ("ours", "plain") else NEWER)
         for name, cell in row["verdicts"].items():
             assert cell["outcome"] in OUTCOMES
             assert cell["command"] == f"python -m tests.scoreboard {row['trainer']} --checks {name}"
@@ -41,7 +45,8 @@ def test_the_scoreboard_has_the_notes_and_descriptions_of_today(rows: list[dict[
     for row in rows:
         if row["trainer"] in targets():
             notes = {name: cell["note"] for name, cell in row["verdicts"].items() if cell["note"]}
-            assert notes == notes_of(targets()[row["trainer"]])
+            known = notes_of(targets()[row["trainer"]])
+            assert notes == {name: note for name, note in known.items() if name in row["verdicts"]}
 
 
 @pytest.mark.nightly
@@ -51,7 +56,7 @@ def test_a_trainer_answers_as_the_scoreboard_says(name: str, rows: list[dict[str
     if name in ENVIRONMENTS and not ENVIRONMENTS[name].is_made:
         pytest.skip(f"no environment: make scoreboard TRAINERS={name}")
     (stored,) = [row for row in rows if row["trainer"] == name]
-    new = row_of(name, targets()[name], list(CHECKS), tmp_path)
+    new = row_of(name, targets()[name], list(stored["verdicts"]), tmp_path)
 
     outcomes = [{check: cell["outcome"] for check, cell in row["verdicts"].items()} for row in (stored, new)]
     assert outcomes[1] == outcomes[0]

@@ -42,10 +42,10 @@ LINES = {
     "harness": 2_941,
     "harness/bench": 1_988,
     "harness/cli": 2_706,
-    "harness/conformance": 1_613,
+    "harness/conformance": 1_719,
     "harness/formats": 5_733,
     "harness/indexed": 1_197,
-    "harness/integrations": 2_855,
+    "harness/integrations": 2_858,
     "harness/launch": 2_314,
     "harness/loader": 4_615,
     "harness/megatron": 10_548,
@@ -57,7 +57,7 @@ LINES = {
     "harness/storage": 2_635,
     "harness/train": 2_596,
     "recipes": 496,
-    "tests": 59_899,
+    "tests": 60_009,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
@@ -70,9 +70,9 @@ SHAPE = {
     "names in __all__": 209,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 100,
+    "Markdown by hand, kB": 101,
 }
-MOST_LINES_IN_ALL = 62_433
+MOST_LINES_IN_ALL = 62_542
 
 
 def tree(path: Path) -> ast.Module:

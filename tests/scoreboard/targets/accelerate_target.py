@@ -29,6 +29,7 @@ NOTES: dict[str, str] = {
         "is restored to its state at the checkpoint, so that batches of another permutation are skipped "
         "(huggingface/accelerate#4233). DataLoaderConfiguration(use_seedable_sampler=True) passes."
     ),
+    "resume-on-more-ranks": "The same as resume-within-an-epoch.",
     "resume-with-workers": "The same as resume-within-an-epoch.",
     "damaged-checkpoint-is-refused": (
         "optimizer.bin is read by torch.load; PyTorch is built without checks of the file's CRCs, and "

@@ -32,6 +32,10 @@ NOTES: dict[str, str] = {
         "Documented: `even_batches` of AcceleratorConfig (default True) repeats samples from the start of the "
         "data until all ranks have equally many."
     ),
+    "resume-on-more-ranks": (
+        "Documented: nothing is lost, and `even_batches` repeats samples in the last step; see "
+        "epoch-is-complete-on-ranks."
+    ),
 }
 _SUPPORTED = ("dp_size", "microbatches", "pack_size", "loss_average", "num_workers", "shuffle", "seed", "learning_rate")
 # What every target sets: nothing is random, and everything is logged.

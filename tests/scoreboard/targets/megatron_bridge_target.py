@@ -32,7 +32,7 @@ from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetBuilder
 from megatron.bridge.data.packing import PackedSequenceSpecs
 from megatron.bridge.data.sft_processing import ChatSFTPreprocessingConfig
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.gpt_provider import local_layer_spec
 from megatron.bridge.models.llama.llama_bridge import LlamaBridge
@@ -46,6 +46,7 @@ from megatron.bridge.training.tokenizers.config import TokenizerConfig
 from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.bridge.training.utils import checkpoint_utils
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import distributed
@@ -63,6 +64,11 @@ NOTES: dict[str, str] = {
         "gpt_step.py passes no `padding_mask` to the model, and GPTSFTPackedDataset.collate_fn creates none, so the "
         "routers count the padding of a row; NVIDIA-NeMo/Megatron-Bridge#5470, merged but not in 0.6.2, adds both."
     ),
+    "mtp-ignores-padding": (
+        "gpt_step.py passes no `loss_mask` to the model, so that the layer also trains prompts and padding, "
+        "NVIDIA-NeMo/Megatron-Bridge#6103; with the mask of the batch, the check passes."
+    ),
+    "mtp-with-tensor-parallel-equals-one-rank": "gpt_step.py passes no `loss_mask`; see mtp-ignores-padding.",
     "long-conversation-is-kept": (
         "Documented in GPTSFTDataset (`max_seq_length`): examples that cannot be truncated are dropped; create_hist "
         "(packing/algorithms.py) warns with their number."
@@ -78,7 +84,7 @@ NOTES: dict[str, str] = {
 }
 _SUPPORTED = (
     *("dp_size", "tp_size", "ep_size", "microbatches", "pack_size", "num_workers", "shuffle", "seed"),
-    *("learning_rate", "router_loss", "lora_rank"),
+    *("learning_rate", "router_loss", "mtp_loss", "lora_rank"),
 )
 _LONGEST = 1024
 # Tokens as text: printable characters, none of which is stripped.
@@ -113,6 +119,29 @@ class _MixtralBridge(LlamaBridge):
                 f"{ours}experts.local_experts.*.linear_fc1.weight", gate=f"{experts}w1.weight", up=f"{experts}w3.weight"
             ),
         )
+
+
+def _further_mappings(layer: int) -> list[Any]:
+    """Return where the layer of multi-token prediction is in the files, as Bridge does for DeepSeek-V3."""
+    ours, theirs = "mtp.layers.0.", f"model.layers.{layer}."
+    names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    inner = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+    inner |= {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": "mlp.down_proj"}
+    names |= {f"mtp_model_layer.{name}": other for name, other in inner.items()}
+    heads = {name: f"{theirs}self_attn.{name}_proj.weight" for name in "qkv"}
+    halves = {name: f"{theirs}mlp.{name}_proj.weight" for name in ("gate", "up")}
+    return [
+        *(AutoMapping(f"{ours}{name}.weight", f"{theirs}{other}.weight") for name, other in names.items()),
+        QKVMapping(f"{ours}mtp_model_layer.self_attention.linear_qkv.weight", **heads),
+        GatedMLPMapping(f"{ours}mtp_model_layer.mlp.linear_fc1.weight", **halves),
+    ]
+
+
+_OWN_MAPPINGS = LlamaBridge.mapping_registry
+
+
+def _mappings(bridge: Any) -> MegatronMappingRegistry:
+    return MegatronMappingRegistry(*_OWN_MAPPINGS(bridge).mappings, *_further_mappings(2))
 
 
 class _Attention(torch.nn.Module):
@@ -151,6 +180,14 @@ def _layers(model: Any) -> Any:
     return spec
 
 
+_OWN_FURTHER_LAYERS = gpt_layer_specs.get_gpt_mtp_block_spec
+
+
+def _further_layers(config: Any, spec: Any, use_transformer_engine: bool, **named: Any) -> Any:
+    """Return layers of Megatron's own modules, where Bridge always takes Transformer Engine's."""
+    return _OWN_FURTHER_LAYERS(config, spec, use_transformer_engine=False, **named)
+
+
 def _start() -> ExitStack:
     """Make this process a job of one rank, unless it is a rank already, and let a CPU stand for its GPU."""
     cuda_stand_ins.become_one_rank()
@@ -167,6 +204,8 @@ def _start() -> ExitStack:
     patches.enter_context(mock.patch.multiple(torch.cuda, **of_cuda))
     patches.enter_context(mock.patch.object(peft_utils, "HAVE_TE", False))
     patches.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _norm))
+    patches.enter_context(mock.patch.object(LlamaBridge, "mapping_registry", _mappings))
+    patches.enter_context(mock.patch.object(gpt_layer_specs, "get_gpt_mtp_block_spec", _further_layers))
     shapes = "get_tensor_shapes_adjust_fn_for_distillation"  # of modelopt, for which a stand-in would answer
     for place, name in (
         (torch.optim.Optimizer, "_accelerator_graph_capture_health_check"),
@@ -270,6 +309,8 @@ class Trainer:
         provider.sequence_parallel = layout.tp_size > 1
         provider.expert_model_parallel_size = layout.ep_size
         provider.apply_rope_fusion = provider.gradient_accumulation_fusion = provider.cross_entropy_loss_fusion = False
+        if layout.mtp_loss:
+            provider.mtp_num_layers, provider.mtp_loss_scaling_factor = 1, layout.mtp_loss
         if provider.num_moe_experts:
             provider.moe_aux_loss_coeff = layout.router_loss
         return provider

@@ -81,6 +81,7 @@ NOTES: dict[str, str] = {
         "By default MegatronPretrainingRandomSampler gives each rank a part of the data and shuffles within it, so "
         "that the order depends on the ranks. With `--no-data-sharding` it does not."
     ),
+    "resume-on-more-ranks": "The order depends on the ranks; see resume-on-one-rank.",
     "damaged-checkpoint-is-refused": (
         "DCP reads tensors by torch.load; PyTorch is built without checks of the file's CRCs, and no "
         "other checksum is written."
@@ -254,7 +255,7 @@ class Trainer:
             raise NotSupported("no setting averages by conversation")
         if stored["model_type"] == "qwen3_5_text":
             raise NotSupported("its gated delta net packs by flash-linear-attention alone, which needs a GPU; not run")
-        layout.only(*_SUPPORTED, "learning_rate", "router_loss")
+        layout.only(*_SUPPORTED, "learning_rate", "router_loss", "mtp_loss")
         self._has_experts = stored["model_type"] == "mixtral"
         self._settings = {**stored, **asdict(layout)}
         self._layout, self._model_folder, self._files = layout, model_folder, 0
@@ -303,6 +304,8 @@ class Trainer:
             words += ["--eval-iters", "0"]
         if self._has_experts:
             words += [*_EXPERTS.format(**self._settings).split(), "aux_loss" if layout.router_loss else "none"]
+        if layout.mtp_loss:
+            words += f"--mtp-num-layers 1 --mtp-loss-scaling-factor {layout.mtp_loss}".split()
         words += ["--sequence-parallel"] * (layout.tp_size > 1)
         words += ["--load", str(self._resumed)] if self._resumed else []
         sys.argv = ["pretrain_gpt.py", *words]
@@ -333,10 +336,14 @@ class Trainer:
         outer["decoder.final_layernorm"] = "model.norm"
         if name in outer:
             return stored[f"{outer[name]}.weight"]
-        _, _, number, kind = name.split(".", 3)
-        at, settings = f"model.layers.{number}.", self._settings
+        stack, _, number, kind = name.split(".", 3)
+        settings = self._settings
+        if stack == "mtp":
+            number, kind = int(number) + settings["num_hidden_layers"], kind.removeprefix("mtp_model_layer.")
+        at = f"model.layers.{number}."
         inner = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
         inner |= {"self_attention.linear_proj": "self_attn.o_proj", "mlp.router": "block_sparse_moe.gate"}
+        inner |= {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
         parts = {"mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"), "mlp.linear_fc2": ("mlp.down_proj",)}
         if kind == "self_attention.linear_qkv":
             heads = [stored[f"{at}self_attn.{one}_proj.weight"] for one in "qkv"]

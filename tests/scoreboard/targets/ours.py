@@ -80,6 +80,8 @@ class Trainer:
         files = {"init_from": str(self._model_folder), "dtype": "float32", "max_sequence_length": _LONGEST}
         if stored["num_experts"]:
             stored |= {"aux_loss": layout.router_loss}
+        if layout.mtp_loss:
+            stored |= {"mtp_layers": 1, "mtp_loss": layout.mtp_loss}
         self._model = model = ModelConfig(**files, lora_rank=layout.lora_rank, **stored)
         weights = find_pretrained(model)
         return MegatronStep(
