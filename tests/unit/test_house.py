@@ -70,7 +70,7 @@ SHAPE = {
     "names in __all__": 209,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 101,
+    "Markdown by hand, kB": 100,
 }
 MOST_LINES_IN_ALL = 62_542
 
