@@ -34,6 +34,13 @@ _MAGIC = (
 _FORMATS = "WAV, FLAC, Ogg, MP3, PNG, JPEG, WebP, GIF and BMP"
 # Samples a second that are resampled, and samples of all channels that are decoded: a gigabyte.
 _RATES, _MAX_SAMPLES = (4_000, 384_000), 1 << 28
+# Kilobits a second of MP3 by the bits of a frame's header, of MPEG 1 and of MPEG 2 and 2.5; and samples a second.
+_BIT_RATES = {
+    True: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+    False: (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+}
+_MP3_RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8_000)}
+_AFTER_MP3 = re.compile(rb"\0*(?:TAG|APETAGEX|LYRICS|$)")
 _BASE64 = re.compile(r"[A-Za-z0-9+/]{16}[A-Za-z0-9+/=\s]*")
 
 
@@ -174,7 +181,7 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
         return size
     soundfile = _library("soundfile")
     try:
-        info = soundfile.info(io.BytesIO(data))
+        info = soundfile.info(io.BytesIO(_with_length(data, limits)))
     except (soundfile.SoundFileError, TypeError) as error:
         raise _problem(f"is damaged: {error}") from error
     if info.frames < 1:
@@ -232,7 +239,7 @@ def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
     """
     soundfile = _library("soundfile")
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
+        with soundfile.SoundFile(io.BytesIO(_with_length(data))) as file:
             size = AudioSize(file.frames, file.samplerate)
             samples = file.read(dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, TypeError, MemoryError) as error:
@@ -247,6 +254,64 @@ def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
     resampled: npt.NDArray[np.float32] = _library("soxr").resample(mono, size.rate, rate)
     assert len(resampled) == size.samples_at(rate), (len(resampled), size, rate)
     return resampled
+
+
+def _with_length(data: bytes, limits: MediaLimits | None = None) -> bytes:
+    """Return a sound whose header has its length: soundfile guesses that of an MP3, and has none of some FLAC files.
+
+    Raises:
+        PrepError: an MP3 has other bytes between its frames, or a FLAC exceeds the limits.
+    """
+    if data[:4] == b"fLaC" and len(data) > 26 and not data[21] & 15 and not any(data[22:26]):
+        count = _count_flac(data, limits or MediaLimits())
+        return data[:21] + bytes([data[21] | count >> 32]) + (count & 0xFFFFFFFF).to_bytes(4, "big") + data[26:]
+    at = 0
+    while data[at : at + 3] == b"ID3" and len(data) > at + 10:
+        seven = [byte & 127 for byte in data[at + 6 : at + 10]]
+        at += 10 + (seven[0] << 21 | seven[1] << 14 | seven[2] << 7 | seven[3]) + 10 * (data[at + 5] >> 4 & 1)
+    if (first := _mp3_frame(data, at)) is None:
+        return data
+    is_version_1, is_mono = data[at + 1] & 24 == 24, data[at + 3] >> 6 == 3
+    side = (17 if is_mono else 32) if is_version_1 else (9 if is_mono else 17)
+    if {data[at + 4 + side :][:4], data[at + 6 + side :][:4], data[at + 36 : at + 40]} & {b"Xing", b"Info", b"VBRI"}:
+        return data
+    frames, end, size = 0, at, first
+    while size and end + size <= len(data):
+        frames, end = frames + 1, end + size
+        size = _mp3_frame(data, end) or 0
+    if not size and not _AFTER_MP3.match(data, end):
+        raise _problem(f"is damaged: there is no MP3 frame at byte {end:,}")
+    # The frame that other programs write, of 64 kilobits a second without padding.
+    head = bytes([data[at], data[at + 1] | 1, (0x50 if is_version_1 else 0x80) | data[at + 2] & 12, data[at + 3]])
+    tag = head + bytes(side) + b"Xing\0\0\0\1" + frames.to_bytes(4, "big")
+    return tag.ljust(_mp3_frame(head, 0) or 0, b"\0") + data[at:end]
+
+
+def _mp3_frame(data: bytes, at: int) -> int | None:
+    """Return the bytes of the MP3 frame at a place, by its header; None if there is none."""
+    head = data[at : at + 4]
+    if len(head) < 4 or head[0] != 255 or head[1] & 0xE6 != 0xE2:
+        return None
+    version, bits, rate = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3
+    if version == 1 or bits in (0, 15) or rate == 3:
+        return None
+    words = 144_000 if version == 3 else 72_000
+    return words * _BIT_RATES[version == 3][bits] // _MP3_RATES[version][rate] + (head[2] >> 1 & 1)
+
+
+def _count_flac(data: bytes, limits: MediaLimits) -> int:
+    """Return the samples of one channel of a FLAC without their number, a block at a time; 0 if it is damaged."""
+    soundfile, count = _library("soundfile"), 0
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            file.seekable = lambda: False  # or it seeks to where it is after each block, which fails without a number
+            while found := len(file.read(1 << 16, dtype="int16")):
+                count += found
+                if count > limits.seconds * file.samplerate or count * file.channels > _MAX_SAMPLES:
+                    raise _problem(f"has more than {limits.seconds:,.2f} s or {_MAX_SAMPLES:,} samples")
+    except soundfile.SoundFileError as error:
+        raise _problem(f"is damaged: {error}") from error
+    return count
 
 
 @contextmanager

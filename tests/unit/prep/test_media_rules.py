@@ -17,7 +17,7 @@ import pytest
 
 from harness.errors import ConfigError, FormatError, PrepError
 from harness.prep.media import AudioSize, MediaLimits, MediaRules, check_medium, measure, read_medium
-from harness.prep.media.files import ImageSize
+from harness.prep.media.files import ImageSize, decode_audio
 from harness.records import Medium
 from tests.samples.loopback_hub import cache_model
 from tests.samples.media_models import picture, save_media_model, sound
@@ -98,7 +98,6 @@ def test_features_of_sounds_equal_those_of_the_processor(family: str, tmp_path: 
     ("rate", "channels"), [(8000, 1), (44100, 2), (22050, 1), (48000, 6), (4000, 1), (384000, 1), (15999, 1)]
 )
 def test_sounds_of_other_rates_and_channels_have_the_samples_of_their_header(rate: int, channels: int) -> None:
-    from harness.prep.media.files import decode_audio
 
     for length in (701, 10_000, 33_333):
         data = sound(length, rate=rate, channels=channels, format="WAV")
@@ -108,7 +107,6 @@ def test_sounds_of_other_rates_and_channels_have_the_samples_of_their_header(rat
 
 
 def test_channels_are_averaged() -> None:
-    from harness.prep.media.files import decode_audio
 
     data = sound(500, channels=2, format="WAV", subtype="FLOAT")
     samples = np.random.default_rng(0).standard_normal((500, 2)).astype(np.float32) * 0.1
@@ -240,6 +238,46 @@ def test_damaged_media_are_named() -> None:
     for size in (2**32 - 1, 0x7FFFF000):  # of a program that wrote to a pipe
         streamed = wav[:4] + struct.pack("<I", size) + wav[8:40] + struct.pack("<I", size) + wav[44:]
         assert check_medium("audio", streamed) == AudioSize(9000, 16000)
+
+
+def without_length(flac: bytes) -> bytes:
+    """Return a FLAC as a program writes it that does not know its length yet."""
+    return flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:]
+
+
+def test_a_flac_without_its_length_is_measured_by_its_samples() -> None:
+    flac = sound(150_000, format="FLAC", channels=2)
+    unknown = without_length(flac)
+    assert unknown != flac
+    assert check_medium("audio", unknown) == AudioSize(150_000, 16000)
+    assert np.array_equal(decode_audio(unknown), decode_audio(flac))
+    with pytest.raises(PrepError, match=r"has more than 9\.00 s or"):
+        measure("audio", unknown, MediaLimits(seconds=9))
+    with pytest.raises(PrepError, match="is damaged"):
+        check_medium("audio", unknown[: len(unknown) // 2])
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (11025, 2), (16000, 1), (24000, 2), (44100, 2), (48000, 1)])
+def test_an_mp3_without_its_length_is_measured_by_its_frames(rate: int, channels: int) -> None:
+    """Without the frame that names their number, soundfile takes all frames to be as large as the first one."""
+    import soundfile
+
+    samples = np.random.default_rng(0).standard_normal((3 * rate, channels)) * np.linspace(0, 0.2, 3 * rate)[:, None]
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="MP3", bitrate_mode="VARIABLE", compression_level=0.5)
+    whole, written = decode_audio(file.getvalue()), file.getvalue()
+    frames = written[written.index(written[:2], 4) :]
+    size = measure("audio", frames)
+    assert abs(soundfile.info(io.BytesIO(frames)).frames - size.num_samples) > rate / 2
+    assert len(whole) < size.num_samples < len(whole) + 2500
+    found = decode_audio(frames)
+    assert len(found) == size.num_samples
+    # The delay of an encoder, which the frame had.
+    assert np.abs(found[576:][: len(whole) - 2000] - whole[:-2000]).max() < 1e-3
+    tagged = b"ID3\4\0\0\0\0\2\20" + bytes(272) + frames + b"TAG" + bytes(125)
+    assert np.array_equal(decode_audio(tagged), found)
+    with pytest.raises(PrepError, match="is damaged: there is no MP3 frame at byte"):
+        measure("audio", frames + b"what is this")
 
 
 def _of_nothing() -> bytes:
