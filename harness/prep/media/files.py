@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +106,10 @@ def read_medium(source: object, folder: str | None = "", limits: MediaLimits | N
     if folder is None and len(source) <= 4096:
         raise _problem("is not in the record itself, as base64")
     if source[:7].lower() == "file://":
-        source = unquote(urlsplit(source).path)
+        # Not cut at ? or #, which names of files have: what is left would be another file.
+        source = unquote(source[7:].removeprefix("localhost"))
+        if not source.startswith("/"):
+            raise _problem(f"is on the host {source.partition('/')[0]}; specify its path on this one")
     elif re.match(r"https?://", source, re.IGNORECASE):
         raise _problem("is on the web, where it can change; download it, and specify its path")
     elif len(source) > 4096 or "\0" in source or "\n" in source:
@@ -241,7 +244,7 @@ def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
     try:
         with soundfile.SoundFile(io.BytesIO(_with_length(data))) as file:
             size = AudioSize(file.frames, file.samplerate)
-            samples = file.read(dtype="float32", always_2d=True)
+            samples = file.read(size.num_samples, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, TypeError, MemoryError) as error:
         raise _problem(f"is damaged: {error}") from error
     if len(samples) != size.num_samples:

@@ -98,7 +98,6 @@ def test_features_of_sounds_equal_those_of_the_processor(family: str, tmp_path: 
     ("rate", "channels"), [(8000, 1), (44100, 2), (22050, 1), (48000, 6), (4000, 1), (384000, 1), (15999, 1)]
 )
 def test_sounds_of_other_rates_and_channels_have_the_samples_of_their_header(rate: int, channels: int) -> None:
-
     for length in (701, 10_000, 33_333):
         data = sound(length, rate=rate, channels=channels, format="WAV")
         size = measure("audio", data)
@@ -106,8 +105,11 @@ def test_sounds_of_other_rates_and_channels_have_the_samples_of_their_header(rat
         assert decode_audio(data, 16000).shape == (size.samples_at(16000),)
 
 
-def test_channels_are_averaged() -> None:
+def test_a_sound_whose_codec_cannot_be_read_from_its_middle_is_read_whole() -> None:
+    assert check_medium("audio", sound(20_480, format="WAV", subtype="GSM610")) == AudioSize(20_480, 16000)
 
+
+def test_channels_are_averaged() -> None:
     data = sound(500, channels=2, format="WAV", subtype="FLOAT")
     samples = np.random.default_rng(0).standard_normal((500, 2)).astype(np.float32) * 0.1
     assert np.array_equal(decode_audio(data), samples.mean(axis=1))
@@ -199,7 +201,9 @@ def test_a_medium_is_read_from_each_of_its_forms(tmp_path: Path) -> None:
     (tmp_path / "a b.wav").write_bytes(data)
     spelled = base64.b64encode(data).decode()
     sources = [data, spelled, f"data:audio/wav;base64,{spelled}", "a b.wav", str(tmp_path / "a b.wav")]
-    for source in [*sources, f"file://{tmp_path}/a%20b.wav"]:
+    (tmp_path / "a#1?.wav").write_bytes(data)
+    hosts = [f"file://localhost{tmp_path}/a%20b.wav", f"FILE://{tmp_path}/a#1?.wav"]
+    for source in [*sources, f"file://{tmp_path}/a%20b.wav", *hosts]:
         assert read_medium(source, str(tmp_path)) == data
 
 
@@ -213,6 +217,8 @@ def test_a_medium_is_read_from_each_of_its_forms(tmp_path: Path) -> None:
         ("UklGRiQAAABXQVZF" + "!" * 30, "is not valid base64"),
         ("pipe", "is not a file"),
         ("big.wav", "more than 100"),
+        ("file://server/big.wav", "is on the host server"),
+        ("file:///nothing/big.wav?x#y", r"/nothing/big\.wav\?x#y cannot be read"),
     ],
 )
 def test_what_is_no_medium_is_named(source: object, reason: str, tmp_path: Path) -> None:
@@ -268,6 +274,7 @@ def test_an_mp3_without_its_length_is_measured_by_its_frames(rate: int, channels
     whole, written = decode_audio(file.getvalue()), file.getvalue()
     frames = written[written.index(written[:2], 4) :]
     size = measure("audio", frames)
+    assert isinstance(size, AudioSize)
     assert abs(soundfile.info(io.BytesIO(frames)).frames - size.num_samples) > rate / 2
     assert len(whole) < size.num_samples < len(whole) + 2500
     found = decode_audio(frames)
