@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,10 @@ class MediaLimits(CheckedSettings, section="source.media"):
     num_bytes: int = bounded(256 << 20, lowest=1, highest=2**31)
     num_pixels: int = bounded(64 << 20, lowest=1, highest=2**31)
     seconds: float = bounded(1800.0, above=0, highest=86400)
+
+
+# Of media that were checked before, by limits that may be higher than the usual ones.
+_HIGHEST = MediaLimits(num_bytes=2**31, num_pixels=2**31, seconds=86400.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +172,12 @@ def kind_of(data: bytes) -> str | None:
 
 
 def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioSize | ImageSize:
-    """Return the size of a medium from its header; raise PrepError if it is of another kind, damaged or too large."""
-    limits = limits or MediaLimits()
+    """Return the size of a medium from its header; raise PrepError if it is of another kind, damaged or too large.
+
+    Args:
+        limits: None for a medium that `check_medium` has checked.
+    """
+    limits = limits or _HIGHEST
     if (found := kind_of(data)) != kind:
         raise _problem(
             f"is {f'an {found}' if found else 'of no format that is read (' + _FORMATS + ')'}, not an {kind}"
@@ -183,8 +192,10 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
             raise _problem(f"has {size.width:,} x {size.height:,} pixels, more than {limits.num_pixels:,}")
         return size
     soundfile = _library("soundfile")
+    if data[:4] == b"OggS":
+        _check_pages(data)
     try:
-        info = soundfile.info(io.BytesIO(_with_length(data, limits)))
+        info = soundfile.info(io.BytesIO(_with_length(data, limits.seconds)))
     except (soundfile.SoundFileError, TypeError) as error:
         raise _problem(f"is damaged: {error}") from error
     if info.frames < 1:
@@ -203,7 +214,7 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
 
 def check_medium(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioSize | ImageSize:
     """Return the size of a medium after decoding all of it; raise PrepError as `measure` does, and if it is damaged."""
-    size = measure(kind, data, limits)
+    size = measure(kind, data, limits or MediaLimits())
     if isinstance(size, AudioSize):
         decode_audio(data)
     elif decode_image(data).size != (size.width, size.height):
@@ -259,14 +270,14 @@ def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
     return resampled
 
 
-def _with_length(data: bytes, limits: MediaLimits | None = None) -> bytes:
+def _with_length(data: bytes, seconds: float = math.inf) -> bytes:
     """Return a sound whose header has its length: soundfile guesses that of an MP3, and has none of some FLAC files.
 
     Raises:
-        PrepError: an MP3 has other bytes between its frames, or a FLAC exceeds the limits.
+        PrepError: an MP3 has other bytes between its frames, or a FLAC is longer than `seconds`.
     """
     if data[:4] == b"fLaC" and len(data) > 26 and not data[21] & 15 and not any(data[22:26]):
-        count = _count_flac(data, limits or MediaLimits())
+        count = _count_flac(data, seconds)
         return data[:21] + bytes([data[21] | count >> 32]) + (count & 0xFFFFFFFF).to_bytes(4, "big") + data[26:]
     at = 0
     while data[at : at + 3] == b"ID3" and len(data) > at + 10:
@@ -290,6 +301,23 @@ def _with_length(data: bytes, limits: MediaLimits | None = None) -> bytes:
     return tag.ljust(_mp3_frame(head, 0) or 0, b"\0") + data[at:end]
 
 
+def _check_pages(data: bytes) -> None:
+    """Refuse an Ogg that was cut or has a second stream after the first, neither of which soundfile reads to its end.
+
+    Raises:
+        PrepError: it is one.
+    """
+    at, has_ended = 0, False
+    while data[at : at + 4] == b"OggS" and len(data) > at + 27:
+        if has_ended and data[at + 5] & 2:
+            raise _problem("has a stream after its first one; divide it into several files")
+        has_ended |= bool(data[at + 5] & 4)
+        sizes = data[at + 27 : at + 27 + data[at + 26]]
+        at += 27 + len(sizes) + sum(sizes)
+    if at > len(data) or (not has_ended and at < len(data)):
+        raise _problem(f"is damaged: there is no whole Ogg page at byte {min(at, len(data)):,}")
+
+
 def _mp3_frame(data: bytes, at: int) -> int | None:
     """Return the bytes of the MP3 frame at a place, by its header; None if there is none."""
     head = data[at : at + 4]
@@ -302,7 +330,7 @@ def _mp3_frame(data: bytes, at: int) -> int | None:
     return words * _BIT_RATES[version == 3][bits] // _MP3_RATES[version][rate] + (head[2] >> 1 & 1)
 
 
-def _count_flac(data: bytes, limits: MediaLimits) -> int:
+def _count_flac(data: bytes, seconds: float) -> int:
     """Return the samples of one channel of a FLAC without their number, a block at a time; 0 if it is damaged."""
     soundfile, count = _library("soundfile"), 0
     try:
@@ -310,8 +338,8 @@ def _count_flac(data: bytes, limits: MediaLimits) -> int:
             file.seekable = lambda: False  # or it seeks to where it is after each block, which fails without a number
             while found := len(file.read(1 << 16, dtype="int16")):
                 count += found
-                if count > limits.seconds * file.samplerate or count * file.channels > _MAX_SAMPLES:
-                    raise _problem(f"has more than {limits.seconds:,.2f} s or {_MAX_SAMPLES:,} samples")
+                if count > seconds * file.samplerate or count * file.channels > _MAX_SAMPLES:
+                    raise _problem(f"has more than {seconds:,.2f} s or {_MAX_SAMPLES:,} samples")
     except soundfile.SoundFileError as error:
         raise _problem(f"is damaged: {error}") from error
     return count

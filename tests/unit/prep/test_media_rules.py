@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError, FormatError, PrepError
+from harness.prep import ChatTokenizer, TokenizerConfig
+from harness.prep.chat import BadRecord, RecordReader
 from harness.prep.media import AudioSize, MediaLimits, MediaRules, check_medium, measure, read_medium
 from harness.prep.media.files import ImageSize, decode_audio
 from harness.records import Medium
@@ -257,6 +259,8 @@ def test_a_flac_without_its_length_is_measured_by_its_samples() -> None:
     assert unknown != flac
     assert check_medium("audio", unknown) == AudioSize(150_000, 16000)
     assert np.array_equal(decode_audio(unknown), decode_audio(flac))
+    long = without_length(sound(4000 * 1900, rate=4000, format="FLAC"))
+    assert check_medium("audio", long, MediaLimits(seconds=2000)) == AudioSize(4000 * 1900, 4000)
     with pytest.raises(PrepError, match=r"has more than 9\.00 s or"):
         measure("audio", unknown, MediaLimits(seconds=9))
     with pytest.raises(PrepError, match="is damaged"):
@@ -285,6 +289,33 @@ def test_an_mp3_without_its_length_is_measured_by_its_frames(rate: int, channels
     assert np.array_equal(decode_audio(tagged), found)
     with pytest.raises(PrepError, match="is damaged: there is no MP3 frame at byte"):
         measure("audio", frames + b"what is this")
+
+
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_an_ogg_that_soundfile_reads_in_part_is_refused(subtype: str) -> None:
+    ogg = sound(40_000, format="OGG", subtype=subtype)
+    assert check_medium("audio", ogg + bytes(100)) == AudioSize(40_000, 16000)
+    last = ogg.rindex(b"OggS")
+    check_medium("audio", ogg[:last])  # a recording that no program ended
+    for cut in (ogg[:-1], ogg[: last + 20], ogg[:last] + b"junk" + ogg[last:]):
+        with pytest.raises(PrepError, match="is damaged: there is no whole Ogg page at byte"):
+            measure("audio", cut)
+    with pytest.raises(PrepError, match="has a stream after its first one"):
+        measure("audio", ogg + sound(40_000, format="OGG", subtype=subtype, seed=1))
+
+
+def test_limits_above_the_usual_ones_hold_wherever_a_medium_is_measured(tmp_path: Path) -> None:
+    name = str(save_media_model(tmp_path, "qwen3_omni_moe", mel=8))
+    data = base64.b64encode(sound(1801 * 4000, rate=4000, subtype="PCM_U8")).decode()
+    turns = [{"role": "user", "content": "<audio>What?"}, {"role": "assistant", "content": "Nothing."}]
+    record = {"messages": turns, "audios": [data]}
+    refused = RecordReader(media=MediaLimits()).parse(record, "here")
+    assert isinstance(refused, BadRecord)
+    assert "has 1,801.00 s and 1 channels, more than 1,800.00 s" in refused.detail
+    parsed = RecordReader(media=MediaLimits(seconds=2000)).parse(record, "here")
+    (encoded,) = ChatTokenizer(TokenizerConfig(kind="huggingface", name=name)).encode_each([parsed])
+    assert isinstance(encoded, list)
+    assert [one.tokens for one in encoded[0].view.media] == [1801 * 13]
 
 
 def _of_nothing() -> bytes:
