@@ -47,21 +47,21 @@ LINES = {
     "harness/indexed": 1_197,
     "harness/integrations": 2_855,
     "harness/launch": 2_314,
-    "harness/loader": 4_615,
-    "harness/megatron": 10_545,
+    "harness/loader": 4_678,
+    "harness/megatron": 10_547,
     "harness/parity": 2_549,
     "harness/plan": 5_594,
-    "harness/prep": 10_931,
+    "harness/prep": 11_031,
     "harness/recipes": 10,
     "harness/schedule": 1_077,
     "harness/storage": 2_635,
     "harness/train": 2_596,
     "recipes": 495,
-    "tests": 59_581,
+    "tests": 59_768,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_683,
+    "core ring, lines": 19_687,
     "from packs to the optimizer's step, lines": 4_016,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_370
+MOST_LINES_IN_ALL = 62_535
 
 
 def tree(path: Path) -> ast.Module:
