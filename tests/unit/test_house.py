@@ -51,13 +51,13 @@ LINES = {
     "harness/megatron": 10_547,
     "harness/parity": 2_549,
     "harness/plan": 5_594,
-    "harness/prep": 11_031,
+    "harness/prep": 11_038,
     "harness/recipes": 10,
     "harness/schedule": 1_077,
     "harness/storage": 2_635,
     "harness/train": 2_596,
     "recipes": 495,
-    "tests": 59_768,
+    "tests": 59_770,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_535
+MOST_LINES_IN_ALL = 62_542
 
 
 def tree(path: Path) -> ast.Module:

@@ -287,12 +287,19 @@ def _with_length(data: bytes, seconds: float = math.inf) -> bytes:
         return data
     is_version_1, is_mono = data[at + 1] & 24 == 24, data[at + 3] >> 6 == 3
     side = (17 if is_mono else 32) if is_version_1 else (9 if is_mono else 17)
-    if {data[at + 4 + side :][:4], data[at + 6 + side :][:4], data[at + 36 : at + 40]} & {b"Xing", b"Info", b"VBRI"}:
-        return data
     frames, end, size = 0, at, first
     while size and end + size <= len(data):
         frames, end = frames + 1, end + size
         size = _mp3_frame(data, end) or 0
+    places = at + 4 + side, at + 6 + side, at + 36
+    named = [place for place in places if data[place : place + 4] in (b"Xing", b"Info", b"VBRI")]
+    if named:
+        name, flags, number = (data[named[0] + by : named[0] + by + 4] for by in (0, 4, 8))
+        has_count = name != b"VBRI" and int.from_bytes(flags, "big") & 1
+        count = int.from_bytes(number, "big") if has_count else frames
+        if frames > count + 2:  # that one, and one that some encoders leave out
+            raise _problem(f"has {frames - 1:,} MP3 frames, and counts {count:,}; divide it into several files")
+        return data
     if not size and not _AFTER_MP3.match(data, end):
         raise _problem(f"is damaged: there is no MP3 frame at byte {end:,}")
     # The frame that other programs write, of 64 kilobits a second without padding.

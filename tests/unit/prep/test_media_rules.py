@@ -276,6 +276,8 @@ def test_an_mp3_without_its_length_is_measured_by_its_frames(rate: int, channels
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format="MP3", bitrate_mode="VARIABLE", compression_level=0.5)
     whole, written = decode_audio(file.getvalue()), file.getvalue()
+    with pytest.raises(PrepError, match=r"has \d+ MP3 frames, and counts \d+; divide it"):
+        measure("audio", 2 * written)
     frames = written[written.index(written[:2], 4) :]
     size = measure("audio", frames)
     assert isinstance(size, AudioSize)
