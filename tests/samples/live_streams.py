@@ -153,8 +153,9 @@ def _swap_of(
     def swap(outgoing: list[UInt8Array], expected: list[int]) -> list[UInt8Array]:
         sent[rank] = outgoing
         barrier.wait(300)
-        arrived = [parts[rank] for parts in sent]
+        arrived = [parts[rank].copy() for parts in sent]
         barrier.wait(300)
+        outgoing.clear()
         assert [part.shape[0] for part in arrived] == expected
         return arrived
 

@@ -47,21 +47,21 @@ LINES = {
     "harness/indexed": 1_197,
     "harness/integrations": 2_858,
     "harness/launch": 2_314,
-    "harness/loader": 4_615,
-    "harness/megatron": 10_548,
+    "harness/loader": 4_678,
+    "harness/megatron": 10_550,
     "harness/parity": 2_549,
     "harness/plan": 5_622,
-    "harness/prep": 10_932,
+    "harness/prep": 11_039,
     "harness/recipes": 20,
     "harness/schedule": 1_073,
     "harness/storage": 2_635,
     "harness/train": 2_596,
     "recipes": 496,
-    "tests": 60_009,
+    "tests": 60_198,
     "tests/benchmarks": 2_608,
 }
 SHAPE = {
-    "core ring, lines": 19_691,
+    "core ring, lines": 19_695,
     "from packs to the optimizer's step, lines": 4_012,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_542
+MOST_LINES_IN_ALL = 62_714
 
 
 def tree(path: Path) -> ast.Module:

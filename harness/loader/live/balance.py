@@ -18,12 +18,15 @@ from harness.loader.plan import Features, row_media
 from harness.records import MEDIA_KINDS, Float64Array, Int64Array, Medium, Pack, Schedule, UInt8Array
 from harness.schedule import schedule
 from harness.schedule.batch import row_offsets
-from harness.thd import RowMedia, padded_lengths
+from harness.thd import padded_lengths
 
 # A token and its mask.
 _TOKEN_BYTES = 5
+# Rows whose media are decoded at once: each takes several times their features in memory.
+_DECODERS = 8
 
-# Takes uint8 bytes for each reading rank, and the number of bytes that each of them sends; returns what they sent.
+# Takes uint8 bytes for each reading rank, a list that it may empty, and the number of bytes that each of them sends;
+# returns what they sent.
 Swap = Callable[[list[UInt8Array], list[int]], list[UInt8Array]]
 
 
@@ -124,43 +127,49 @@ def send_to_trainers(
     """Give the packs that this rank has read, and return the rows that it trains; None for a row of zero loss.
 
     Args:
+        mine: emptied, so that media are in memory twice at most: as read and as sent, or as sent and as arrived.
         features: decode the media of rows, several at once.
     """
+    layout, lengths = placement.placed, placement.lengths
+    num_bytes = lengths * _TOKEN_BYTES + placement.media_bytes
+    coming = [(placement.readers == rank) & (placement.trainers == dp_rank) for rank in range(layout.dp_size)]
+    outgoing = _outgoing(mine, placement, dp_rank)
+    mine.clear()
+    arrived: dict[int, UInt8Array] = {}
+    for is_from, data in zip(coming, swap(outgoing, [int(num_bytes[one].sum()) for one in coming]), strict=True):
+        those = np.flatnonzero(is_from)
+        arrived |= zip(those.tolist(), np.split(data, np.cumsum(num_bytes[those])), strict=False)
+
+    def build(number: int) -> LivePack | None:
+        if not (row := layout.row(number, dp_rank).tolist()):
+            return None
+        starts = np.cumsum(lengths[row]) - lengths[row]
+        found = [(arrived[i], 4 * int(lengths[i]), _TOKEN_BYTES * int(lengths[i])) for i in row]
+        ids = np.concatenate([data[:middle] for data, middle, _ in found]).view(np.int32)
+        pack = Pack(ids, np.concatenate([data[middle:end] for data, middle, end in found]), starts)
+        if features is None:
+            return LivePack(pack, placement.ids[row])
+        media = row_media([_received(data[end:]) for data, _, end in found], features)
+        return LivePack(pack, placement.ids[row], media)
+
+    numbers = range(layout.num_microbatches)
+    if features is None:
+        return [*map(build, numbers)]
+    with ThreadPoolExecutor(_DECODERS) as pool:
+        return [*pool.map(build, numbers)]
+
+
+def _outgoing(mine: list[LivePack], placement: Placement, dp_rank: int) -> list[UInt8Array]:
+    """Return the bytes of this rank's sequences that go to each rank."""
     stored = [view for live in mine for view in live.pack.sequences()]
     held = dict(zip(np.flatnonzero(placement.readers == dp_rank).tolist(), stored, strict=True))
-    num_bytes = placement.lengths * _TOKEN_BYTES + placement.media_bytes
-    ranks = range(placement.placed.dp_size)
-    outgoing, expected = [], []
-    for rank in ranks:
+    made = []
+    for rank in range(placement.placed.dp_size):
         going = np.flatnonzero((placement.readers == dp_rank) & (placement.trainers == rank))
         views = [held[i] for i in going.tolist()]
         parts = [part for view in views for part in (view.input_ids.view(np.uint8), view.loss_mask, *_sent(view.media))]
-        outgoing.append(np.concatenate([np.zeros(0, np.uint8), *parts]))
-        coming = (placement.readers == rank) & (placement.trainers == dp_rank)
-        expected.append(int(num_bytes[coming].sum()))
-    arrived: dict[int, tuple[UInt8Array, UInt8Array, tuple[Medium, ...]]] = {}
-    for rank, data in enumerate(swap(outgoing, expected)):
-        at = 0
-        for i in np.flatnonzero((placement.readers == rank) & (placement.trainers == dp_rank)).tolist():
-            middle = at + 4 * int(placement.lengths[i])
-            end = at + _TOKEN_BYTES * int(placement.lengths[i])
-            after = at + int(num_bytes[i])
-            # A copy: the next sequence may begin anywhere, and int32 needs its place in memory.
-            arrived[i] = (data[at:middle].copy(), data[middle:end].copy(), _received(data[end:after]))
-            at = after
-    rows = [placement.placed.row(number, dp_rank).tolist() for number in range(placement.placed.num_microbatches)]
-    decoded: list[RowMedia | None] = [None] * len(rows)
-    if features is not None:
-        with ThreadPoolExecutor() as pool:
-            decoded = [*pool.map(lambda row: row_media([arrived[i][2] for i in row], features), rows)]
-    trained: list[LivePack | None] = [None] * len(rows)
-    for number, (row, media) in enumerate(zip(rows, decoded, strict=True)):
-        if row:
-            ids, masks, _ = zip(*(arrived[i] for i in row), strict=True)
-            starts = np.cumsum(placement.lengths[row]) - placement.lengths[row]
-            pack = Pack(np.concatenate(ids).view(np.int32), np.concatenate(masks), starts)
-            trained[number] = LivePack(pack, placement.ids[row], media)
-    return trained
+        made.append(np.concatenate([np.zeros(0, np.uint8), *parts]))
+    return made
 
 
 def _sent(media: Iterable[Medium]) -> list[UInt8Array]:

@@ -178,7 +178,9 @@ class LiveLoader:
             )
             shares = StepShares(self._plan, after)
             ahead = self._read(shares)
-            yield self._batch(mine, place(packs, self._plan), packs)
+            batch = [self._batch(mine, place(packs, self._plan), packs)]
+            mine.clear()  # media are not kept while the step is trained
+            yield batch.pop()
 
     def _look(self, offers: Sequence[Offer], shares: StepShares) -> None:
         """Raise what any rank refuses, and report what all have, the same on each rank."""
@@ -285,9 +287,11 @@ class LiveLoader:
 
     def _batch(self, mine: list[LivePack], placement: Placement, packs: Sequence[ReadPack]) -> RankBatch:
         layout, lengths = self._plan.layout, placement.lengths
-        rows: list[LivePack | None] = [*mine]
-        if self._plan.is_balanced:
-            rows = send_to_trainers(mine, placement, layout.dp_rank, self._swap, self._features)
+        rows: list[LivePack | None] = (
+            send_to_trainers(mine, placement, layout.dp_rank, self._swap, self._features)
+            if self._plan.is_balanced
+            else [*mine]
+        )
         rows += [None] * (placement.placed.num_microbatches - len(rows))
         return RankBatch(
             epoch=0,

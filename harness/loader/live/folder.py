@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -228,6 +229,42 @@ def last_seen(seconds: float | None) -> str:
     return f"last seen {seconds:.0f} s ago" if seconds < 120 else f"last seen {seconds / 60:.0f} min ago"
 
 
+class _TableOfChats:
+    """The rows of a Parquet file, of which a few are in memory: those read together with the last one.
+
+    Raises OSError, ArrowException or PrepError, as `read_parquet` does.
+    """
+
+    def __init__(self, path: Path, reader: RecordReader) -> None:
+        self._path, self._reader = path, reader
+        metadata = pq.read_metadata(path)
+        self._group_ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] or [0])
+        self.num_rows = int(self._group_ends[-1])
+        self._pieces: Iterator[tuple[int, list[Any], int]] = iter(())
+        self._rows: list[Any] = []
+        self._first = self._next = -1
+
+    def row(self, number: int) -> Any:
+        """Return a row; rows in ascending order are each read once."""
+        if not self._first <= number <= self._next:
+            self.close()
+            group = int(np.searchsorted(self._group_ends, number, side="right"))
+            self._next = int(self._group_ends[group - 1]) if group else 0
+            size, groups = self._path.stat().st_size, (group, self._group_ends.shape[0])
+            self._pieces = read_parquet(self._path, size, self._reader, groups, self._next)
+        while number >= self._next:
+            self._rows = []  # before the next ones are read
+            if (piece := next(self._pieces, None)) is None:
+                raise pa.ArrowInvalid(f"it has {self._next:,} rows, and its footer counts {self.num_rows:,}")
+            self._first, self._rows, _ = piece
+            self._next = self._first + len(self._rows)
+        return self._rows[number - self._first]
+
+    def close(self) -> None:
+        self._pieces, self._rows = iter(()), []
+        self._first = self._next = -1
+
+
 class LiveChunk:
     """An open chunk, checked against its record once, then read row by row.
 
@@ -265,20 +302,21 @@ class LiveChunk:
             self._lines = JsonlShard(path) if path.suffix == JSONL else None
             self.kind = record.kind if record is not None else self._guess_kind()
             self._packs: ShardReader | None = None
-            self._chats: list[Any] = []
+            self._chats: _TableOfChats | None = None
             if self.kind == PACKS:
                 self._packs = self._lines or load_format("parquet").open_shard(path, None)
             elif self._lines is None:
-                read = read_parquet(path, path.stat().st_size, reader, None, 0)
-                self._chats = [row for _, rows, _ in read for row in rows]
+                self._chats = _TableOfChats(path, reader)
         except (OSError, pa.ArrowException) as error:
-            raise FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN) from error
+            raise self._unreadable(error) from error
 
     @property
     def num_rows(self) -> int:
         if self._lines is not None:
             return self._lines.num_packs
-        return self._packs.num_packs if self._packs is not None else len(self._chats)
+        shard = self._packs or self._chats
+        assert shard is not None
+        return shard.num_packs if isinstance(shard, ShardReader) else shard.num_rows
 
     def where(self, row: int) -> str:
         return f"{self.place}, row {row:,}" if self._lines is None else f"{self.place}, line {row + 1:,}"
@@ -293,9 +331,14 @@ class LiveChunk:
 
     def conversation(self, row: int) -> Conversation | BadRecord | None:
         """Return the conversation of a row, or the reason why there is none; None for a blank line."""
-        if self._lines is None:
-            found = SourceChunk(self.place, "row", row, [self._chats[row]], 0, self._reader)
+        if self._chats is not None:
+            try:
+                record = self._chats.row(row)
+            except (OSError, pa.ArrowException) as error:
+                raise self._unreadable(error) from error
+            found = SourceChunk(self.place, "row", row, [record], 0, self._reader)
         else:
+            assert self._lines is not None
             try:
                 line = self._lines.line(row, MAX_RECORD_BYTES)
             except FormatError as error:
@@ -305,10 +348,13 @@ class LiveChunk:
         return next(found.parse(is_whole=True), None)
 
     def close(self) -> None:
-        for shard in (self._lines, self._packs):
+        for shard in (self._lines, self._packs, self._chats):
             if shard is not None:
                 shard.close()
         self._kept = None
+
+    def _unreadable(self, error: Exception) -> FormatError:
+        return FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN)
 
     def _guess_kind(self) -> str:
         columns: list[str] = []

@@ -29,7 +29,7 @@ from harness.records import Pack
 from harness.storage import LocalFolder, file_digest, write_atomically
 
 # A chunk is closed at this size whatever its rows, so that memory stays bounded.
-_MAX_CHUNK_BYTES = 64 << 20
+_MAX_CHUNK_BYTES, _GROUP_BYTES = 64 << 20, 16 << 20
 _TICK_S = 1.0
 _ROWS_PER_GROUP = 64
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -393,9 +393,13 @@ class ChunkRows:
                     writer.abort()
                 raise
         else:
-            table = pa.BufferOutputStream()
-            pq.write_table(_table_of_chats(self._rows), table, compression="zstd", write_page_checksum=True)
-            write_atomically(path, table.getvalue().to_pybytes())
+            file = pa.BufferOutputStream()
+            # Few rows with media in a group, of which ranks read one at a time; and no dictionary, which would hold
+            # each of them once more and be larger than readers accept.
+            rows = max(1, len(self) * _GROUP_BYTES // max(self.num_bytes, 1))
+            options = {"compression": "zstd", "write_page_checksum": True, "use_dictionary": False}
+            pq.write_table(_table_of_chats(self._rows), file, row_group_size=rows, **options)
+            write_atomically(path, file.getvalue().to_pybytes())
 
     def record(self, path: Path, last: live.ReadyRecord, *, stream: str, position: Any) -> live.ReadyRecord:
         """Return the record of the file that `write` made, after the chunk of record `last`."""

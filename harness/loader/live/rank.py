@@ -40,7 +40,7 @@ from harness.thd import RowMedia, padded_lengths
 # A medium on its way to another rank: number of its kind, place, tokens and bytes, which follow.
 MEDIUM = struct.Struct("<4q")
 # Conversations that are tokenized together, and bytes of their media.
-_BLOCK_ROWS, _BLOCK_BYTES = 64, 64 << 20
+_BLOCK_ROWS, _BLOCK_BYTES = 64, 16 << 20
 # Chunk, row and sequence share an id of 63 bits.
 _ROW_BITS, _SEQUENCE_BITS = 22, 18
 

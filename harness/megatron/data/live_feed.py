@@ -288,10 +288,12 @@ def _exchange(offers: list[Offer], readers: Any) -> list[Offer]:
 
 
 def _swap(outgoing: list[UInt8Array], expected: list[int], readers: Any) -> list[UInt8Array]:
-    """Send bytes to each reading rank, by data-parallel rank, and return what each of them sent."""
+    """Send bytes to each reading rank, by data-parallel rank, and return what each of them sent; empty the list."""
     if readers is None:
         return outgoing
+    sizes = [part.shape[0] for part in outgoing]
     sent = torch.from_numpy(np.concatenate(outgoing))
+    outgoing.clear()
     arrived = torch.empty(sum(expected), dtype=torch.uint8)
-    torch.distributed.all_to_all_single(arrived, sent, expected, [part.shape[0] for part in outgoing], group=readers)
+    torch.distributed.all_to_all_single(arrived, sent, expected, sizes, group=readers)
     return np.split(arrived.numpy(), np.cumsum(expected)[:-1])

@@ -66,6 +66,10 @@ def with_media(record: Mapping[str, Any], folder: str | None, limits: MediaLimit
         the record itself where it has no media, or no list of turns.
     """
     lists = {name: value for name, value in record.items() if name in MEDIA_FIELDS and not is_empty(value)}
+    kinds = {name.removesuffix("s") for name in lists}
+    for kind in MEDIA_KINDS:  # a list without media has none for a placeholder
+        if kind not in kinds and record.get(f"{kind}s") == []:
+            lists[f"{kind}s"] = []
     if all(is_empty(record.get(name)) for name in LIST_FIELDS):
         return record
     name = list_field(record)

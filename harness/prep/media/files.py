@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,13 @@ _MAGIC = (
 _FORMATS = "WAV, FLAC, Ogg, MP3, PNG, JPEG, WebP, GIF and BMP"
 # Samples a second that are resampled, and samples of all channels that are decoded: a gigabyte.
 _RATES, _MAX_SAMPLES = (4_000, 384_000), 1 << 28
+# Kilobits a second of MP3 by the bits of a frame's header, of MPEG 1 and of MPEG 2 and 2.5; and samples a second.
+_BIT_RATES = {
+    True: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+    False: (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+}
+_MP3_RATES = {3: (44_100, 48_000, 32_000), 2: (22_050, 24_000, 16_000), 0: (11_025, 12_000, 8_000)}
+_AFTER_MP3 = re.compile(rb"\0*(?:TAG|APETAGEX|LYRICS|$)")
 _BASE64 = re.compile(r"[A-Za-z0-9+/]{16}[A-Za-z0-9+/=\s]*")
 
 
@@ -50,6 +58,10 @@ class MediaLimits(CheckedSettings, section="source.media"):
     num_bytes: int = bounded(256 << 20, lowest=1, highest=2**31)
     num_pixels: int = bounded(64 << 20, lowest=1, highest=2**31)
     seconds: float = bounded(1800.0, above=0, highest=86400)
+
+
+# Of media that were checked before, by limits that may be higher than the usual ones.
+_HIGHEST = MediaLimits(num_bytes=2**31, num_pixels=2**31, seconds=86400.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,10 @@ def read_medium(source: object, folder: str | None = "", limits: MediaLimits | N
     if folder is None and len(source) <= 4096:
         raise _problem("is not in the record itself, as base64")
     if source[:7].lower() == "file://":
-        source = unquote(urlsplit(source).path)
+        # Not cut at ? or #, which names of files have: what is left would be another file.
+        source = unquote(source[7:].removeprefix("localhost"))
+        if not source.startswith("/"):
+            raise _problem(f"is on the host {source.partition('/')[0]}; specify its path on this one")
     elif re.match(r"https?://", source, re.IGNORECASE):
         raise _problem("is on the web, where it can change; download it, and specify its path")
     elif len(source) > 4096 or "\0" in source or "\n" in source:
@@ -157,8 +172,12 @@ def kind_of(data: bytes) -> str | None:
 
 
 def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioSize | ImageSize:
-    """Return the size of a medium from its header; raise PrepError if it is of another kind, damaged or too large."""
-    limits = limits or MediaLimits()
+    """Return the size of a medium from its header; raise PrepError if it is of another kind, damaged or too large.
+
+    Args:
+        limits: None for a medium that `check_medium` has checked.
+    """
+    limits = limits or _HIGHEST
     if (found := kind_of(data)) != kind:
         raise _problem(
             f"is {f'an {found}' if found else 'of no format that is read (' + _FORMATS + ')'}, not an {kind}"
@@ -173,8 +192,10 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
             raise _problem(f"has {size.width:,} x {size.height:,} pixels, more than {limits.num_pixels:,}")
         return size
     soundfile = _library("soundfile")
+    if data[:4] == b"OggS":
+        _check_pages(data)
     try:
-        info = soundfile.info(io.BytesIO(data))
+        info = soundfile.info(io.BytesIO(_with_length(data, limits.seconds)))
     except (soundfile.SoundFileError, TypeError) as error:
         raise _problem(f"is damaged: {error}") from error
     if info.frames < 1:
@@ -193,7 +214,7 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
 
 def check_medium(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioSize | ImageSize:
     """Return the size of a medium after decoding all of it; raise PrepError as `measure` does, and if it is damaged."""
-    size = measure(kind, data, limits)
+    size = measure(kind, data, limits or MediaLimits())
     if isinstance(size, AudioSize):
         decode_audio(data)
     elif decode_image(data).size != (size.width, size.height):
@@ -232,9 +253,9 @@ def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
     """
     soundfile = _library("soundfile")
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
+        with soundfile.SoundFile(io.BytesIO(_with_length(data))) as file:
             size = AudioSize(file.frames, file.samplerate)
-            samples = file.read(dtype="float32", always_2d=True)
+            samples = file.read(size.num_samples, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, TypeError, MemoryError) as error:
         raise _problem(f"is damaged: {error}") from error
     if len(samples) != size.num_samples:
@@ -247,6 +268,88 @@ def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
     resampled: npt.NDArray[np.float32] = _library("soxr").resample(mono, size.rate, rate)
     assert len(resampled) == size.samples_at(rate), (len(resampled), size, rate)
     return resampled
+
+
+def _with_length(data: bytes, seconds: float = math.inf) -> bytes:
+    """Return a sound whose header has its length: soundfile guesses that of an MP3, and has none of some FLAC files.
+
+    Raises:
+        PrepError: an MP3 has other bytes between its frames, or a FLAC is longer than `seconds`.
+    """
+    if data[:4] == b"fLaC" and len(data) > 26 and not data[21] & 15 and not any(data[22:26]):
+        count = _count_flac(data, seconds)
+        return data[:21] + bytes([data[21] | count >> 32]) + (count & 0xFFFFFFFF).to_bytes(4, "big") + data[26:]
+    at = 0
+    while data[at : at + 3] == b"ID3" and len(data) > at + 10:
+        seven = [byte & 127 for byte in data[at + 6 : at + 10]]
+        at += 10 + (seven[0] << 21 | seven[1] << 14 | seven[2] << 7 | seven[3]) + 10 * (data[at + 5] >> 4 & 1)
+    if (first := _mp3_frame(data, at)) is None:
+        return data
+    is_version_1, is_mono = data[at + 1] & 24 == 24, data[at + 3] >> 6 == 3
+    side = (17 if is_mono else 32) if is_version_1 else (9 if is_mono else 17)
+    frames, end, size = 0, at, first
+    while size and end + size <= len(data):
+        frames, end = frames + 1, end + size
+        size = _mp3_frame(data, end) or 0
+    places = at + 4 + side, at + 6 + side, at + 36
+    named = [place for place in places if data[place : place + 4] in (b"Xing", b"Info", b"VBRI")]
+    if named:
+        name, flags, number = (data[named[0] + by : named[0] + by + 4] for by in (0, 4, 8))
+        has_count = name != b"VBRI" and int.from_bytes(flags, "big") & 1
+        count = int.from_bytes(number, "big") if has_count else frames
+        if frames > count + 2:  # that one, and one that some encoders leave out
+            raise _problem(f"has {frames - 1:,} MP3 frames, and counts {count:,}; divide it into several files")
+        return data
+    if not size and not _AFTER_MP3.match(data, end):
+        raise _problem(f"is damaged: there is no MP3 frame at byte {end:,}")
+    # The frame that other programs write, of 64 kilobits a second without padding.
+    head = bytes([data[at], data[at + 1] | 1, (0x50 if is_version_1 else 0x80) | data[at + 2] & 12, data[at + 3]])
+    tag = head + bytes(side) + b"Xing\0\0\0\1" + frames.to_bytes(4, "big")
+    return tag.ljust(_mp3_frame(head, 0) or 0, b"\0") + data[at:end]
+
+
+def _check_pages(data: bytes) -> None:
+    """Refuse an Ogg that was cut or has a second stream after the first, neither of which soundfile reads to its end.
+
+    Raises:
+        PrepError: it is one.
+    """
+    at, has_ended = 0, False
+    while data[at : at + 4] == b"OggS" and len(data) > at + 27:
+        if has_ended and data[at + 5] & 2:
+            raise _problem("has a stream after its first one; divide it into several files")
+        has_ended |= bool(data[at + 5] & 4)
+        sizes = data[at + 27 : at + 27 + data[at + 26]]
+        at += 27 + len(sizes) + sum(sizes)
+    if at > len(data) or (not has_ended and at < len(data)):
+        raise _problem(f"is damaged: there is no whole Ogg page at byte {min(at, len(data)):,}")
+
+
+def _mp3_frame(data: bytes, at: int) -> int | None:
+    """Return the bytes of the MP3 frame at a place, by its header; None if there is none."""
+    head = data[at : at + 4]
+    if len(head) < 4 or head[0] != 255 or head[1] & 0xE6 != 0xE2:
+        return None
+    version, bits, rate = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3
+    if version == 1 or bits in (0, 15) or rate == 3:
+        return None
+    words = 144_000 if version == 3 else 72_000
+    return words * _BIT_RATES[version == 3][bits] // _MP3_RATES[version][rate] + (head[2] >> 1 & 1)
+
+
+def _count_flac(data: bytes, seconds: float) -> int:
+    """Return the samples of one channel of a FLAC without their number, a block at a time; 0 if it is damaged."""
+    soundfile, count = _library("soundfile"), 0
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            file.seekable = lambda: False  # or it seeks to where it is after each block, which fails without a number
+            while found := len(file.read(1 << 16, dtype="int16")):
+                count += found
+                if count > seconds * file.samplerate or count * file.channels > _MAX_SAMPLES:
+                    raise _problem(f"has more than {seconds:,.2f} s or {_MAX_SAMPLES:,} samples")
+    except soundfile.SoundFileError as error:
+        raise _problem(f"is damaged: {error}") from error
+    return count
 
 
 @contextmanager

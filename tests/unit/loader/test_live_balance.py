@@ -82,7 +82,7 @@ def test_every_sequence_is_trained_whole_by_the_rank_of_its_place(name, options)
 
     for rank in range(3):
         with pytest.raises(StopAsyncIteration):
-            send_to_trainers(HELD[rank], placement, rank, keep)
+            send_to_trainers([*HELD[rank]], placement, rank, keep)
     by_id = {
         int(id_): view
         for packs in HELD
@@ -100,7 +100,7 @@ def test_every_sequence_is_trained_whole_by_the_rank_of_its_place(name, options)
         def features(media):
             return {"data": np.array([(one.kind, len(one.data)) for one in media])}
 
-        for at, row in enumerate(send_to_trainers(HELD[rank], placement, rank, swap, features)):
+        for at, row in enumerate(send_to_trainers([*HELD[rank]], placement, rank, swap, features)):
             of_row = placement.placed.row(at, rank)
             assert (row is None) == (not len(of_row))
             if row is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import tracemalloc
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,66 @@ def test_large_media_are_tokenized_a_few_rows_at_a_time(
     )
     assert trained_media(tmp_path, tokenizer, 1) == whole
     assert max(sizes) == rows
+
+
+class _Inline(Future):
+    """A pool that reads at once, so that a test counts the same bytes each time."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def submit(self, function: Any) -> Future:
+        done: Future = Future()
+        done.set_result(function())
+        return done
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(("schedule", "windows"), [("as_packed", 2), ("cost_balanced", 3)])
+def test_a_rank_holds_the_media_of_its_steps_and_not_those_of_its_stream(
+    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, suffix: str, schedule: str, windows: int
+) -> None:
+    """Bytes that Python and numpy hold at most: of a step that is read and of one that is made or exchanged."""
+    from harness.loader.live import consumer, rank
+    from harness.prep.media import MediaRules
+    from harness.prep.sources import tables
+
+    size, total, data = 24, 144, base64.b64encode(large := sound(100_000, rate=20_000)).decode()
+    monkeypatch.setattr(tables, "_CHUNK_BYTES", 2 * len(large))
+    monkeypatch.setattr(rank, "_BLOCK_BYTES", 2 * len(large))
+    monkeypatch.setattr(MediaRules, "features", lambda self, media: {"none": np.zeros((len(media), 1))})
+    monkeypatch.setattr(consumer, "ThreadPoolExecutor", _Inline)
+    with LiveProducer(tmp_path, suffix=suffix, max_waiting=total) as written:
+        for record in [{**seed_records()[0], "audios": [data]}] * total:
+            written.add(record)
+        written.end()
+    assert written.num_chunks == 1
+    now: list[float] = []
+
+    def count(*_: int) -> None:
+        now.append(tracemalloc.get_traced_memory()[0] / len(large))
+
+    tracemalloc.start()
+    try:
+        train(tmp_path, size=size, tokenizer=tokenizer, schedule=schedule, open_packs=1, before_step=count)
+        most = tracemalloc.get_traced_memory()[1] / len(large)
+    finally:
+        tracemalloc.stop()
+    # Beside them an open pack, a block, and what reading one more record takes, mostly as base64.
+    assert (most < windows * size + 18, max(now) < size + 12) == (True, True), (most, now)
+
+
+def test_large_media_are_written_as_tables_that_ranks_read(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+    data = base64.b64encode(sound(900_000, rate=192_000)).decode()
+    with LiveProducer(tmp_path, suffix=".parquet") as written:
+        for _ in range(16):  # more than a page of a dictionary may have
+            written.add({**seed_records()[0], "audios": [data]})
+        written.end()
+    steps = train(tmp_path, size=8, tokenizer=tokenizer, open_packs=1).steps
+    assert sum(batch.num_sequences for step in steps for batch in step) == 16
 
 
 def test_a_table_of_sounds_is_written_as_base64(tmp_path: Path, tokenizer: ChatTokenizer) -> None:

@@ -77,6 +77,9 @@ def parts_of(conversation):
         ({**turns(""), "messages": json.dumps(turns("<image>\nWhat?")["messages"]), "images": [CAT]},
          [("image", CAT), "What?"]),
         (turns("The tag <image> is HTML."), ["The tag <image> is HTML."]),
+        (turns("The tag <image> is HTML.", images=None), ["The tag <image> is HTML."]),
+        (turns("<image>What?", image=b64(CAT), images=[]), [("image", CAT), "What?"]),
+        (turns("What?", images=[], audios=[], videos=[]), ["What?"]),
     ],
 )  # fmt: skip
 def test_media_come_from_every_form_of_record(record, parts):
@@ -103,6 +106,9 @@ def test_paths_are_relative_to_the_file_of_the_record(tmp_path: Path):
         (turns("<audio><audio>What?", audios=[b64(HELLO)]),
          "the turns have 2 <audio> placeholders, and the record has 1 for them"),
         (turns("What?", images=[b64(CAT)]), "the turns have 0 <image> placeholders, and the record has 1 for them"),
+        (turns("<image>What?", images=[]), "the turns have 1 <image> placeholders, and the record has 0 for them"),
+        (turns("<audio>What?", audios=[], images=[]),
+         "the turns have 1 <audio> placeholders, and the record has 0 for them"),
         (turns([{"type": "image"}]), "the turns have 1 <image> placeholders, and the record has 0 for them"),
         (turns("<video>What?", videos=["a.mp4"]), "the record has `videos`, and videos cannot be trained on "
                                                   "(source.drop_media=true)"),

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError, FormatError, PrepError
+from harness.prep import ChatTokenizer, TokenizerConfig
+from harness.prep.chat import BadRecord, RecordReader
 from harness.prep.media import AudioSize, MediaLimits, MediaRules, check_medium, measure, read_medium
-from harness.prep.media.files import ImageSize
+from harness.prep.media.files import ImageSize, decode_audio
 from harness.records import Medium
 from tests.samples.loopback_hub import cache_model
 from tests.samples.media_models import picture, save_media_model, sound
@@ -98,8 +100,6 @@ def test_features_of_sounds_equal_those_of_the_processor(family: str, tmp_path: 
     ("rate", "channels"), [(8000, 1), (44100, 2), (22050, 1), (48000, 6), (4000, 1), (384000, 1), (15999, 1)]
 )
 def test_sounds_of_other_rates_and_channels_have_the_samples_of_their_header(rate: int, channels: int) -> None:
-    from harness.prep.media.files import decode_audio
-
     for length in (701, 10_000, 33_333):
         data = sound(length, rate=rate, channels=channels, format="WAV")
         size = measure("audio", data)
@@ -107,9 +107,11 @@ def test_sounds_of_other_rates_and_channels_have_the_samples_of_their_header(rat
         assert decode_audio(data, 16000).shape == (size.samples_at(16000),)
 
 
-def test_channels_are_averaged() -> None:
-    from harness.prep.media.files import decode_audio
+def test_a_sound_whose_codec_cannot_be_read_from_its_middle_is_read_whole() -> None:
+    assert check_medium("audio", sound(20_480, format="WAV", subtype="GSM610")) == AudioSize(20_480, 16000)
 
+
+def test_channels_are_averaged() -> None:
     data = sound(500, channels=2, format="WAV", subtype="FLOAT")
     samples = np.random.default_rng(0).standard_normal((500, 2)).astype(np.float32) * 0.1
     assert np.array_equal(decode_audio(data), samples.mean(axis=1))
@@ -201,7 +203,9 @@ def test_a_medium_is_read_from_each_of_its_forms(tmp_path: Path) -> None:
     (tmp_path / "a b.wav").write_bytes(data)
     spelled = base64.b64encode(data).decode()
     sources = [data, spelled, f"data:audio/wav;base64,{spelled}", "a b.wav", str(tmp_path / "a b.wav")]
-    for source in [*sources, f"file://{tmp_path}/a%20b.wav"]:
+    (tmp_path / "a#1?.wav").write_bytes(data)
+    hosts = [f"file://localhost{tmp_path}/a%20b.wav", f"FILE://{tmp_path}/a#1?.wav"]
+    for source in [*sources, f"file://{tmp_path}/a%20b.wav", *hosts]:
         assert read_medium(source, str(tmp_path)) == data
 
 
@@ -215,6 +219,8 @@ def test_a_medium_is_read_from_each_of_its_forms(tmp_path: Path) -> None:
         ("UklGRiQAAABXQVZF" + "!" * 30, "is not valid base64"),
         ("pipe", "is not a file"),
         ("big.wav", "more than 100"),
+        ("file://server/big.wav", "is on the host server"),
+        ("file:///nothing/big.wav?x#y", r"/nothing/big\.wav\?x#y cannot be read"),
     ],
 )
 def test_what_is_no_medium_is_named(source: object, reason: str, tmp_path: Path) -> None:
@@ -240,6 +246,78 @@ def test_damaged_media_are_named() -> None:
     for size in (2**32 - 1, 0x7FFFF000):  # of a program that wrote to a pipe
         streamed = wav[:4] + struct.pack("<I", size) + wav[8:40] + struct.pack("<I", size) + wav[44:]
         assert check_medium("audio", streamed) == AudioSize(9000, 16000)
+
+
+def without_length(flac: bytes) -> bytes:
+    """Return a FLAC as a program writes it that does not know its length yet."""
+    return flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:]
+
+
+def test_a_flac_without_its_length_is_measured_by_its_samples() -> None:
+    flac = sound(150_000, format="FLAC", channels=2)
+    unknown = without_length(flac)
+    assert unknown != flac
+    assert check_medium("audio", unknown) == AudioSize(150_000, 16000)
+    assert np.array_equal(decode_audio(unknown), decode_audio(flac))
+    long = without_length(sound(4000 * 1900, rate=4000, format="FLAC"))
+    assert check_medium("audio", long, MediaLimits(seconds=2000)) == AudioSize(4000 * 1900, 4000)
+    with pytest.raises(PrepError, match=r"has more than 9\.00 s or"):
+        measure("audio", unknown, MediaLimits(seconds=9))
+    with pytest.raises(PrepError, match="is damaged"):
+        check_medium("audio", unknown[: len(unknown) // 2])
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8000, 1), (11025, 2), (16000, 1), (24000, 2), (44100, 2), (48000, 1)])
+def test_an_mp3_without_its_length_is_measured_by_its_frames(rate: int, channels: int) -> None:
+    """Without the frame that names their number, soundfile takes all frames to be as large as the first one."""
+    import soundfile
+
+    samples = np.random.default_rng(0).standard_normal((3 * rate, channels)) * np.linspace(0, 0.2, 3 * rate)[:, None]
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="MP3", bitrate_mode="VARIABLE", compression_level=0.5)
+    whole, written = decode_audio(file.getvalue()), file.getvalue()
+    with pytest.raises(PrepError, match=r"has \d+ MP3 frames, and counts \d+; divide it"):
+        measure("audio", 2 * written)
+    frames = written[written.index(written[:2], 4) :]
+    size = measure("audio", frames)
+    assert isinstance(size, AudioSize)
+    assert abs(soundfile.info(io.BytesIO(frames)).frames - size.num_samples) > rate / 2
+    assert len(whole) < size.num_samples < len(whole) + 2500
+    found = decode_audio(frames)
+    assert len(found) == size.num_samples
+    # The delay of an encoder, which the frame had.
+    assert np.abs(found[576:][: len(whole) - 2000] - whole[:-2000]).max() < 1e-3
+    tagged = b"ID3\4\0\0\0\0\2\20" + bytes(272) + frames + b"TAG" + bytes(125)
+    assert np.array_equal(decode_audio(tagged), found)
+    with pytest.raises(PrepError, match="is damaged: there is no MP3 frame at byte"):
+        measure("audio", frames + b"what is this")
+
+
+@pytest.mark.parametrize("subtype", ["VORBIS", "OPUS"])
+def test_an_ogg_that_soundfile_reads_in_part_is_refused(subtype: str) -> None:
+    ogg = sound(40_000, format="OGG", subtype=subtype)
+    assert check_medium("audio", ogg + bytes(100)) == AudioSize(40_000, 16000)
+    last = ogg.rindex(b"OggS")
+    check_medium("audio", ogg[:last])  # a recording that no program ended
+    for cut in (ogg[:-1], ogg[: last + 20], ogg[:last] + b"junk" + ogg[last:]):
+        with pytest.raises(PrepError, match="is damaged: there is no whole Ogg page at byte"):
+            measure("audio", cut)
+    with pytest.raises(PrepError, match="has a stream after its first one"):
+        measure("audio", ogg + sound(40_000, format="OGG", subtype=subtype, seed=1))
+
+
+def test_limits_above_the_usual_ones_hold_wherever_a_medium_is_measured(tmp_path: Path) -> None:
+    name = str(save_media_model(tmp_path, "qwen3_omni_moe", mel=8))
+    data = base64.b64encode(sound(1801 * 4000, rate=4000, subtype="PCM_U8")).decode()
+    turns = [{"role": "user", "content": "<audio>What?"}, {"role": "assistant", "content": "Nothing."}]
+    record = {"messages": turns, "audios": [data]}
+    refused = RecordReader(media=MediaLimits()).parse(record, "here")
+    assert isinstance(refused, BadRecord)
+    assert "has 1,801.00 s and 1 channels, more than 1,800.00 s" in refused.detail
+    parsed = RecordReader(media=MediaLimits(seconds=2000)).parse(record, "here")
+    (encoded,) = ChatTokenizer(TokenizerConfig(kind="huggingface", name=name)).encode_each([parsed])
+    assert isinstance(encoded, list)
+    assert [one.tokens for one in encoded[0].view.media] == [1801 * 13]
 
 
 def _of_nothing() -> bytes:
