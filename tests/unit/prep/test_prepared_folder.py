@@ -30,7 +30,7 @@ def test_changed_settings_are_listed_and_need_overwrite(tmp_path):
     folder = PreparedFolder(tmp_path / "d")
     with pytest.raises(ConfigError, match=r"data\.pack_size was 8 and is 16") as error:
         finished_report(LocalFolder(folder.path), OTHER, overwrite=False)
-    assert "--overwrite" in error.value.fix
+    assert "data.overwrite=true" in error.value.fix
     assert finished_report(LocalFolder(folder.path), OTHER, overwrite=True) is None
 
 
