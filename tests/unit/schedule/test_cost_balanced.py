@@ -198,6 +198,20 @@ def test_packs_are_divided_where_whole_ones_are_less_even() -> None:
     assert sorted(lengths[placed.row(0, 0)].tolist()) == sorted(lengths[placed.row(0, 1)].tolist())
 
 
+@pytest.mark.parametrize(
+    ("lengths", "offsets", "rows"),
+    [
+        ([6, 9, 4, 5], [0, 1, 2, 4], [[1], [0], [2], [3]]),  # whole packs leave 9 beside 5, and 6 beside 4
+        ([2, 5, 7], [0, 3], [[2], [1], [], [0]]),  # ranks cost the same in the fewest microbatches
+    ],
+)
+def test_placements_are_tried_until_one_is_good(lengths, offsets, rows) -> None:
+    layout = {"dp_size": 2, "max_tokens_per_rank": 10, "group_size": 2}
+    placed = schedule("cost_balanced", lengths, **layout, pack_offsets=np.asarray(offsets))
+    assert [placed.row(number, rank).tolist() for number in range(2) for rank in range(2)] == rows
+    assert placed.num_microbatches == 2
+
+
 def test_packs_stay_whole_where_one_sequence_decides_the_step() -> None:
     lengths, offsets = np.asarray([100, 9, 8, 7, 6, 5, 4]), np.asarray([0, 1, 4, 7])
     placed = schedule("cost_balanced", lengths, dp_size=3, max_tokens_per_rank=110, pack_offsets=offsets)
