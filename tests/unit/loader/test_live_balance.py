@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -121,4 +123,18 @@ def test_text_has_no_cost_of_media_and_needs_no_features() -> None:
     assert placement.media_cost is None
     (row,) = send_to_trainers([live], placement, 0, lambda outgoing, _: outgoing)
     assert row is not None
-    assert (row.pack, row.media) == (live.pack, None)
+    assert (row.pack, row.sequence_ids.tolist(), row.media) == (live.pack, [0, 1], None)
+
+
+def test_media_of_eight_rows_are_decoded_at_once() -> None:
+    live = [read_pack(0, 0, [4]) for _ in range(32)]
+    placement = place(packs_in_order([offer(0, live)]), BatchPlan(RankLayout(), 32, 24, COST))
+    together, threads = threading.Barrier(8, timeout=9), set()
+
+    def features(media):
+        threads.add(threading.get_ident())
+        together.wait()
+        return {"data": np.array([len(one.data) for one in media])}
+
+    assert len(send_to_trainers(live, placement, 0, lambda outgoing, _: outgoing, features)) == 32
+    assert len(threads) == 8

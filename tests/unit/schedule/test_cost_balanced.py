@@ -14,8 +14,11 @@ from harness.prep import plan_packs
 from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, schedule
 from harness.schedule.cost_balanced import (
+    EVEN,
     _excess,
     _place,
+    _Placement,
+    _sorted,
     _targets,
     _whole_packs,
     exchange_sequences,
@@ -195,6 +198,20 @@ def test_packs_are_divided_where_whole_ones_are_less_even() -> None:
     assert sorted(lengths[placed.row(0, 0)].tolist()) == sorted(lengths[placed.row(0, 1)].tolist())
 
 
+@pytest.mark.parametrize(
+    ("lengths", "offsets", "rows"),
+    [
+        ([6, 9, 4, 5], [0, 1, 2, 4], [[1], [0], [2], [3]]),  # whole packs leave 9 beside 5, and 6 beside 4
+        ([2, 5, 7], [0, 3], [[2], [1], [], [0]]),  # ranks cost the same in the fewest microbatches
+    ],
+)
+def test_placements_are_tried_until_one_is_good(lengths, offsets, rows) -> None:
+    layout = {"dp_size": 2, "max_tokens_per_rank": 10, "group_size": 2}
+    placed = schedule("cost_balanced", lengths, **layout, pack_offsets=np.asarray(offsets))
+    assert [placed.row(number, rank).tolist() for number in range(2) for rank in range(2)] == rows
+    assert placed.num_microbatches == 2
+
+
 def test_packs_stay_whole_where_one_sequence_decides_the_step() -> None:
     lengths, offsets = np.asarray([100, 9, 8, 7, 6, 5, 4]), np.asarray([0, 1, 4, 7])
     placed = schedule("cost_balanced", lengths, dp_size=3, max_tokens_per_rank=110, pack_offsets=offsets)
@@ -207,9 +224,30 @@ def test_whole_packs_whose_rows_wait_for_each_other_have_no_placement() -> None:
     assert _place(batch, batch.costs(), 1, 1.003) is not None
 
 
+@pytest.mark.parametrize(
+    ("costs", "num_microbatches", "is_placed"),
+    [
+        ([27, 26, 24, 23], 1, True),  # 53 for 50: just good enough
+        ([27, 27, 23, 23], 1, False),
+        ([2, 2, 1, 1, 1, 1, 1, 1], 2, False),  # 4 + 2 for 5
+    ],
+)
+def test_whole_packs_may_wait_a_little_in_all_microbatches(costs, num_microbatches, is_placed) -> None:
+    batch = batch_of([5] * len(costs), dp_size=2, packs=[2] * (len(costs) // 2))
+    placed = _place(batch, np.asarray(costs, np.float64), num_microbatches, 1.003, whole=True)
+    assert (placed is not None) == is_placed
+
+
+def test_packs_of_equal_cost_are_placed_in_their_order() -> None:
+    batch = batch_of([9, 10] * 20, dp_size=40, packs=[1] * 40)
+    placed = _place(batch, batch.costs(), 1, 1.003, whole=True)
+    assert placed is not None
+    assert placed.order.tolist() == [*range(1, 40, 2), *range(0, 40, 2)]
+
+
 def test_sequences_go_longest_first_even_if_the_media_of_others_cost_more() -> None:
     batch = batch_of([6, 5, 5, 4], dp_size=2)
-    assert _place(batch, np.asarray([1.0, 8.0, 7.0, 9.0]), 1, 1.003) is not None
+    assert _place(batch, np.asarray([1.0, 9.0, 8.0, 7.0]), 1, 1.003) is not None
 
 
 def test_the_shortest_sequences_of_packs_longer_than_their_part_of_a_row_are_alone() -> None:
@@ -265,7 +303,7 @@ def test_the_rows_that_sequences_need_count_those_that_share_none(lengths: list[
 
 @pytest.mark.parametrize(
     ("costs", "dp_size", "targets"),
-    [([5, 3], 1, [5, 3]), ([8, 1, 1, 2], 1, [8, 2, 2]), ([5, 1, 5, 1, 2], 2, [5, 2])],
+    [([5, 3], 1, [5, 3]), ([8, 1, 1, 2], 1, [8, 2, 2]), ([5, 1, 5, 1, 2], 2, [5, 2]), ([5, 3], 1, [5, 3, 0])],
 )
 def test_microbatches_share_evenly_what_the_longest_sequences_leave(costs, dp_size, targets) -> None:
     found = _targets(np.asarray(costs, dtype=np.float64), dp_size, len(targets))
@@ -317,6 +355,55 @@ def test_rows_exchange_half_of_what_they_differ_by(lengths, costs, position, row
     assert [made.row(0, rank).tolist() for rank in range(2)] == rows
 
 
+@pytest.mark.parametrize(
+    ("sizes", "taken", "exchanged"),
+    [
+        # The busiest rows have no sequences to give.
+        ([0] * 300 + [2] * 300 + [0] * 600, [9.0] * 300 + [0.0] * 900, [0] * 300 + [1] * 300 + [0] * 300 + [1] * 300),
+        # The last pairs have no exchange, and the first ones two.
+        ([4] * 256 + [1] * 256 + [0] * 512, [0.0] * 1024, [2] * 256 + [1] * 768),
+    ],
+)
+def test_pairs_exchange_where_many_others_do_not(sizes, taken, exchanged) -> None:
+    batch, position = batch_of([1] * sum(sizes), dp_size=len(sizes)), np.repeat(np.arange(len(sizes)), sizes)
+    made = exchange_sequences(position, batch.costs(), batch, 1, np.inf, np.asarray(taken))
+    assert np.diff(made.row_offsets).tolist() == exchanged
+
+
+def test_rows_exchange_only_above_the_least_difference_that_counts() -> None:
+    state = _Placement(np.asarray([0, 0]), np.asarray([1.0, 1.0]), batch_of([1, 1], dp_size=2), 1)
+    state.mean = 2 / (EVEN - 1)
+    state.even_rows()
+    assert state.row_costs.tolist() == [2, 0]
+
+
+def test_ranks_of_the_mean_cost_give_nothing() -> None:
+    # The busiest has no exchange; that of ranks 1 and 3 would be 48 for 47.
+    costs, position = np.asarray([110.0, 52, 48, 95, 48, 47]), np.asarray([0, 1, 1, 2, 3, 3])
+    state = _Placement(position, costs, batch_of([1] * 6, dp_size=4), 1)
+    state.even_ranks(1.0)
+    assert state.row_of.tolist() == position[state.by_cost].tolist()
+
+
+def test_the_next_ranks_are_tried_after_one_exchange_of_fifty_pairs() -> None:
+    # Only rank 0 has what another can take; after three of its 20 sequences no next one is left to try.
+    costs = np.asarray([10.0] * 20 + [110.0] * 49 + [86.0] * 60)
+    state = _Placement(np.maximum(0, np.arange(129) - 19), costs, batch_of([0] * 129, dp_size=110), 1)
+    state.even_ranks(1.0)
+    assert np.count_nonzero(state.row_of == 0) == 17
+
+
+def test_equally_costly_sequences_are_in_order_whatever_their_lengths() -> None:
+    batch = batch_of(list(range(80, 0, -1)))
+    state = _Placement(np.zeros(80, np.int64), np.arange(80) % 4.0, batch, 1)
+    assert state.by_cost.tolist() == sorted(range(80), key=lambda sequence: sequence % 4)
+
+
+def test_whole_numbers_of_any_sign_are_sorted() -> None:
+    assert _sorted(np.asarray([-1, -55, -200])).tolist() == [2, 1, 0]
+    assert _sorted(np.asarray([3, -300, 200])).tolist() == [1, 0, 2]
+
+
 def test_many_sequences_are_placed_several_at_a_time() -> None:
     batch = replace(batch_of([1] * 801), max_tokens_per_row=1000)
     row_of = fill_rows(batch, batch.costs(), np.asarray([1000.0, 0.0, 0.0, 0.0]), np.argsort(-batch.lengths))
@@ -338,6 +425,15 @@ def test_the_rows_that_lack_most_are_found_wherever_they_are(lacking: int) -> No
         targets[chosen] -= 1
     assert made is not None
     assert made.tolist() == expected
+
+
+def test_all_rows_that_have_room_are_found_where_a_sample_has_only_those_that_lack_most() -> None:
+    # The first 15 portions of 2,048 fill all rows but the first ones, of which every other one is in the sample.
+    targets = np.where(np.arange(32768) < 2048, 2.0 - np.arange(32768) % 2, 100.0)
+    batch = batch_of([10] * 30720 + [5] * 2048)
+    made = fill_rows(batch, np.ones(32768), targets, np.arange(32768))
+    assert made is not None
+    assert made.tolist() == [*range(2048, 32768), *range(0, 2048, 2), *range(1, 2048, 2)]
 
 
 @pytest.mark.parametrize(
