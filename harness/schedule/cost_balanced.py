@@ -23,7 +23,7 @@ _PORTIONS = 400
 _PORTION_OF_ROWS = 16
 # Exchanges that every pair of rows, and of ranks, makes at most.
 _ROUNDS_OF_ROWS, _ROUNDS_OF_RANKS = 6, 48
-# Least busy ranks that a busy one tries to exchange with; the next is tried where less than one pair in this many had
+# Least busy ranks that a busy one tries to exchange with; the next is tried where at most one pair in this many had
 # an exchange.
 _PARTNERS, _FEW = 3, 50
 # Takers of about the wanted cost that a sequence is tried with.
