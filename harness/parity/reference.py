@@ -43,6 +43,8 @@ _ANY = {
     "max_position_embeddings": 16384,
     "initializer_range": 0.1,
     "sliding_window": None,
+    # Its embedding would be zeros that transformers never trains, and this data has that token as any other.
+    "pad_token_id": None,
 }
 
 

@@ -49,7 +49,7 @@ LINES = {
     "harness/launch": 2_314,
     "harness/loader": 4_678,
     "harness/megatron": 10_550,
-    "harness/parity": 2_549,
+    "harness/parity": 2_551,
     "harness/plan": 5_622,
     "harness/prep": 11_039,
     "harness/recipes": 20,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_714
+MOST_LINES_IN_ALL = 62_716
 
 
 def tree(path: Path) -> ast.Module:
