@@ -37,17 +37,29 @@ class Change:
     without: str | None = None
 
 
-# Python code alone: the library that it calls takes gigabytes.
-ENGINES = {
-    f"transformer_engine-{release}": Environment(
-        f"transformer_engine-{release}", ("einops",), alone=(f"transformer_engine=={release}",), newer=True
+# Of Transformer Engine, Python code alone: the library that it calls takes gigabytes.
+RELEASES = {
+    f"{package}-{release}": Environment(
+        f"{package}-{release}", ("einops",), alone=(f"{package}=={release}",), newer=True
     )
-    for release in ("2.20.2", "2.17.1")
+    for package, release in (
+        ("transformer_engine", "2.20.2"),
+        ("transformer_engine", "2.17.1"),
+        ("megatron_core", "0.16.1"),
+    )
 }
 CHANGES = (
     Change("megatron-core-hybrid-cp-workload", "megatron_core", "megatron/core", "1 error"),
     Change("megatron-bridge-replicated-state", "megatron_bridge", "megatron/bridge", "4 failed, 3 passed", "src"),
     Change("megatron-bridge-consumed-samples", "megatron_bridge", "megatron/bridge", "5 failed", "src"),
+    # The release is correct; 0.16.1 is not.
+    Change(
+        "megatron-core-expert-gradient-groups",
+        "megatron_core",
+        "megatron/core",
+        "4 failed, 16 passed",
+        without="megatron_core-0.16.1",
+    ),
     # The release is correct; the last one that was not is 2.17.1.
     Change(
         "transformer-engine-tail-padding",
@@ -85,7 +97,7 @@ def run_test(change: Change, folder: Path, python: Path, packages: Path) -> subp
 def test_a_patch_applies_to_the_newest_release_and_its_test_passes_with_it_alone(change, trainer, tmp_path) -> None:
     environment = trainer("megatron_bridge").environment  # with Megatron-Core 0.19
     if change.project == "transformer_engine":
-        environment = ENGINES["transformer_engine-2.20.2"]
+        environment = RELEASES["transformer_engine-2.20.2"]
         environment.make()
     released = packages_of(environment, change.package)
     sources = tmp_path / change.sources
@@ -99,7 +111,7 @@ def test_a_patch_applies_to_the_newest_release_and_its_test_passes_with_it_alone
     assert passed.returncode == 0, passed.stdout[-4000:] + passed.stderr[-2000:]
 
     if change.without is not None:
-        environment = ENGINES[change.without]
+        environment = RELEASES[change.without]
         environment.make()
         released = packages_of(environment, change.package)
     failed = run_test(change, tmp_path, environment.python, released)
