@@ -126,6 +126,27 @@ def _place(name: str, batch: SimulatedBatch, sizes: Sizes) -> Imbalance:
     return measure_imbalance(placed, lengths, max_tokens_per_row=row, cost=COST)
 
 
+def least_sync_ratio(lengths: Int64Array, ranks: int, num_microbatches: int, max_tokens_per_row: int) -> float:
+    """Return a ratio that the synchronized cost of no placement in this many microbatches is below.
+
+    The first microbatch, by falling cost, takes as long as the longest sequence, and microbatch m as long as the
+    longest but m * ranks if no two of those share a row. The first j hold at most the cost of the longest sequences
+    that fill their rows, because a token costs more in a longer sequence. The others take an equal share of the rest.
+    """
+    longest_first = -np.sort(-lengths)
+    costs = COST.of(longest_first)
+    tokens, held = (np.concatenate([[0], np.cumsum(values)]) for values in (longest_first, costs))
+    is_alone = longest_first > max_tokens_per_row // 2
+    is_alone[0] = True
+    longest = np.concatenate([(costs * is_alone)[::ranks], np.zeros(num_microbatches)])
+    share = costs.sum() / ranks
+    taken = [
+        longest[:first].sum() + share - np.interp(first * ranks * max_tokens_per_row, tokens, held) / ranks
+        for first in range(num_microbatches + 1)
+    ]
+    return float(max(taken) / share)
+
+
 def _next_fit_offsets(lengths: Int64Array, max_tokens_per_row: int) -> Int64Array:
     """Fill rows in order, a new one where the next sequence does not fit; return their offsets, int64 [rows + 1]."""
     starts, used = [0], 0
@@ -155,6 +176,13 @@ def _add_placement(
     rows = [float(batch.num_microbatches) for batch in placed]
     report.add(Figure(f"{name}, microbatches", statistics.mean(rows), "", samples=tuple(rows)))
     if name == "cost_balanced":
+        least = tuple(
+            least_sync_ratio(
+                batch.lengths, sizes.ranks, one.num_microbatches, sizes.max_tokens_per_rank * sizes.cp_size
+            )
+            for batch, one in zip(batches, placed, strict=True)
+        )
+        report.add(Figure(f"{name}, least synchronized cost", statistics.mean(least), "x", samples=least))
 
         def best_fit(batch: SimulatedBatch) -> int:
             lengths = np.maximum(batch.lengths, MIN_SEQUENCE_TOKENS)
