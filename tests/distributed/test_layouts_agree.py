@@ -376,6 +376,14 @@ def differing(results: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
+def test_layouts_of_two_ranks_train_as_one_rank_does(tmp_path) -> None:
+    # Of each kind others; an eighth of all of them in `.ci/run`, and all of them nightly.
+    chosen = random.Random(31)
+    two = [chosen.sample(accepted([kind], [2]), 2) for kind in KINDS]
+    assert differing(train_all([one for kind in two for one in kind], tmp_path)) == []
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does(kind, tmp_path) -> None:
