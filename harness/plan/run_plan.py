@@ -37,7 +37,7 @@ from harness.records import Int64Array
 from harness.schedule import DYNAMIC, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import largest_share
 from harness.tables import Table
-from harness.thd import padded_lengths
+from harness.thd import padded_lengths, shared_multiple
 
 # Sequences that are placed, which takes a second.
 _MOST_SEQUENCES = 100_000
@@ -200,9 +200,8 @@ class Inputs:
         numbers = self.media.kept if self.config.model.train_encoder else self.media.once
         order = np.argsort(-numbers / self.lengths, kind="stable")
         tokens = np.cumsum(self.lengths[order])
-        is_whole = tokens <= self.config.max_tokens_per_row
-        share = np.where(is_whole, 1.0, (self.config.max_tokens_per_row - tokens) / self.lengths[order] + 1)
-        return float((numbers[order] * np.maximum(0.0, share)).sum())
+        share = np.clip((self.config.max_tokens_per_row - tokens) / self.lengths[order] + 1, 0.0, 1.0)
+        return float((numbers[order] * share).sum())
 
 
 def fine_tuning(config: RunConfig) -> SftConfig:
@@ -232,8 +231,7 @@ def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
     if vocab_size is None:
         what = f"the vocabulary size is unknown: {why or 'the dataset does not record it'}"
         raise ConfigError(what, where="model.vocab_size", fix="set it to the size of the tokenizer")
-    config = replace(config, model=replace(model, vocab_size=vocab_size))
-    config = config.planned()
+    config = replace(config, model=replace(model, vocab_size=vocab_size)).planned()
     encoder = config.model.encoder
     if packs is not None:
         if encoder is not None:
@@ -309,8 +307,7 @@ def _place_batch(inputs: Inputs, ranks: int) -> PlacedBatch | None:
 
 
 def _context_sizes(inputs: Inputs, ranks: int) -> dict[str, float]:
-    config, lengths = inputs.config, inputs.lengths
-    parallel = config.parallel
+    config, lengths, parallel = inputs.config, inputs.lengths, inputs.config.parallel
     if lengths is None or (not config.shares_rows and parallel.context_parallel_size == 1):
         return {}
     cost = sequence_cost(config.model, parallel, on_gpu=config.trainer.device != "cpu")
@@ -393,15 +390,18 @@ def plan_rows(work: Work, inputs: Inputs, ranks: int) -> Work:
 
 
 def check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
-    """Raise ConfigError, with a length that suffices, if a sequence of these model tokens fits no row."""
-    row = config.max_tokens_per_row
+    """Raise ConfigError, with a size that suffices, if a sequence of these model tokens fits no row."""
+    held, parallel = config.max_tokens_per_rank, config.parallel
+    cp, multiple = parallel.context_parallel_size, 1
     if config.shares_rows:
-        cost = sequence_cost(config.model, config.parallel, on_gpu=config.trainer.device != "cpu")
-        row *= largest_share(config.parallel.dp_size(ranks), cost.most_ranks)
-    longest = int(padded_lengths(lengths.max(initial=0) + 1, config.parallel.pad_to_multiple))
-    if longest > row:
-        what = f"the longest sequence has {longest:,} model tokens after padding, more than the {row:,} of a row"
-        fix = f"raise it to {longest:,} tokens per row, share rows between more ranks, or plan shorter sequences"
+        cost = sequence_cost(config.model, parallel, on_gpu=config.trainer.device != "cpu")
+        cp = largest_share(parallel.dp_size(ranks), cost.most_ranks)
+        multiple = shared_multiple(parallel.pad_to_multiple, 2) // 2
+    longest = int(padded_lengths(lengths.max(initial=0) + 1, parallel.pad_to_multiple))
+    if longest > held * cp:
+        what = f"the longest sequence has {longest:,} model tokens after padding, more than the {held:,} * {cp} of rows"
+        least = -(-longest // (cp * multiple)) * multiple
+        fix = f"raise it to {least:,} or more, share rows between more ranks, or plan shorter sequences"
         raise ConfigError(what, where="schedule.max_tokens_per_rank", fix=fix)
 
 

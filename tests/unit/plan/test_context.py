@@ -65,6 +65,16 @@ def test_microbatches_of_a_plan_are_those_of_a_placed_batch() -> None:
     assert planned.work.microbatches == 3
 
 
+def test_a_sequence_that_no_row_holds_is_refused_with_tokens_of_a_rank_that_do() -> None:
+    settings = [*LONG, "parallel=tp4_sp", "parallel.ranks=16"]
+    packs = AssumedPacks(120, 131_081, 131_081)
+    with pytest.raises(ConfigError, match=r"131,080 model tokens .* more than the 32,768 \* 4 of rows") as caught:
+        plan_run(compose_config("sft", SftConfig, settings), packs=packs)
+    # A fourth is 32,770, of which each rank could not hold two chunks.
+    assert caught.value.fix.startswith("raise it to 32,772 or more")
+    plan_run(compose_config("sft", SftConfig, [*settings, "schedule.max_tokens_per_rank=32772"]), packs=packs)
+
+
 def test_layouts_of_a_search_hold_the_longest_sequence() -> None:
     config = compose_config("sft", SftConfig, [*LONG, "loader.global_batch_size=16"])
     packs = AssumedPacks(100, 131_072, sequence_tokens=131_072)
