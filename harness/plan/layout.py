@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
-from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than
+from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than, show_value
 from harness.errors import ConfigError
 from harness.plan.stages import read_stages
 from harness.printing import count_of
@@ -108,25 +108,20 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             "the tensor-parallel group has only one rank",
             "parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false",
         ),
-        Rule(
-            {"parallel.cuda_graphs": True, "parallel.static_rows": other_than(True)},
-            "CUDA graphs require rows of constant length",
-            "parallel.cuda_graphs=false, or parallel.static_rows=true",
-        ),
-        Rule(
-            {"parallel.cuda_graphs": True, "parallel.pipeline_parallel_size": other_than(1)},
-            "CUDA graphs do not support pipeline stages",
-            "parallel.cuda_graphs=false, or parallel.pipeline_parallel_size=1",
-        ),
-        Rule(
-            {"parallel.cuda_graphs": True, "parallel.context_parallel_size": other_than(1)},
-            "CUDA graphs do not support context parallelism",
-            "parallel.cuda_graphs=false, or parallel.context_parallel_size=1",
-        ),
-        Rule(
-            {"parallel.overlap_tensor_parallel": True, "parallel.sequence_parallel": False},
-            "it overlaps the communication of sequence parallelism",
-            "parallel.overlap_tensor_parallel=false, or parallel.sequence_parallel=true",
+        *(
+            Rule(
+                {f"parallel.{choice}": True, f"parallel.{name}": other_than(value)},
+                why,
+                f"parallel.{choice}=false, or parallel.{name}={show_value(value)}",
+            )
+            for choice, name, value, why in (
+                ("cuda_graphs", "static_rows", True, "CUDA graphs require rows of constant length"),
+                ("cuda_graphs", "pipeline_parallel_size", 1, "CUDA graphs do not support pipeline stages"),
+                ("cuda_graphs", "context_parallel_size", 1, "CUDA graphs do not support context parallelism"),
+                ("overlap_tensor_parallel", "sequence_parallel", True, "it overlaps that communication"),
+                ("overlap_tensor_parallel", "cuda_graphs", False, "CUDA graphs do not support its streams"),
+                ("overlap_shared_experts", "expert_dispatcher", "alltoall", "only this dispatcher can overlap them"),
+            )
         ),
         *(
             Rule(
@@ -135,16 +130,6 @@ class ParallelConfig(CheckedSettings, section="parallel"):
                 "parallel.overlap_tensor_parallel=false, or parallel.static_rows=true",
             )
             for value, on_one_stage in ((False, {}), (None, {"parallel.pipeline_parallel_size": 1}))
-        ),
-        Rule(
-            {"parallel.overlap_tensor_parallel": True, "parallel.cuda_graphs": True},
-            "CUDA graphs do not support its streams",
-            "parallel.overlap_tensor_parallel=false, or parallel.cuda_graphs=false",
-        ),
-        Rule(
-            {"parallel.overlap_shared_experts": True, "parallel.expert_dispatcher": other_than("alltoall")},
-            "only this dispatcher can overlap them",
-            "parallel.overlap_shared_experts=false, or parallel.expert_dispatcher=alltoall",
         ),
     )
 

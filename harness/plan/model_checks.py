@@ -74,11 +74,7 @@ RULES = (
     ),
     Rule({**_MTP, "model.lora_rank": SET}, "LoRA does not support MTP layers", "model.mtp_layers=0"),
     Rule({**_MTP, "model.fp8": other_than("off")}, "FP8 is not supported with MTP layers", "model.mtp_layers=0"),
-    Rule(
-        {**_MTP, "model.recompute_layers": SET},
-        "MTP layers are recomputed together with all layers",
-        "model.recompute_layers=null",
-    ),
+    Rule({**_MTP, "model.recompute_layers": SET}, "with MTP, all layers are recomputed", "model.recompute_layers=null"),
     Rule(
         {"model.recompute_layers": SET, "model.recompute": other_than("full")},
         "this number applies only if whole layers are recomputed",
@@ -87,11 +83,9 @@ RULES = (
     Rule({**_MTP, "model.tie_embeddings": True}, "MTP layers do not support tied embeddings", "model.mtp_layers=0"),
     Rule({**_HYBRID, "model.fp8": other_than("off")}, "FP8 is not supported with hybrid models", "model.fp8=off"),
     Rule(
-        {**_HYBRID, "model.rope_scaling": other_than("none")},
-        "it is not supported with hybrid models",
-        "model.rope_scaling=none",
+        {**_HYBRID, "model.rope_scaling": other_than("none")}, "hybrid models cannot have it", "model.rope_scaling=none"
     ),
-    Rule({**_HYBRID, "model.dense_layers": SET}, "it is not supported with hybrid models", "model.dense_layers=0"),
+    Rule({**_HYBRID, "model.dense_layers": SET}, "hybrid models cannot have it", "model.dense_layers=0"),
 )
 # Of a model and its layout.
 LAYOUT_RULES = tuple(

@@ -402,37 +402,22 @@ _BALANCED = tuple(
     )
     for name in ("window_sequences", "blend")
 )
-_SHARED = tuple(
-    Rule({"schedule.name": DYNAMIC, setting: value}, why, fix)
-    for setting, value, why, fix in (
-        (
-            "parallel.context_parallel_size",
-            other_than(1),
-            "this schedule decides for each row how many data-parallel ranks share it",
-            "parallel.context_parallel_size=1, or schedule=cost_balanced",
-        ),
-        (
-            "parallel.cuda_graphs",
-            True,
-            "a captured graph communicates within one fixed group of ranks",
-            "parallel.cuda_graphs=false, or schedule=cost_balanced",
-        ),
-        *(
-            (name, SET, "lengths of sequences that are still being generated are unknown", "schedule=cost_balanced")
-            for name in ("data.live.path", "data.live.blend")
-        ),
-        *(
-            (name, value, "no test covers it with rows that ranks share", f"{name}={usual}")
-            for name, value, usual in (
-                ("model.fp8", other_than("off"), "off"),
-                ("parallel.expert_dispatcher", other_than("alltoall"), "alltoall"),
-                ("parallel.overlap_tensor_parallel", True, "false"),
-                ("model.recompute_modules", includes("moe"), "[core_attn]"),
-            )
-        ),
-    )
-)
-_SHARED += (
+_UNTESTED = "no test covers it with rows that ranks share"
+_UNKNOWN = "the lengths of sequences that are still being generated are unknown"
+_SHARED = (
+    *(
+        Rule({"schedule.name": DYNAMIC, name: refused}, why, f"{name}={usual}, or schedule=cost_balanced")
+        for name, refused, usual, why in (
+            ("parallel.context_parallel_size", other_than(1), 1, "this schedule decides how many ranks share a row"),
+            ("parallel.cuda_graphs", True, "false", "a captured graph communicates within one fixed group of ranks"),
+            ("data.live.path", SET, "''", _UNKNOWN),
+            ("data.live.blend", SET, "[]", _UNKNOWN),
+            ("model.fp8", other_than("off"), "off", _UNTESTED),
+            ("parallel.expert_dispatcher", other_than("alltoall"), "alltoall", _UNTESTED),
+            ("parallel.overlap_tensor_parallel", True, "false", _UNTESTED),
+            ("model.recompute_modules", includes("moe"), "[core_attn]", _UNTESTED),
+        )
+    ),
     Rule(
         {"schedule.name": DYNAMIC, "model.aux_loss": SET, "model.aux_loss_scope": "row"},
         "the tokens of a row, which are balanced together, depend on the number of ranks that share it",
@@ -536,11 +521,7 @@ _CORPUS = (
         "the maximum row size is unknown if each document in a row is padded",
         "parallel.static_rows=false, or data.reset_attention_mask=false",
     ),
-    Rule(
-        {"trainer.loss_average": other_than("token")},
-        "a corpus has no conversations to average over",
-        "trainer.loss_average=token",
-    ),
+    Rule({"trainer.loss_average": other_than("token")}, "a corpus has no conversations", "trainer.loss_average=token"),
     Rule(
         {"model.vocab_size": None, "model.init_from": None},
         "the vocabulary size is unknown, because a corpus does not store it",
