@@ -26,8 +26,6 @@ from harness.plan.settings import OptimizerConfig
 
 # Share of a GPU's memory for CUDA's context, NCCL's buffers and fragments of the allocator.
 ROOM = 0.1
-
-
 # Buffers of Transformer Engine, each of a row's hidden states: three for each of the four linear layers' products.
 _EXCHANGES = 12
 
