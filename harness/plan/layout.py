@@ -150,14 +150,10 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             raise ConfigError(what, where="parallel.expert_dispatcher, parallel.static_rows", fix=fix)
         if self.expert_dispatcher == "flex" and shared not in DEEPEP_RANKS:
             ranks = ", ".join(map(str, DEEPEP_RANKS))
-            raise ConfigError(
-                "flex dispatch requires experts on several ranks"
-                if shared == 1
-                else f"DeepEP supports experts on {ranks} ranks, but the layout has {shared} (expert "
-                f"{self.expert_parallel_size} x expert tensor {self.expert_tensor_parallel_size})",
-                where="parallel.expert_dispatcher, parallel.expert_parallel_size",
-                fix=f"parallel.expert_dispatcher=alltoall, or experts on {ranks} ranks",
-            )
+            what = f"DeepEP supports experts on {ranks} ranks, but the layout has {shared} (expert "
+            what += f"{self.expert_parallel_size} x expert tensor {self.expert_tensor_parallel_size})"
+            fix = f"parallel.expert_dispatcher=alltoall, or experts on {ranks} ranks"
+            raise ConfigError(what, where="parallel.expert_dispatcher, parallel.expert_parallel_size", fix=fix)
 
     def on(self, device: str) -> ParallelConfig:
         """Return the layout with what null of static_rows is on a device, `cpu` or `cuda`."""
@@ -249,8 +245,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         if dp_size > global_batch_size:
             what = f"a global batch of {count_of(global_batch_size, 'pack')} is too small for {dp_size} data-parallel "
             what += f"ranks ({world_size} ranks / {self.model_ranks} that share a model)"
-            fix = f"use at least {dp_size} packs, or fewer ranks"
-            raise ConfigError(what, where="loader.global_batch_size", fix=fix)
+            raise ConfigError(what, where="loader.global_batch_size", fix=f"{dp_size} packs or more, or fewer ranks")
         max_tokens_per_row, pad_to_multiple = self.max_tokens_per_row(max_tokens_per_rank), self.pad_to_multiple
         if max_tokens_per_row % pad_to_multiple:
             raise ConfigError(

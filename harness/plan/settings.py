@@ -359,13 +359,10 @@ class RunConfig(CheckedSettings, ABC):
         check_rules(config, RunConfig.job_rules)
         pads = config.parallel.padding_setting or ("schedule.name" if config.shares_rows else None)
         if _ENGINE.test(config.model.attention) and config.model.dtype == "float32" and pads is not None:
-            value = show_value(attrgetter(pads)(config))
-            raise ConfigError(
-                f"model.dtype is float32 and {pads} is {value}: Transformer Engine does not support float32 attention "
-                "on padded or divided sequences",
-                where=f"model.dtype, {pads}",
-                fix="model.dtype=bfloat16, or model.attention=torch",
-            )
+            what = f"model.dtype is float32 and {pads} is {show_value(attrgetter(pads)(config))}: Transformer Engine "
+            what += "does not support float32 attention on padded or divided sequences"
+            fix = "model.dtype=bfloat16, or model.attention=torch"
+            raise ConfigError(what, where=f"model.dtype, {pads}", fix=fix)
 
     @property
     @abstractmethod
@@ -498,12 +495,10 @@ class SftConfig(RunConfig):
             raise ConfigError(what, where="schedule.max_tokens_per_rank, model.fp8", fix=f"a multiple of {multiple}")
         chunks = shared_multiple(self.parallel.pad_to_multiple, 2) // 2
         if self.shares_rows and self.max_tokens_per_rank % chunks:
-            raise ConfigError(
-                f"schedule.max_tokens_per_rank is {self.max_tokens_per_rank:,}, and ranks that share a sequence have "
-                f"two equal chunks of it, together a multiple of {chunks} tokens",
-                where="schedule.max_tokens_per_rank, schedule.name",
-                fix=f"a multiple of {chunks}, or schedule=cost_balanced",
-            )
+            what = f"schedule.max_tokens_per_rank is {self.max_tokens_per_rank:,}, and ranks that share a sequence "
+            what += f"have two equal chunks of it, together a multiple of {chunks} tokens"
+            fix = f"a multiple of {chunks}, or schedule=cost_balanced"
+            raise ConfigError(what, where="schedule.max_tokens_per_rank, schedule.name", fix=fix)
         if live.window_sequences is not None and live.window_sequences < self.parallel.dp_size(world_size):
             what = f"a window of {count_of(live.window_sequences, 'sequence')} is too small for "
             what += f"{self.parallel.dp_size(world_size)} data-parallel ranks"
@@ -575,13 +570,11 @@ class PretrainConfig(RunConfig):
         data, size = self.data, self.loader.global_batch_size
         dp_size, group = self.parallel.dp_size(world_size), self.parallel.group_size
         if size % (data.micro_batch_size * dp_size * group):
-            raise ConfigError(
-                f"a global batch of {size} samples is not a multiple of {data.micro_batch_size * dp_size * group} "
-                f"({data.micro_batch_size} in a row * {dp_size} data-parallel ranks"
-                + (f" * {group} stages)" if group > 1 else ")"),
-                where="loader.global_batch_size",
-                fix="change it, data.micro_batch_size, or the layout",
-            )
+            what = f"a global batch of {size} samples is not a multiple of {data.micro_batch_size * dp_size * group} "
+            what += f"({data.micro_batch_size} in a row * {dp_size} data-parallel ranks"
+            what += f" * {group} stages)" if group > 1 else ")"
+            fix = "change it, data.micro_batch_size, or the layout"
+            raise ConfigError(what, where="loader.global_batch_size", fix=fix)
         if data.sequence_length > self.model.max_sequence_length:
             what = f"samples of {data.sequence_length:,} tokens are longer than the model's max_sequence_length "
             what += f"{self.model.max_sequence_length:,}"

@@ -64,8 +64,6 @@ MIXTRAL = Family(
     read=lambda values, refuse: read_softmax(values, normalize=True),
     write=lambda model: {"sliding_window": None, **write_softmax(model, number="num_local_experts")},
 )
-
-
 # One norm over the queries, and one over the keys, of all heads together.
 OLMOE = Family(
     "olmoe",
