@@ -42,7 +42,7 @@ def _forwarding() -> Iterator[tuple[Callable[..., None], list[subprocess.Popen[b
     received: list[signal.Signals] = []
 
     def start(command: Sequence[str], **options: Any) -> None:
-        # Ctrl-C in a terminal reaches only this process, which forwards it. The hook makes two system calls: it is safe.
+        # Ctrl-C in a terminal reaches only this process, which forwards it. The hook only makes two system calls.
         options |= {"start_new_session": True, "preexec_fn": end_with_parent()}
         processes.append(subprocess.Popen(command, **options))
         for number in received:  # while it was started
