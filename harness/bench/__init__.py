@@ -1,9 +1,9 @@
 """Benchmarks of `harness bench`: every figure is measured against something else in the same run.
 
-Read `figures` first (a `Case` has sides that take turns, a report holds what they give), then one bench, such as
-`step`. A bench is a line of `BENCHES`: a function, and its sizes as two presets of `Sizes`. Modules are imported
-when a bench runs, because each needs other packages. Only the command line imports this package. Benches for developers
-and against other packages are in `tests/benchmarks`, which adds its own to `BENCHES`.
+Read `figures` first (sides take turns, and a report holds what they give), then one bench, such as `step`. A bench is a
+line of `BENCHES`: a function, and its sizes as two presets of `Sizes`. Modules are imported when a bench runs, because
+each needs other packages. Only the command line imports this package. Benches for developers and against other packages
+are in `tests/benchmarks`, which adds its own to `BENCHES`.
 """
 
 from __future__ import annotations

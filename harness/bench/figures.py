@@ -24,7 +24,6 @@ from harness.settings import from_plain
 from harness.tables import Table, TableCell
 
 _PACKAGES = ("numpy", "pyarrow", "xxhash", "torch", "megatron-core", "tokenizers", "trl", "datasets", "torchtitan")
-
 # Logs what a bench is doing now.
 Progress = Callable[[str], None]
 # Does its part of a round (-1 is the warm-up, then 0, 1, ...) and returns the sample to keep, or the units of work.
@@ -32,23 +31,6 @@ Side = Callable[[int], float]
 # Seconds of this process on a processor, whatever else the machine does. Only for works of one thread that wait for
 # nothing: on a quiet machine they equal those on the clock.
 CPU = time.process_time
-
-
-@dataclass(frozen=True)
-class Case:
-    """One comparison: sides that take turns in one run.
-
-    Attributes:
-        name: of the ratio of the first side to the second; empty for no ratio.
-        sides: what each side does in a round, by the name of its figure; it returns its sample.
-    """
-
-    name: str
-    sides: Mapping[str, Side]
-    rounds: int
-    unit: str
-    at_least: float | None = None
-    at_most: float | None = None
 
 
 def take_turns(sides: Mapping[str, Side], *, rounds: int) -> dict[str, list[float]]:
@@ -143,13 +125,19 @@ class BenchReport:
         """Add the median of `samples`."""
         return self.add(Figure(name, statistics.median(samples), unit, at_least, at_most, tuple(samples)))
 
-    def run(self, case: Case) -> None:
-        """Measure the sides of a case in turns; add the median of each, and the ratio of the first to the second."""
-        for name, samples in take_turns(case.sides, rounds=case.rounds).items():
-            self.add_samples(name, samples, case.unit)
-        if case.name:
-            over, under, *_ = case.sides
-            self.add_ratio(case.name, over, under, case.at_least, case.at_most)
+    def compare(self, ratio: str, sides: Mapping[str, Side], rounds: int, unit: str, **target: float | None) -> None:
+        """Measure sides in turns; add the median of each, and the ratio of the first to the second.
+
+        Args:
+            ratio: name of the ratio; empty for none.
+            sides: what each does in a round, by the name of its figure; it returns its sample.
+            target: `at_least` or `at_most` of the ratio.
+        """
+        for name, samples in take_turns(sides, rounds=rounds).items():
+            self.add_samples(name, samples, unit)
+        if ratio:
+            over, under, *_ = sides
+            self.add_ratio(ratio, over, under, **target)
 
     def add_ratio(
         self, name: str, over: str, under: str, at_least: float | None = None, at_most: float | None = None

@@ -27,7 +27,6 @@ from harness.printing import count_of, open_console, print_line, print_text
 from harness.storage import is_uri, open_folder
 
 data_app = typer.Typer()
-
 Verified = Annotated[
     str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI; a run, checkpoint or export")
 ]

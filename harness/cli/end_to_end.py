@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,6 @@ from harness.settings import CONFIGS
 from harness.storage import write_atomically
 
 end_to_end_app = typer.Typer()
-
 # Settings that follow from MODEL, CHATS and OUT.
 _CHOSEN = {
     "source.path": "CHATS names the chats",
@@ -34,28 +32,6 @@ _CHOSEN = {
     "resume": "the run resumes by itself",
     "preview": "`harness prepare source.path=CHATS tokenizer.name=MODEL --preview 3` shows chats",
 }
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """The stages of one command line.
-
-    Attributes:
-        out: folder of all results.
-        prepare, train: settings of the two recipes.
-    """
-
-    out: Path
-    prepare: list[str]
-    train: list[str]
-
-    @property
-    def data(self) -> Path:
-        return self.out / "data"
-
-    @property
-    def run(self) -> Path:
-        return self.out / "run"
 
 
 @end_to_end_app.command(context_settings={"ignore_unknown_options": True})
@@ -81,29 +57,30 @@ def sft(
     from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
 
     out, settings = _find_out(model, chats, arguments or [])
-    stages = _divide(model, chats, out, settings)
+    preparing, training = _divide(model, chats, out, settings)
     require_training("training")
-    gpus = _check(stages)
-    commands = [["prepare", *stages.prepare]]
+    gpus = _check(preparing, training)
+    commands = [["prepare", *preparing]]
     _run(commands[-1])
     if gpus:
-        layout, planned = plan_layout(stages.train, gpus)
-        stages.train.extend(layout)
+        layout, planned = plan_layout(training, gpus)
+        training += layout
         commands.append(planned)
         _run(planned)
-    commands.append(["train", "sft", *stages.train, "resume=auto"])
+    commands.append(["train", "sft", *training, "resume=auto"])
     _run(commands[-1])
-    newest = whole_checkpoints(stages.run / CHECKPOINTS)[-1:]
+    run = out / "run"
+    newest = whole_checkpoints(run / CHECKPOINTS)[-1:]
     if not newest:
-        raise ConfigError("the run has no checkpoint", where=str(stages.run), fix="train one step or more")
-    exported = stages.out / f"model-step-{read_progress(newest[0]).step}"
-    commands.append(["export", str(stages.run), str(exported)])
+        raise ConfigError("the run has no checkpoint", where=str(run), fix="train one step or more")
+    exported = out / f"model-step-{read_progress(newest[0]).step}"
+    commands.append(["export", str(run), str(exported)])
     if exported.exists():
         print_line(f"{exported} is already exported.")
     else:
         _run(commands[-1])
     report, place = out / "report.md", shlex.quote(str(exported.resolve()))
-    write_atomically(report, _report(stages, exported, commands).encode())
+    write_atomically(report, _report(out, exported, commands).encode())
     print_line(f"report {report}; to chat with the model: `transformers serve` and `transformers chat {place}`")
 
 
@@ -134,39 +111,38 @@ def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, l
     return Path(named[0]) if named else default, [text for text in arguments if text not in named]
 
 
-def _divide(model: str, chats: str, out: Path, settings: Sequence[str]) -> _Stages:
+def _divide(model: str, chats: str, out: Path, settings: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide settings between the two recipes, which share no name; raise ConfigError for those of the arguments."""
     known = KnownSettings("harness prepare", PrepareConfig, [CONFIGS])
     source = chats if chats.startswith("source.mix=") else f"source.path={chats}"
-    stages = _Stages(out, [source, f"tokenizer.name={model}"], [f"model.init_from={model}"])
+    preparing, training = [source, f"tokenizer.name={model}"], [f"model.init_from={model}"]
     for text in ("data.overwrite=true" if text == "--overwrite" else text for text in settings):
         key, _, value = text.partition("=")
         if (why := _CHOSEN.get(key)) is not None:
             raise ConfigError(f"harness sft sets {key} itself", where=text, fix=f"omit it: {why}")
         is_file = key in known.groups and value in known.files(key)
-        (stages.prepare if key in known.types or is_file else stages.train).append(text)
-    stages.prepare.append(f"data.path={stages.data}")
-    stages.train.extend([f"data.path={stages.data}", f"run_dir={stages.run}"])
-    return stages
+        (preparing if key in known.types or is_file else training).append(text)
+    data = f"data.path={out / 'data'}"
+    return [*preparing, data], [*training, data, f"run_dir={out / 'run'}"]
 
 
-def _check(stages: _Stages) -> list[int]:
+def _check(preparing: list[str], training: list[str]) -> list[int]:
     """Compose the settings of both recipes before the first stage runs; return the bytes of each GPU to train on.
 
     Adds the number of ranks, and that packs are no longer than the model's positions, where they are not set.
     """
     from harness.config import compose_config, compose_run
 
-    run = compose_run("sft", stages.train, also=KnownSettings("", PrepareConfig, [CONFIGS]).types).config
+    run = compose_run("sft", training, also=KnownSettings("", PrepareConfig, [CONFIGS]).types).config
     model = Path(str(run.model.init_from))
     if model.is_dir() and next(model.glob("*.safetensors"), None) is None:
         fix = "write them with save_pretrained(..., safe_serialization=True)"
         raise ConfigError("the folder has no *.safetensors", where=str(model), fix=fix)
-    prepare = compose_config("prepare", PrepareConfig, stages.prepare)
+    prepare = compose_config("prepare", PrepareConfig, preparing)
     positions = run.model.max_sequence_length
-    is_sized = any(text.partition("=")[0] in ("data.pack_size", "data") for text in stages.prepare)
+    is_sized = any(text.partition("=")[0] in ("data.pack_size", "data") for text in preparing)
     if not is_sized and prepare.data.pack_size > positions:
-        stages.prepare.append(f"data.pack_size={positions}")
+        preparing.append(f"data.pack_size={positions}")
     gpus: list[int] = []
     if run.trainer.device != "cpu":
         import torch
@@ -174,7 +150,7 @@ def _check(stages: _Stages) -> list[int]:
         count = run.parallel.ranks or torch.cuda.device_count()
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())][:count]
     if not run.parallel.ranks:
-        stages.train.append(f"parallel.ranks={len(gpus) or 1}")
+        training.append(f"parallel.ranks={len(gpus) or 1}")
     return gpus
 
 
@@ -204,11 +180,11 @@ def _run(command: Sequence[str]) -> None:
         raise typer.Exit(code)
 
 
-def _report(stages: _Stages, exported: Path, commands: Sequence[Sequence[str]]) -> str:
+def _report(out: Path, exported: Path, commands: Sequence[Sequence[str]]) -> str:
     """Return a page: data, losses, the model, and the commands that ran."""
     from harness.train import METRICS_FILE, read_metrics
 
-    steps = read_metrics(stages.run / METRICS_FILE)
+    steps = read_metrics(out / "run" / METRICS_FILE)
     found = [steps[0].initial_losses.get("validation"), *(step.validation_loss for step in steps)]
     validated = [loss for loss in found if loss is not None]
     losses: dict[str, list[float]] = {
@@ -216,11 +192,11 @@ def _report(stages: _Stages, exported: Path, commands: Sequence[Sequence[str]]) 
         "validation loss": [*validated[:1], *validated[1:][-1:]],
     }
     lines = [
-        f"# {escape_markdown(stages.out.name)}",
-        f"![loss]({stages.run.name}/loss.png)",
+        f"# {escape_markdown(out.name)}",
+        "![loss](run/loss.png)",
         *(f"- {name}: {' to '.join(f'{loss:.4f}' for loss in values)}" for name, values in losses.items() if values),
-        f"- [dataset]({stages.data.name}/report.md)",
-        f"- [run]({stages.run.name}/report.md): {count_of(steps[-1].step, 'step')}",
+        "- [dataset](data/report.md)",
+        f"- [run](run/report.md): {count_of(steps[-1].step, 'step')}",
         f"- [model]({exported.name}/README.md)",
         "",
         "```shell",

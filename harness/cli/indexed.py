@@ -107,9 +107,7 @@ def family(
 
     settings: FamilySettings = context.obj
     if bool(sources) == bool(settings.shards) or (settings.shards and settings.split):
-        raise ConfigError(
-            "it is unclear which shards belong to which split", where="SRC", fix="give SRC, or shards.SPLIT=SRC"
-        )
+        raise ConfigError("it is unclear which shards a split has", where="SRC", fix="give SRC, or shards.SPLIT=SRC")
     splits = dict.fromkeys(settings.shards, 1.0) or settings.split or {"train": 1.0}
     made = TokenFamily(name=name, splits=splits, source=settings.source())
     with progress_bar("converting", quiet=as_json) as advance:
@@ -132,9 +130,7 @@ def counts(
     by_prefix = count_sequences(prefixes, vocab_size=vocab_size)
     save_counts(by_prefix, to)
     if vocab_size is None:
-        print_line(
-            "dtypes were not checked: Megatron takes them from the vocabulary (tokenizer.vocab_size=N checks them)"
-        )
+        print_line("not checked: dtypes, which Megatron takes from the vocabulary (tokenizer.vocab_size=N checks them)")
     sequences = sum(count for count, _ in by_prefix.values())
     print_line(f"{to}: {len(by_prefix):,} prefixes, {count_of(sequences, 'sequence')}")
 

@@ -155,13 +155,8 @@ def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
         return parts["node", rank // ranks_per_node], re.compile(rf"^\[[a-z]*{rank % ranks_per_node}\]:")
     found = [number for part, number in parts if part == "rank"]
     found += [node * ranks_per_node + own for part, node in parts if part == "node" for own in range(ranks_per_node)]
-    raise ConfigError(
-        f"job {job} has no log of rank {rank}",
-        where=str(folder),
-        fix=f"--rank is 0 to {max(found)}"
-        if found
-        else "its ranks have not started; omit --rank for the job's own log",
-    )
+    fix = f"--rank is 0 to {max(found)}" if found else "its ranks have not started; omit --rank for the job's own log"
+    raise ConfigError(f"job {job} has no log of rank {rank}", where=str(folder), fix=fix)
 
 
 _LOG_NAME = re.compile(r".+-(?P<job>\d+)(?:-(?P<part>rank|node)(?P<number>\d+))?\.out")

@@ -171,7 +171,7 @@ def plan(
     names_data = not isinstance(config, SftConfig) or config.data != usual or Path(usual.path).exists()
     assumes_data = searches and settings.packs is None and not names_data
     _refuse_unused(settings, searches=searches, reads_data=settings.packs is None and not assumes_data)
-    gpu_bytes = _scaled(settings.gpu_gib, 2**30)
+    gpu_bytes = settings.gpu_gib and settings.gpu_gib * 2**30
     num_packs = _ASSUMED_PACKS if assumes_data else settings.packs
     inputs: dict[str, Any] = {
         "machine": Machine(
@@ -187,7 +187,7 @@ def plan(
         _print_layouts(search_layouts(config, gpu_bytes=gpu_bytes, **inputs), settings, gpu_bytes, assumes_data, inputs)
         return
     planned = plan_run(config, mfu=settings.mfu, places=settings.waves is not None, **inputs)
-    file_system = _scaled(settings.file_system_gb_s, 1e9)
+    file_system = settings.file_system_gb_s and settings.file_system_gb_s * 1e9
     open_console().print(planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system))
     fits = planned.fits(gpu_bytes)
     if gpu_bytes is not None and not fits:
@@ -243,10 +243,6 @@ def _print_layouts(
         _print_suggestions([f"{shlex.join(one.overrides)} {line}" for line in lines])
         raise typer.Exit(1)
     print_line(f"the fastest: {shlex.join(found.fitting[0].overrides)}")
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value * unit
 
 
 def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool) -> None:

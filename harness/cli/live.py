@@ -23,7 +23,6 @@ live_app = typer.Typer(
     help="Train while data is being generated: write chunks into a folder, and show its producer and readers.",
     no_args_is_help=True,
 )
-
 # Flushed: a log shows the progress of the producer.
 _print_line = functools.partial(print, flush=True)
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks, on a shared disk or in a bucket")]
@@ -177,8 +176,7 @@ def end(folder: Folder) -> None:
     from harness.loader.live.folder import LiveFolder
 
     if not LiveFolder(folder).files.exists():
-        what = "there is no folder of live chunks"
-        raise ConfigError(what, where=str(folder), fix="use the folder of data.live.path")
+        raise ConfigError("there is no folder of live chunks", where=folder, fix="use the folder of data.live.path")
     with LiveProducer(folder) as producer:
         producer.end()
         _print_line(f"{folder}: ends after {count_of(producer.num_chunks, 'chunk')}")

@@ -41,9 +41,7 @@ parity_app = typer.Typer(
     help="Prove that other settings give the same losses: `harness parity check=layouts` trains and compares "
     "many layouts, and `harness parity --cfg` prints the settings. The commands compare runs with baselines.",
 )
-
 compare_app = typer.Typer()
-
 Name = Annotated[str, typer.Argument(metavar="NAME", help="name of the baseline")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run with trainer.record_digests=true")]
 

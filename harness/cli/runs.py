@@ -20,7 +20,6 @@ from harness.paths import is_run, is_there, suggest_recipe
 from harness.printing import count_of, print_line, print_text
 
 runs_app = typer.Typer()
-
 _FORWARDED = {"ignore_unknown_options": True}
 
 

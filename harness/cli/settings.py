@@ -154,12 +154,10 @@ def class_of(
         section: the settings are `section.name=value`, and fill an attribute of that name.
     """
     if section:
-        default: Any = (
-            {} if any(one.default == REQUIRED for one in explain_settings(schema)) else {"default_factory": schema}
-        )
-        schema = dataclasses.make_dataclass(
-            f"{schema.__name__}Settings", [(section, schema, dataclasses.field(**default))]
-        )
+        is_required = any(one.default == REQUIRED for one in explain_settings(schema))
+        default: Any = {} if is_required else {"default_factory": schema}
+        attribute = (section, schema, dataclasses.field(**default))
+        schema = dataclasses.make_dataclass(f"{schema.__name__}Settings", [attribute])
     members = {"schema": schema, "takes_recipe": takes_recipe, "is_composed": is_composed}
     return type(f"{schema.__name__}Command", (SettingsCommand,), members)
 

@@ -168,8 +168,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
             raise ConfigError(what, where="cluster.time", fix="minutes, HH:MM:SS or DAYS-HH:MM:SS, in quotes")
         if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
             what = f"{count_of(self.ranks_per_node, 'rank')} per node on {count_of(self.gpus_per_node, 'GPU')}"
-            fix = "at most one rank per GPU"
-            raise ConfigError(what, where="cluster.ranks_per_node, cluster.gpus_per_node", fix=fix)
+            raise ConfigError(what, where="cluster.ranks_per_node, cluster.gpus_per_node", fix="one rank per GPU")
         if self.signal_lead_s >= time_limit_s(self.time):
             what = f"the ranks would be asked to stop {self.signal_lead_s:,} s before a time limit of "
             what += f"{time_limit_s(self.time):,} s"
@@ -206,12 +205,8 @@ def time_limit_s(text: str) -> int:
     """Return the seconds of a time limit as sbatch takes it: `90` is minutes, `1:30` minutes and seconds."""
     days, dash, rest = text.rpartition("-")
     numbers = [int(part) for part in rest.split(":")]
-    if dash:  # DAYS-HOURS, DAYS-HOURS:MINUTES, DAYS-HOURS:MINUTES:SECONDS
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-    elif len(numbers) == 3:
-        hours, minutes, seconds = numbers
-    else:
-        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    # The first of one or two numbers is minutes, unless days come before it.
+    hours, minutes, seconds = (*([] if dash or len(numbers) == 3 else [0]), *numbers, 0, 0)[:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 

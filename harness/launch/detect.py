@@ -115,16 +115,13 @@ preflight:
 def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = "") -> str:
     """Return the text of a cluster file for the nodes of a partition; see `detect_cluster` and `find_site`."""
     chosen = [each for each in partitions if name in ("", each.name)]
+    names = dict.fromkeys(each.name for each in partitions)
     if not chosen:
-        raise ConfigError(
-            f"there is no partition {name!r}" if name else "Slurm reports no partition",
-            where="sinfo",
-            fix=f"one of {', '.join(dict.fromkeys(each.name for each in partitions))}"
-            if partitions
-            else "ask the administrators",
-        )
+        what = f"there is no partition {name!r}" if name else "Slurm reports no partition"
+        fix = f"one of {', '.join(names)}" if names else "ask the administrators"
+        raise ConfigError(what, where="sinfo", fix=fix)
     nodes = max(chosen, key=lambda each: (each.gpus > 0, each.gpus * each.nodes, each.nodes))
-    others = dict.fromkeys(each.name for each in partitions if each.name != nodes.name)
+    others = [other for other in names if other != nodes.name]
     ranks = nodes.gpus or max(1, min(2, nodes.cores))
     site = _site_of(nodes, site)
     lines = [

@@ -32,43 +32,35 @@ _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
-class _Children:
-    """Processes to which this one forwards the signals to stop that it gets."""
-
-    def __init__(self) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.received: list[signal.Signals] = []
-
-    def start(self, command: Sequence[str], **options: Any) -> None:
-        process = subprocess.Popen(
-            command,
-            # Ctrl-C in a terminal reaches only this process, which forwards it.
-            start_new_session=True,
-            preexec_fn=end_with_parent(),  # noqa: PLW1509 - safe: it makes two system calls
-            **options,
-        )
-        self.processes.append(process)
-        for number in self.received:  # while it was started
-            process.send_signal(number)
-
-    def forward(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(_FORWARDED[signal.Signals(number)])
-        for process in self.processes:
-            process.send_signal(self.received[-1])
-
-
 @contextmanager
-def _forwarding() -> Iterator[_Children]:
-    """Yield children that get the signals to stop of this process; those left after an error are killed."""
-    children = _Children()
+def _forwarding() -> Iterator[tuple[Callable[..., None], list[subprocess.Popen[bytes]]]]:
+    """Yield a function that starts a process which gets the signals to stop of this one, and the processes so far.
+
+    Those left after an error are killed.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    received: list[signal.Signals] = []
+
+    def start(command: Sequence[str], **options: Any) -> None:
+        # Ctrl-C in a terminal reaches only this process, which forwards it. The hook only makes two system calls.
+        options |= {"start_new_session": True, "preexec_fn": end_with_parent()}
+        processes.append(subprocess.Popen(command, **options))
+        for number in received:  # while it was started
+            processes[-1].send_signal(number)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(_FORWARDED[signal.Signals(number)])
+        for process in processes:
+            process.send_signal(received[-1])
+
     # `nohup` and a shell's background jobs ignore some of them.
     before = {number: was for number in _FORWARDED if (was := signal.getsignal(number)) is not signal.SIG_IGN}
     try:
         for number in before:
-            signal.signal(number, children.forward)
-        yield children
+            signal.signal(number, forward)
+        yield start, processes
     finally:
-        for process in children.processes:
+        for process in processes:
             if process.poll() is None:
                 process.kill()
         for number, handler in before.items():
@@ -77,9 +69,9 @@ def _forwarding() -> Iterator[_Children]:
 
 def run_command(command: Sequence[str]) -> int:
     """Run a program to its end, and forward signals to stop to it; return its exit code, as `start_ranks` does."""
-    with _forwarding() as children:
-        children.start(command)
-        return _wait_for(children.processes)
+    with _forwarding() as (start, processes):
+        start(command)
+        return _wait_for(processes)
 
 
 def start_ranks(command: Sequence[str], num_ranks: int) -> int:
@@ -98,14 +90,14 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     }
     if num_ranks > 1:  # they share the cores of the machine
         place["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    with closing(store), _forwarding() as children:
+    with closing(store), _forwarding() as (start, processes):
         for rank in range(num_ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({} if rank else {STORE_FD: str(store.fileno())})
             environment = {**os.environ, **place, **own}
             passed = [] if rank else [store.fileno()]
-            children.start(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=passed)
+            start(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=passed)
         store.close()
-        return _wait_for(children.processes)
+        return _wait_for(processes)
 
 
 def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:

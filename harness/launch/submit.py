@@ -112,13 +112,10 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
             # The script, and the commands outside of the container, find a run at the same path.
             if not above or (setting == "runs" and mounts[max(above, key=len)] != max(above, key=len)):
                 shown = ", ".join(f"{source}:{target}" for target, source in mounts.items()) or "there are none"
-                raise ConfigError(
-                    f"no mount of the container shows {path}{' at the same path' if above else ''}: {shown}",
-                    where=f"{setting}, cluster.mounts",
-                    fix="add one to cluster.mounts, such as {0}:{0}".format(
-                        Path(path).parent if setting == "runs" else path
-                    ),
-                )
+                what = f"no mount of the container shows {path}{' at the same path' if above else ''}: {shown}"
+                place = Path(path).parent if setting == "runs" else path
+                fix = f"add one to cluster.mounts, such as {place}:{place}"
+                raise ConfigError(what, where=f"{setting}, cluster.mounts", fix=fix)
             target = max(above, key=len)
             # The path, and what its folder contains, may be links to what no mount shows.
             places = [f"{mounts[target]}/{os.path.relpath(path, target)}"]

@@ -235,20 +235,15 @@ def _refuse_other(values: Mapping[str, Any], stored: HfModel, set_by: Mapping[st
         of = {name: f" of {set_by[name]}" if name in set_by else "" for name in wrong}
         both = ", ".join(f"{name} {values[name]}{of[name]} (the weights have {value})" for name, value in wrong.items())
         places = list(dict.fromkeys(set_by[name] for name in wrong if name in set_by))
-        raise ConfigError(
-            f"the settings of the model do not match its weights: {both}",
-            where=f"model.init_from={where}",
-            fix=f"leave these settings out of the run ({', '.join(places)}): model.init_from alone has all sizes"
-            if places
-            else " ".join(f"model.{n}={v if isinstance(v, str) else json.dumps(v)}" for n, v in wrong.items()),
-        )
-    if given.get("max_sequence_length", 0) > stored.max_positions:
-        raise ConfigError(
-            f"max_sequence_length is {given['max_sequence_length']:,}, and the weights were trained for positions up "
-            f"to {stored.max_positions:,}",
-            where=f"model.init_from={where}",
-            fix=f"model.max_sequence_length={stored.max_positions} or less",
-        )
+        fix = f"leave these settings out of the run ({', '.join(places)}): model.init_from alone has all sizes"
+        if not places:
+            fix = " ".join(f"model.{n}={v if isinstance(v, str) else json.dumps(v)}" for n, v in wrong.items())
+        what = f"the settings of the model do not match its weights: {both}"
+        raise ConfigError(what, where=f"model.init_from={where}", fix=fix)
+    if (longest := given.get("max_sequence_length", 0)) > (most := stored.max_positions):
+        what = f"max_sequence_length is {longest:,}, and the weights were trained for positions up to {most:,}"
+        fix = f"model.max_sequence_length={most} or less"
+        raise ConfigError(what, where=f"model.init_from={where}", fix=fix)
 
 
 def to_hf_config(model: ModelConfig, *, vocab_size: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
-from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than
+from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than, show_value
 from harness.errors import ConfigError
 from harness.plan.stages import read_stages
 from harness.printing import count_of
@@ -108,25 +108,20 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             "the tensor-parallel group has only one rank",
             "parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false",
         ),
-        Rule(
-            {"parallel.cuda_graphs": True, "parallel.static_rows": other_than(True)},
-            "CUDA graphs require rows of constant length",
-            "parallel.cuda_graphs=false, or parallel.static_rows=true",
-        ),
-        Rule(
-            {"parallel.cuda_graphs": True, "parallel.pipeline_parallel_size": other_than(1)},
-            "CUDA graphs do not support pipeline stages",
-            "parallel.cuda_graphs=false, or parallel.pipeline_parallel_size=1",
-        ),
-        Rule(
-            {"parallel.cuda_graphs": True, "parallel.context_parallel_size": other_than(1)},
-            "CUDA graphs do not support context parallelism",
-            "parallel.cuda_graphs=false, or parallel.context_parallel_size=1",
-        ),
-        Rule(
-            {"parallel.overlap_tensor_parallel": True, "parallel.sequence_parallel": False},
-            "it overlaps the communication of sequence parallelism",
-            "parallel.overlap_tensor_parallel=false, or parallel.sequence_parallel=true",
+        *(
+            Rule(
+                {f"parallel.{choice}": True, f"parallel.{name}": other_than(value)},
+                why,
+                f"parallel.{choice}=false, or parallel.{name}={show_value(value)}",
+            )
+            for choice, name, value, why in (
+                ("cuda_graphs", "static_rows", True, "CUDA graphs require rows of constant length"),
+                ("cuda_graphs", "pipeline_parallel_size", 1, "CUDA graphs do not support pipeline stages"),
+                ("cuda_graphs", "context_parallel_size", 1, "CUDA graphs do not support context parallelism"),
+                ("overlap_tensor_parallel", "sequence_parallel", True, "it overlaps that communication"),
+                ("overlap_tensor_parallel", "cuda_graphs", False, "CUDA graphs do not support its streams"),
+                ("overlap_shared_experts", "expert_dispatcher", "alltoall", "only this dispatcher can overlap them"),
+            )
         ),
         *(
             Rule(
@@ -135,16 +130,6 @@ class ParallelConfig(CheckedSettings, section="parallel"):
                 "parallel.overlap_tensor_parallel=false, or parallel.static_rows=true",
             )
             for value, on_one_stage in ((False, {}), (None, {"parallel.pipeline_parallel_size": 1}))
-        ),
-        Rule(
-            {"parallel.overlap_tensor_parallel": True, "parallel.cuda_graphs": True},
-            "CUDA graphs do not support its streams",
-            "parallel.overlap_tensor_parallel=false, or parallel.cuda_graphs=false",
-        ),
-        Rule(
-            {"parallel.overlap_shared_experts": True, "parallel.expert_dispatcher": other_than("alltoall")},
-            "only this dispatcher can overlap them",
-            "parallel.overlap_shared_experts=false, or parallel.expert_dispatcher=alltoall",
         ),
     )
 
@@ -165,14 +150,10 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             raise ConfigError(what, where="parallel.expert_dispatcher, parallel.static_rows", fix=fix)
         if self.expert_dispatcher == "flex" and shared not in DEEPEP_RANKS:
             ranks = ", ".join(map(str, DEEPEP_RANKS))
-            raise ConfigError(
-                "flex dispatch requires experts on several ranks"
-                if shared == 1
-                else f"DeepEP supports experts on {ranks} ranks, but the layout has {shared} (expert "
-                f"{self.expert_parallel_size} x expert tensor {self.expert_tensor_parallel_size})",
-                where="parallel.expert_dispatcher, parallel.expert_parallel_size",
-                fix=f"parallel.expert_dispatcher=alltoall, or experts on {ranks} ranks",
-            )
+            what = f"DeepEP supports experts on {ranks} ranks, but the layout has {shared} (expert "
+            what += f"{self.expert_parallel_size} x expert tensor {self.expert_tensor_parallel_size})"
+            fix = f"parallel.expert_dispatcher=alltoall, or experts on {ranks} ranks"
+            raise ConfigError(what, where="parallel.expert_dispatcher, parallel.expert_parallel_size", fix=fix)
 
     def on(self, device: str) -> ParallelConfig:
         """Return the layout with what null of static_rows is on a device, `cpu` or `cuda`."""
@@ -264,8 +245,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         if dp_size > global_batch_size:
             what = f"a global batch of {count_of(global_batch_size, 'pack')} is too small for {dp_size} data-parallel "
             what += f"ranks ({world_size} ranks / {self.model_ranks} that share a model)"
-            fix = f"use at least {dp_size} packs, or fewer ranks"
-            raise ConfigError(what, where="loader.global_batch_size", fix=fix)
+            raise ConfigError(what, where="loader.global_batch_size", fix=f"{dp_size} packs or more, or fewer ranks")
         max_tokens_per_row, pad_to_multiple = self.max_tokens_per_row(max_tokens_per_rank), self.pad_to_multiple
         if max_tokens_per_row % pad_to_multiple:
             raise ConfigError(

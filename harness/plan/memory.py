@@ -26,8 +26,6 @@ from harness.plan.settings import OptimizerConfig
 
 # Share of a GPU's memory for CUDA's context, NCCL's buffers and fragments of the allocator.
 ROOM = 0.1
-
-
 # Buffers of Transformer Engine, each of a row's hidden states: three for each of the four linear layers' products.
 _EXCHANGES = 12
 
@@ -283,9 +281,7 @@ def layer_activation_bytes(
         of_all, of_rank = _attention_bytes(model, parallel)
         whole, inner = whole + of_all, inner + of_rank
     if has_scan(parts):
-        inner += _scan_bytes(model) + (
-            tp * item * model.lora_rank * len(model.adapted_in(parts[0])) if model.lora_rank else 0
-        )
+        inner += _scan_bytes(model) + tp * item * model.lora_rank * len(model.adapted_in(parts[0]))
     return whole / split + inner / tp + experts
 
 
@@ -468,9 +464,7 @@ def plan_stage_memory(
     plain = model.with_recompute("selective" if "core_attn" in model.recomputed else "none")
     kinds = {parts for chunk in chunks for parts in chunk}
     whole, kept = ({parts: count(one, parts=parts) for parts in kinds} for one in (plain, model))
-    of_chunks = [
-        _chunk_bytes(model, [whole[parts] for parts in chunk], [kept[parts] for parts in chunk]) for chunk in chunks
-    ]
+    of_chunks = [_chunk_bytes(model, [whole[one] for one in chunk], [kept[one] for one in chunk]) for chunk in chunks]
     # Cosine and sine of the rotary angles are of a row, and all layers share them.
     sizes = [kept + 2 * item * model.rotated_size / len(chunks) for kept, _ in of_chunks]
     once = max(again for _, again in of_chunks)

@@ -74,11 +74,7 @@ RULES = (
     ),
     Rule({**_MTP, "model.lora_rank": SET}, "LoRA does not support MTP layers", "model.mtp_layers=0"),
     Rule({**_MTP, "model.fp8": other_than("off")}, "FP8 is not supported with MTP layers", "model.mtp_layers=0"),
-    Rule(
-        {**_MTP, "model.recompute_layers": SET},
-        "MTP layers are recomputed together with all layers",
-        "model.recompute_layers=null",
-    ),
+    Rule({**_MTP, "model.recompute_layers": SET}, "with MTP, all layers are recomputed", "model.recompute_layers=null"),
     Rule(
         {"model.recompute_layers": SET, "model.recompute": other_than("full")},
         "this number applies only if whole layers are recomputed",
@@ -87,11 +83,9 @@ RULES = (
     Rule({**_MTP, "model.tie_embeddings": True}, "MTP layers do not support tied embeddings", "model.mtp_layers=0"),
     Rule({**_HYBRID, "model.fp8": other_than("off")}, "FP8 is not supported with hybrid models", "model.fp8=off"),
     Rule(
-        {**_HYBRID, "model.rope_scaling": other_than("none")},
-        "it is not supported with hybrid models",
-        "model.rope_scaling=none",
+        {**_HYBRID, "model.rope_scaling": other_than("none")}, "hybrid models cannot have it", "model.rope_scaling=none"
     ),
-    Rule({**_HYBRID, "model.dense_layers": SET}, "it is not supported with hybrid models", "model.dense_layers=0"),
+    Rule({**_HYBRID, "model.dense_layers": SET}, "hybrid models cannot have it", "model.dense_layers=0"),
 )
 # Of a model and its layout.
 LAYOUT_RULES = tuple(
@@ -167,8 +161,7 @@ def _check_multiple(name: str, value: int, setting: str, divisor: int) -> None:
 def _check_heads(model: ModelConfig) -> None:
     if model.kv_lora_rank and model.num_query_groups != model.num_attention_heads:
         what = "latent attention requires as many query groups as attention heads"
-        fix = f"model.num_query_groups={model.num_attention_heads}"
-        raise ConfigError(what, where="model.num_query_groups", fix=fix)
+        raise ConfigError(what, where="model.num_query_groups", fix=f"set it to {model.num_attention_heads}")
     if model.head_dim is None and not model.kv_lora_rank:
         _check_multiple("hidden_size", model.hidden_size, "model.num_attention_heads", model.num_attention_heads)
     _check_multiple("num_attention_heads", model.num_attention_heads, "model.num_query_groups", model.num_query_groups)
@@ -297,8 +290,7 @@ def _check_experts(model: ModelConfig) -> None:
         raise ConfigError(what, where="model.experts_per_token", fix=f"{model.num_experts} or fewer")
     if model.dense_layers >= model.num_layers:
         what = f"{model.dense_layers} of {model.num_layers} layers are dense, so no layer has experts"
-        fix = f"{model.num_layers - 1} or fewer, or model.num_experts=0"
-        raise ConfigError(what, where="model.dense_layers", fix=fix)
+        raise ConfigError(what, where="model.dense_layers", fix=f"{model.num_layers - 1} or fewer")
     _check_groups(model)
     names = model.traits.experts
     if names is not None and names.shared_gate and not model.shared_ffn_hidden_size:
@@ -370,19 +362,15 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig) -> None:
     if parallel.pipeline_layout:
         letters = Counter("".join(read_stages(parallel.pipeline_layout)))
         if (letters["t"], letters["m"]) != (model.num_layers, further):
-            what = (
-                f"pipeline_layout has {letters['t']} layers (t) and {letters['m']} MTP layers (m), and the model has "
-            )
-            what += f"{model.num_layers} and {further}"
+            what = f"pipeline_layout has {letters['t']} layers (t) and {letters['m']} MTP layers (m), and the model "
+            what += f"has {model.num_layers} and {further}"
     elif model.num_layers % chunks:
         what = f"{model.num_layers} layers cannot be cut into {chunks} equal pipeline chunks"
     if what:
         balanced = balanced_layout(model, chunks)
-        raise ConfigError(
-            what,
-            where="model.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layout",
-            fix=(f"parallel.pipeline_layout='{balanced}', " if balanced else "") + "fewer stages, or other layers",
-        )
+        fix = (f"parallel.pipeline_layout='{balanced}', " if balanced else "") + "fewer stages, or other layers"
+        where = "model.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layout"
+        raise ConfigError(what, where=where, fix=fix)
 
 
 def balanced_layout(model: ModelConfig, chunks: int) -> str | None:
@@ -419,20 +407,15 @@ def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
     tp, ep, etp = (parallel.tensor_parallel_size, parallel.expert_parallel_size, parallel.expert_tensor_parallel_size)
     if not model.num_experts:
         if ep > 1 or etp > 1:
-            raise ConfigError(
-                "the model has no experts to divide",
-                where="parallel.expert_parallel_size, parallel.expert_tensor_parallel_size",
-                fix="set both to 1, or model.num_experts",
-            )
+            where = "parallel.expert_parallel_size, parallel.expert_tensor_parallel_size"
+            raise ConfigError("the model has no experts to divide", where=where, fix="set both to 1")
         return
     _check_multiple("num_experts", model.num_experts, "parallel.expert_parallel_size", ep)
     _check_multiple("expert_ffn_hidden_size", model.expert_size, "parallel.expert_tensor_parallel_size", etp)
     has_adapters = model.lora_rank and set(model.lora_targets) & {"linear_fc1", "linear_fc2"}
     if etp > 1 and (model.traits.has_biases or has_adapters):
-        raise ConfigError(
-            f"experts with {'biases' if model.traits.has_biases else 'adapters'} cannot be cut into {etp} parts",
-            where="parallel.expert_tensor_parallel_size, model.family, model.lora_targets",
-            fix="parallel.expert_tensor_parallel_size=1"
-            + ("" if model.traits.has_biases else ", or model.lora_targets=[linear_qkv,linear_proj]"),
-        )
+        what = f"experts with {'biases' if model.traits.has_biases else 'adapters'} cannot be cut into {etp} parts"
+        fix = "parallel.expert_tensor_parallel_size=1"
+        fix += "" if model.traits.has_biases else ", or model.lora_targets=[linear_qkv,linear_proj]"
+        raise ConfigError(what, where="parallel.expert_tensor_parallel_size, model.family, model.lora_targets", fix=fix)
     _check_multiple("shared_ffn_hidden_size", model.shared_ffn_hidden_size, _TP, tp)

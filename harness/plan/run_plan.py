@@ -107,18 +107,18 @@ class RunPlan:
         Args:
             file_system_bytes_per_s: that all ranks together write; None to leave the time out.
         """
-        rows = [*self._memory_rows(gpu_bytes), *self._checkpoint_rows(file_system_bytes_per_s)]
-        return Table((), [*rows, *(("assumed", note) for note in self.notes), *self._time_rows()]).to_terminal()
+        rows = [*self._memory_rows(gpu_bytes, file_system_bytes_per_s), *(("assumed", note) for note in self.notes)]
+        return Table((), [*rows, *self._time_rows()]).to_terminal()
 
-    def _memory_rows(self, gpu_bytes: float | None) -> Iterator[tuple[str, str]]:
-        gib, memory, other = 2**30, self.memory, self.without_engine
+    def _memory_rows(self, gpu_bytes: float | None, file_system: float | None) -> Iterator[tuple[str, str]]:
+        gib, memory, other, node_ranks = 2**30, self.memory, self.without_engine, min(self.ranks, self.machine.ranks)
         yield "run", f"{self.name} on {count_of(self.ranks, 'rank')}, {self.dp_size} of them data-parallel"
         active = f", {self.active_weights:,} of them used by a token" if self.active_weights < self.weights else ""
         yield "model", f"{self.weights:,} weights{active}"
         yield "fullest rank", f"{memory.total / gib:,.2f} GiB, pipeline stage {memory.stage}"
         yield from ((f"  {name}", f"{size / gib:,.2f} GiB") for name, size in memory.parts.items())
         if memory.host:
-            node = memory.host * min(self.ranks, self.machine.ranks)
+            node = memory.host * node_ranks
             yield "  optimizer on the host", f"{memory.host / gib:,.2f} GiB, {node / gib:,.2f} GiB per node"
         if gpu_bytes is not None:
             usable = (1 - ROOM) * gpu_bytes
@@ -129,12 +129,10 @@ class RunPlan:
             is_misfit = gpu_bytes is not None and self.fits(gpu_bytes) and not other.fits(gpu_bytes)
             size = f"{other.total / gib:,.2f} GiB on the fullest rank"
             yield "without Transformer Engine", size + ", which does NOT fit" * is_misfit
-
-    def _checkpoint_rows(self, file_system: float | None) -> Iterator[tuple[str, str]]:
         own, whole = self.checkpoint.own_bytes, self.checkpoint.total_bytes
         yield "checkpoint", f"{whole / 1e9:,.3g} GB; each rank writes up to {own / 1e9:,.3g} GB"
-        node = own * min(self.ranks, self.machine.ranks)
-        yield "  host memory", f"{own / 1e9:,.3g} GB per rank, {node / 1e9:,.3g} GB per node, while it is written"
+        per_node = f"{own / 1e9:,.3g} GB per rank, {own * node_ranks / 1e9:,.3g} GB per node"
+        yield "  host memory", f"{per_node}, while it is written"
         yield "  training waits", f"{own / self.machine.host_bytes_per_s:,.2g} s for the copy to the host"
         if file_system is not None:
             yield "  written after", f"{whole / file_system:,.3g} s at {file_system / 1e9:,g} GB/s"
@@ -228,7 +226,7 @@ def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
     if vocab_size is None and packs is not None:
         vocab_size = ASSUMED_VOCABULARY
         notes.append(f"a vocabulary of {ASSUMED_VOCABULARY:,} tokens; model.vocab_size sets another")
-    if vocab_size is None:
+    elif vocab_size is None:
         what = f"the vocabulary size is unknown: {why or 'the dataset does not record it'}"
         raise ConfigError(what, where="model.vocab_size", fix="set it to the size of the tokenizer")
     config = replace(config, model=replace(model, vocab_size=vocab_size)).planned()
@@ -279,8 +277,8 @@ def plan_run(
         batch = _place_batch(inputs, ranks) if places or inputs.config.shares_rows else None
         if batch is not None and inputs.config.shares_rows:
             work = replace(work, microbatches=batch.placed.num_microbatches)
-    given: dict[str, Any] = {"machine": machine, "mfu": mfu, "work": work, "expert_load": expert_load}
-    planned = plan_layout(inputs, ranks=ranks, compares_engine=True, **given)
+    options: dict[str, Any] = {"mfu": mfu, "expert_load": expert_load, "compares_engine": True}
+    planned = plan_layout(inputs, ranks=ranks, machine=machine, work=work, **options)
     return replace(planned, context=_context_sizes(inputs, ranks), batch=batch)
 
 
@@ -288,11 +286,14 @@ def _draw(lengths: Int64Array, sequences: int) -> Int64Array:
     return np.random.default_rng(0).choice(lengths, size=min(sequences, _MOST_SEQUENCES))
 
 
+def _cost_of(config: SftConfig) -> SequenceCost:
+    return sequence_cost(config.model, config.parallel, on_gpu=config.trainer.device != "cpu")
+
+
 def _place_batch(inputs: Inputs, ranks: int) -> PlacedBatch | None:
-    config, parallel = inputs.config, inputs.config.parallel
+    config, parallel, cost = inputs.config, inputs.config.parallel, _cost_of(inputs.config)
     if config.schedule.name == "as_packed" or inputs.lengths is None:
         return None
-    cost = sequence_cost(config.model, parallel, on_gpu=config.trainer.device != "cpu")
     lengths = _draw(inputs.lengths, inputs.batch_sequences)
     placed = schedule(
         config.schedule.name,
@@ -307,16 +308,15 @@ def _place_batch(inputs: Inputs, ranks: int) -> PlacedBatch | None:
 
 
 def _context_sizes(inputs: Inputs, ranks: int) -> dict[str, float]:
-    config, lengths, parallel = inputs.config, inputs.lengths, inputs.config.parallel
+    config, parallel, lengths = inputs.config, inputs.config.parallel, inputs.lengths
     if lengths is None or (not config.shares_rows and parallel.context_parallel_size == 1):
         return {}
-    cost = sequence_cost(config.model, parallel, on_gpu=config.trainer.device != "cpu")
     return compare_context_sizes(
         lengths,
         sequences=inputs.batch_sequences,
         ranks=parallel.dp_size(ranks) * parallel.context_parallel_size,
         max_tokens_per_rank=config.max_tokens_per_rank,
-        cost=cost,
+        cost=_cost_of(config),
     )
 
 
@@ -350,7 +350,7 @@ def compare_context_sizes(
             work = cost.of_rank(drawn, np.full_like(drawn, size))[placed.order]
             found[str(size)] = float(np.bincount(group, weights=work).max()) / even
         size *= 2
-    if longest <= largest_share(ranks, cost.most_ranks) * max_tokens_per_rank:
+    if longest <= largest_share(ranks, cost.most_ranks) * (max_tokens_per_rank // 2 * 2):
         shared = schedule(DYNAMIC, drawn, dp_size=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost)
         measured = measure_imbalance(shared, drawn, max_tokens_per_row=max_tokens_per_rank, cost=cost)
         found[DYNAMIC] = float(measured.rank_cost.max()) / even
@@ -394,14 +394,14 @@ def check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
     held, parallel = config.max_tokens_per_rank, config.parallel
     cp, multiple = parallel.context_parallel_size, 1
     if config.shares_rows:
-        cost = sequence_cost(config.model, parallel, on_gpu=config.trainer.device != "cpu")
-        cp = largest_share(parallel.dp_size(ranks), cost.most_ranks)
+        cp = largest_share(parallel.dp_size(ranks), _cost_of(config).most_ranks)
         multiple = shared_multiple(parallel.pad_to_multiple, 2) // 2
     longest = int(padded_lengths(lengths.max(initial=0) + 1, parallel.pad_to_multiple))
     if longest > held * cp:
         what = f"the longest sequence has {longest:,} model tokens after padding, more than the {held:,} * {cp} of rows"
         least = -(-longest // (cp * multiple)) * multiple
-        fix = f"raise it to {least:,} or more, share rows between more ranks, or plan shorter sequences"
+        more = "share rows between more ranks (parallel.context_parallel_size, or schedule=dynamic_context)"
+        fix = f"raise it to {least:,} or more, {more}, or plan shorter sequences"
         raise ConfigError(what, where="schedule.max_tokens_per_rank", fix=fix)
 
 

@@ -359,13 +359,10 @@ class RunConfig(CheckedSettings, ABC):
         check_rules(config, RunConfig.job_rules)
         pads = config.parallel.padding_setting or ("schedule.name" if config.shares_rows else None)
         if _ENGINE.test(config.model.attention) and config.model.dtype == "float32" and pads is not None:
-            value = show_value(attrgetter(pads)(config))
-            raise ConfigError(
-                f"model.dtype is float32 and {pads} is {value}: Transformer Engine does not support float32 attention "
-                "on padded or divided sequences",
-                where=f"model.dtype, {pads}",
-                fix="model.dtype=bfloat16, or model.attention=torch",
-            )
+            what = f"model.dtype is float32 and {pads} is {show_value(attrgetter(pads)(config))}: Transformer Engine "
+            what += "does not support float32 attention on padded or divided sequences"
+            fix = "model.dtype=bfloat16, or model.attention=torch"
+            raise ConfigError(what, where=f"model.dtype, {pads}", fix=fix)
 
     @property
     @abstractmethod
@@ -402,37 +399,22 @@ _BALANCED = tuple(
     )
     for name in ("window_sequences", "blend")
 )
-_SHARED = tuple(
-    Rule({"schedule.name": DYNAMIC, setting: value}, why, fix)
-    for setting, value, why, fix in (
-        (
-            "parallel.context_parallel_size",
-            other_than(1),
-            "this schedule decides for each row how many data-parallel ranks share it",
-            "parallel.context_parallel_size=1, or schedule=cost_balanced",
-        ),
-        (
-            "parallel.cuda_graphs",
-            True,
-            "a captured graph communicates within one fixed group of ranks",
-            "parallel.cuda_graphs=false, or schedule=cost_balanced",
-        ),
-        *(
-            (name, SET, "lengths of sequences that are still being generated are unknown", "schedule=cost_balanced")
-            for name in ("data.live.path", "data.live.blend")
-        ),
-        *(
-            (name, value, "no test covers it with rows that ranks share", f"{name}={usual}")
-            for name, value, usual in (
-                ("model.fp8", other_than("off"), "off"),
-                ("parallel.expert_dispatcher", other_than("alltoall"), "alltoall"),
-                ("parallel.overlap_tensor_parallel", True, "false"),
-                ("model.recompute_modules", includes("moe"), "[core_attn]"),
-            )
-        ),
-    )
-)
-_SHARED += (
+_UNTESTED = "no test covers it with rows that ranks share"
+_UNKNOWN = "the lengths of sequences that are still being generated are unknown"
+_SHARED = (
+    *(
+        Rule({"schedule.name": DYNAMIC, name: refused}, why, f"{name}={usual}, or schedule=cost_balanced")
+        for name, refused, usual, why in (
+            ("parallel.context_parallel_size", other_than(1), 1, "this schedule decides how many ranks share a row"),
+            ("parallel.cuda_graphs", True, "false", "a captured graph communicates within one fixed group of ranks"),
+            ("data.live.path", SET, "''", _UNKNOWN),
+            ("data.live.blend", SET, "[]", _UNKNOWN),
+            ("model.fp8", other_than("off"), "off", _UNTESTED),
+            ("parallel.expert_dispatcher", other_than("alltoall"), "alltoall", _UNTESTED),
+            ("parallel.overlap_tensor_parallel", True, "false", _UNTESTED),
+            ("model.recompute_modules", includes("moe"), "[core_attn]", _UNTESTED),
+        )
+    ),
     Rule(
         {"schedule.name": DYNAMIC, "model.aux_loss": SET, "model.aux_loss_scope": "row"},
         "the tokens of a row, which are balanced together, depend on the number of ranks that share it",
@@ -513,12 +495,10 @@ class SftConfig(RunConfig):
             raise ConfigError(what, where="schedule.max_tokens_per_rank, model.fp8", fix=f"a multiple of {multiple}")
         chunks = shared_multiple(self.parallel.pad_to_multiple, 2) // 2
         if self.shares_rows and self.max_tokens_per_rank % chunks:
-            raise ConfigError(
-                f"schedule.max_tokens_per_rank is {self.max_tokens_per_rank:,}, and ranks that share a sequence have "
-                f"two equal chunks of it, together a multiple of {chunks} tokens",
-                where="schedule.max_tokens_per_rank, schedule.name",
-                fix=f"a multiple of {chunks}, or schedule=cost_balanced",
-            )
+            what = f"schedule.max_tokens_per_rank is {self.max_tokens_per_rank:,}, and ranks that share a sequence "
+            what += f"have two equal chunks of it, together a multiple of {chunks} tokens"
+            fix = f"a multiple of {chunks}, or schedule=cost_balanced"
+            raise ConfigError(what, where="schedule.max_tokens_per_rank, schedule.name", fix=fix)
         if live.window_sequences is not None and live.window_sequences < self.parallel.dp_size(world_size):
             what = f"a window of {count_of(live.window_sequences, 'sequence')} is too small for "
             what += f"{self.parallel.dp_size(world_size)} data-parallel ranks"
@@ -536,11 +516,7 @@ _CORPUS = (
         "the maximum row size is unknown if each document in a row is padded",
         "parallel.static_rows=false, or data.reset_attention_mask=false",
     ),
-    Rule(
-        {"trainer.loss_average": other_than("token")},
-        "a corpus has no conversations to average over",
-        "trainer.loss_average=token",
-    ),
+    Rule({"trainer.loss_average": other_than("token")}, "a corpus has no conversations", "trainer.loss_average=token"),
     Rule(
         {"model.vocab_size": None, "model.init_from": None},
         "the vocabulary size is unknown, because a corpus does not store it",
@@ -594,13 +570,11 @@ class PretrainConfig(RunConfig):
         data, size = self.data, self.loader.global_batch_size
         dp_size, group = self.parallel.dp_size(world_size), self.parallel.group_size
         if size % (data.micro_batch_size * dp_size * group):
-            raise ConfigError(
-                f"a global batch of {size} samples is not a multiple of {data.micro_batch_size * dp_size * group} "
-                f"({data.micro_batch_size} in a row * {dp_size} data-parallel ranks"
-                + (f" * {group} stages)" if group > 1 else ")"),
-                where="loader.global_batch_size",
-                fix="change it, data.micro_batch_size, or the layout",
-            )
+            what = f"a global batch of {size} samples is not a multiple of {data.micro_batch_size * dp_size * group} "
+            what += f"({data.micro_batch_size} in a row * {dp_size} data-parallel ranks"
+            what += f" * {group} stages)" if group > 1 else ")"
+            fix = "change it, data.micro_batch_size, or the layout"
+            raise ConfigError(what, where="loader.global_batch_size", fix=fix)
         if data.sequence_length > self.model.max_sequence_length:
             what = f"samples of {data.sequence_length:,} tokens are longer than the model's max_sequence_length "
             what += f"{self.model.max_sequence_length:,}"

@@ -390,19 +390,17 @@ class _RankStep:
             moved += sum(map(self.cast_bytes, products))
         times = {
             "matrix products": sum(self.product_s(one, in_8_bits=in_8_bits) for one in products),
-            "attention": self.attention_s() if "*" in parts else self.scan_s() if has_scan(parts) else 0.0,
+            "attention": self.attention_s(parts),
             "memory": moved / self.machine.memory_bytes_per_s,
         }
         return times | self.exchange(parts, times)
 
-    def scan_s(self) -> float:
-        """Return the time of one scan, at the rate of attention."""
-        flops = 2 * scan_products(self.model) * self.tokens / self.parallel.tensor_parallel_size
-        return (_ATTENTION_PASSES + self.again) * flops / (self.machine.peak_flops * self.machine.attention_share)
-
-    def attention_s(self) -> float:
-        """Return the time of attention in one layer that has it, on average."""
+    def attention_s(self, parts: str) -> float:
+        """Return the time of attention in one layer, on average of those that have it, or of a scan at its rate."""
         model, machine = self.model, self.machine
+        if "*" not in parts:
+            flops = 2 * scan_products(model) * self.tokens / self.parallel.tensor_parallel_size * has_scan(parts)
+            return (_ATTENTION_PASSES + self.again) * flops / (machine.peak_flops * machine.attention_share)
         numbers = [layer for layer, parts in enumerate(model.all_parts) if "*" in parts]
         windows = 2 * (model.query_size + model.value_size) * sum(filter(None, map(model.window, numbers)))
         flops = (self.work.attention_flops + self.work.tokens * windows) / self.work.microbatches / len(numbers)
@@ -413,11 +411,6 @@ class _RankStep:
         again = 1.0 if "core_attn" in model.recomputed else self.again
         rate = machine.peak_flops * share * self.ranks / self.parallel.pipeline_parallel_size
         return (_ATTENTION_PASSES + again) * flops / rate
-
-    def encoder_s(self) -> float:
-        """Return the time of a microbatch's media, which every rank of the first stage encodes for itself."""
-        flops = self.work.encoder_flops / self.parallel.dp_size(self.ranks) / self.work.microbatches
-        return flops / (self.machine.peak_flops * self.machine.matmul_share)
 
     def loss(self) -> dict[str, float]:
         """Return the times of a microbatch in the output matrix and the loss."""
@@ -502,13 +495,11 @@ class _RankStep:
         return idle + 2 * chunks * self.work.microbatches * send_s
 
     def update(self, busy: float) -> dict[str, float]:
-        count = (
-            count_adapters if self.model.lora_rank else partial(count_weights, vocab_size=self.model.vocab_size or 0)
-        )
-        stages = range(self.parallel.pipeline_parallel_size)
-        weights, stage = max((count(self.model, self.parallel, stage=stage), stage) for stage in stages)
-        expert_weights = 0 if self.model.lora_rank else count_experts(self.model, self.parallel, stage=stage)
-        parallel, machine = self.parallel, self.machine
+        model, parallel, machine = self.model, self.parallel, self.machine
+        count = count_adapters if model.lora_rank else partial(count_weights, vocab_size=model.vocab_size or 0)
+        stages = range(parallel.pipeline_parallel_size)
+        weights, stage = max((count(model, parallel, stage=stage), stage) for stage in stages)
+        expert_weights = 0 if model.lora_rank else count_experts(model, parallel, stage=stage)
         shares = parallel.dp_size(self.ranks) * parallel.context_parallel_size
         copies = parallel.expert_copies(self.ranks)
         ring = (shares - 1) / shares / machine.link(shares, parallel.tensor_parallel_size)
@@ -563,8 +554,9 @@ def estimate_step(
         busy = sum(parts.values())
         parts = {name: seconds + outputs * loss.get(name, 0.0) for name, seconds in parts.items()}
         parts["launches"] = step.launch(layers, busy, sum(parts.values()) - busy)
-        if work.encoder_flops:
-            parts["encoder"] = step.encoder_s() * (stage == 0)
+        if work.encoder_flops:  # every rank of the first stage encodes its media for itself
+            flops = work.encoder_flops / parallel.dp_size(ranks) / work.microbatches * (stage == 0)
+            parts["encoder"] = flops / (machine.peak_flops * machine.matmul_share)
         stages.append(parts)
     parts = {name: sum(one[name] for one in stages) * work.microbatches / len(stages) for name in stages[0]}
     busy, slowest = sum(parts.values()), max(sum(one.values()) for one in stages) * work.microbatches

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.bench.apart import measure_apart
-from harness.bench.figures import BenchReport, Case, Figure, Progress
+from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.gpu.training import SavingRank
 from harness.bench.sizes import Sizes
 from harness.bench.step import give_state, small_model
@@ -70,7 +70,7 @@ def bench_checkpoint(sizes: Sizes, workspace: Workspace, progress: Progress) -> 
         progress("saving with and without hashes, in turns")
         sides = {"save": partial(save, hashed), "save without hashes": partial(save, plain)}
         timed = {name: milliseconds(work) for name, work in sides.items()}
-        report.run(Case("saving with hashes over without", timed, sizes.rounds, "ms"))
+        report.compare("saving with hashes over without", timed, sizes.rounds, "ms")
         path = folder / "hashed" / f"step-{sizes.rounds + 1:08d}"
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         progress("checking and loading, in turns")
@@ -78,7 +78,7 @@ def bench_checkpoint(sizes: Sizes, workspace: Workspace, progress: Progress) -> 
             "check before loading": milliseconds(lambda number: find_damage(path)),
             "load": milliseconds(lambda number: load_checkpoint(path, step)),
         }
-        report.run(Case("checking over loading", timed, sizes.rounds, "ms"))
+        report.compare("checking over loading", timed, sizes.rounds, "ms")
     report.add(Figure("checked", num_bytes / 1e6 / report.figure("check before loading").value, "GB/s"))
     for ranks in (count for count in (2, 4, 8, 16, 32, 64) if count <= sizes.ranks):
         progress(f"saving on {ranks} ranks")

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.bench.apart import measure_apart
-from harness.bench.figures import CPU, BenchReport, Case, Figure, Progress, Side, take_turns
+from harness.bench.figures import CPU, BenchReport, Figure, Progress, Side, take_turns
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.formats import PackReader, open_dataset, open_writer
@@ -194,7 +194,7 @@ def _measure_random(sizes: Sizes, workspace: Workspace, report: BenchReport) -> 
     draw = _drawer(sizes.packs, sizes.steps, seed=7, warm_up=list(range(sizes.packs)))
     sides = {_NUMPY: _read(draw, rows.copy_row)}
     sides |= {f"{name}, random": _read(draw, reader.__getitem__) for name, reader in readers.items()}
-    report.run(Case("", _rates(sides), sizes.rounds, "packs/s"))
+    report.compare("", _rates(sides), sizes.rounds, "packs/s")
     for name in readers:
         report.add_ratio(f"{name} to np.memmap, random", f"{name}, random", _NUMPY, at_least=0.8)
     _close(readers.values())
@@ -204,7 +204,7 @@ def _measure_order(sizes: Sizes, workspace: Workspace, report: BenchReport) -> N
     """Read each format in the order of a loader with its default block and window, a batch at a time."""
     readers = {name: open_dataset(path) for name, path in _datasets(_ORDERED, sizes, workspace).items()}
     sides = {f"{name}, loader's order": _read_in_order(reader, sizes) for name, reader in readers.items()}
-    report.run(Case("", _rates(sides), sizes.rounds, "packs/s"))
+    report.compare("", _rates(sides), sizes.rounds, "packs/s")
     report.add_ratio(
         "parquet to memmap, loader's order", "parquet, loader's order", "memmap, loader's order", at_least=1 / 3
     )
@@ -243,7 +243,7 @@ def _measure_peer(sizes: Sizes, workspace: Workspace, report: BenchReport) -> No
     readers = {"parquet, random": ours, "Megatron-Bridge's Parquet, random": BridgeReader(path)}
     # On the clock: Megatron-Bridge's reader decodes in several threads.
     timed = {name: rate(_read(draw, reader.__getitem__)) for name, reader in readers.items()}
-    report.run(Case("parquet to Megatron-Bridge's, random", timed, sizes.rounds, "packs/s", at_least=8))
+    report.compare("parquet to Megatron-Bridge's, random", timed, sizes.rounds, "packs/s", at_least=8)
     ours.close()
 
 
@@ -254,7 +254,7 @@ def _measure_checks(sizes: Sizes, workspace: Workspace, report: BenchReport) -> 
         checked, unchecked = open_dataset(path), open_unchecked(path)
         readers = {f"{name}, unchecked": unchecked, f"{name}, checked": checked}
         sides = _rates({side: _read_in_order(reader, sizes) for side, reader in readers.items()})
-        report.run(Case(f"{name}, time with checks to without", sides, sizes.rounds, "packs/s", at_most=1.15))
+        report.compare(f"{name}, time with checks to without", sides, sizes.rounds, "packs/s", at_most=1.15)
         _close((checked, unchecked))
 
 

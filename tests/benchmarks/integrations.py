@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.bench.figures import BenchReport, Case, Progress, Side
+from harness.bench.figures import BenchReport, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.errors import ConfigError
@@ -57,7 +57,7 @@ def bench_integrations(sizes: Sizes, workspace: Workspace, progress: Progress) -
     for workers in sizes.workers:
         progress(f"TRL, {workers} workers")
         works = {f"TRL, {side}, {workers} workers": _rate(of, workers, sizes) for side, of in sides.items()}
-        report.run(Case(f"TRL, ours to theirs, {workers} workers", works, sizes.rounds, "M tok/s"))
+        report.compare(f"TRL, ours to theirs, {workers} workers", works, sizes.rounds, "M tok/s")
     return report
 
 

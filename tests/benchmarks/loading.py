@@ -6,7 +6,7 @@ import itertools
 import time
 from pathlib import Path
 
-from harness.bench.figures import BenchReport, Case, Figure, Progress, Side
+from harness.bench.figures import BenchReport, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.formats import open_dataset
@@ -33,7 +33,7 @@ def bench_loader(sizes: Sizes, workspace: Workspace, progress: Progress) -> Benc
     for workers in sizes.workers:
         progress(f"batches with {workers} workers")
         sides = {f"{name}, {workers} workers": _stream(name, path, workers, sizes) for name, path in paths.items()}
-        report.run(Case("", sides, sizes.rounds, "M tok/s"))
+        report.compare("", sides, sizes.rounds, "M tok/s")
     for name in paths:
         of = tuple(f"{name}, {workers} workers" for workers in sizes.workers)
         best = max(report.figure(side).value for side in of)

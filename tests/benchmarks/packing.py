@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from harness.bench.figures import CPU, BenchReport, Case, Figure, Progress, Side
+from harness.bench.figures import CPU, BenchReport, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.formats import open_dataset
@@ -83,7 +83,7 @@ def _compare_packers(sizes: Sizes, compared: int, report: BenchReport) -> None:
         )
     suffix, least = f", {compared:,} sequences", lower_bound(lengths, pack_size)
     sides = {name + suffix: side(name, pack) for name, pack in packers.items()}
-    report.run(Case("", sides, sizes.rounds, "M seq/s"))
+    report.compare("", sides, sizes.rounds, "M seq/s")
     for name, count in packs.items():
         report.add(Figure(f"{name}, packs beyond need", count - least, "packs"))
     if trl is not None:

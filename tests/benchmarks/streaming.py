@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.bench.figures import BenchReport, Case, Figure, Progress, Side
+from harness.bench.figures import BenchReport, Figure, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.checks import Bounds, require_bounds
@@ -66,7 +66,7 @@ def bench_live(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchR
         return rate(read)
 
     progress(f"reading the streams on {sizes.ranks} ranks")
-    report.run(Case("", {f"{name}, read": side(name) for name in ways}, sizes.rounds, "M tok/s"))
+    report.compare("", {f"{name}, read": side(name) for name in ways}, sizes.rounds, "M tok/s")
     _add_imbalance(
         report, {name: steps[name] for name in ways}, is_reference=(sizes.ranks, sizes.global_batch) == (8, 512)
     )

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.bench.figures import CPU, BenchReport, Case, Progress, Side
+from harness.bench.figures import CPU, BenchReport, Progress, Side
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, lognormal_lengths
 from harness.indexed.convert import convert_tokens
@@ -71,11 +71,11 @@ def _measure(sizes: Sizes, median: float, builder: Any, workspace: Workspace, re
     case = f"median {median:g}: "
     works = {case + name: rate(work) for name, work in sides.items()}
     if builder is None:
-        report.run(Case("", works, sizes.rounds, "M tokens/s"))
+        report.compare("", works, sizes.rounds, "M tokens/s")
         return
-    report.run(Case(f"{case}to tensors of rows", works, sizes.rounds, "M tokens/s", at_least=20))
+    report.compare(f"{case}to tensors of rows", works, sizes.rounds, "M tokens/s", at_least=20)
     works = {f"{case}{name}{_CPU}": rate(work, CPU) for name, work in sides.items()}
-    report.run(Case(f"{case}to tensors of rows{_CPU}", works, sizes.rounds, "M tokens/s"))
+    report.compare(f"{case}to tensors of rows{_CPU}", works, sizes.rounds, "M tokens/s")
     _check_same_bytes(folder)
 
 

@@ -135,10 +135,9 @@ def measure_products(device: torch.device, dtype: torch.dtype, size: int, *, rou
     """Return the TFLOP/s of products of two random square matrices, a sample a round."""
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     made = torch.empty_like(one)
-    time_on(device, lambda: torch.matmul(one, other, out=made))
-    return [
-        2 * size**3 / time_on(device, lambda: torch.matmul(one, other, out=made)) / 1e12 for _ in range(max(rounds, 1))
-    ]
+    product = partial(torch.matmul, one, other, out=made)
+    time_on(device, product)
+    return [2 * size**3 / time_on(device, product) / 1e12 for _ in range(max(rounds, 1))]
 
 
 def peak_of(device: torch.device, size: int) -> tuple[float, str]:

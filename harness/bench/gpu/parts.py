@@ -25,8 +25,6 @@ REPORT_JSON, REPORT_PAGE = "report.json", "report.md"
 # Imports from a slow disk.
 _DESCRIBE_S = 300.0
 _WITH_ENGINE = ("attention-flash", "attention-fused", "attention-unfused")
-
-
 # Of the file of a part: its report, or the reason why there is none; the machine is as `describe_gpus` has it.
 _FIELDS = {"part", "status", "reason", "machine", "host", "size", "seconds", "report"}
 # The attention and the scans of a model against plain ones, the losses of layouts against those of one rank, a model's

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.bench.figures import BenchReport, Case, Figure
+from harness.bench.figures import BenchReport, Figure
 from harness.bench.gpu.environment import add_memory, fit, matrix_of, peak_of, shape_of
 from harness.bench.gpu.profiling import add_trace, trace_steps
 from harness.bench.sizes import Sizes
@@ -116,7 +116,7 @@ def measure_packed(sizes: Sizes, workspace: Workspace, shape: str) -> BenchRepor
             ),
         }
         name = "MFU of packed chats over dense ones of the same tokens and attention"
-        report.run(Case(name, sides, sizes.rounds, "", at_least=sizes.aim(_LEAST_OF_DENSE)))
+        report.compare(name, sides, sizes.rounds, "", at_least=sizes.aim(_LEAST_OF_DENSE))
         title = "MFU of packed chats over one dense sequence"
         report.add_ratio(title, "MFU, packed chats", "MFU, one dense sequence of the row")
         planned = plan_memory(model, parallel, vocab_size=vocabulary, dp_size=1, max_tokens_per_rank=tokens).total

@@ -53,7 +53,6 @@ _NOT_A_CAUSE = ("*** STEP", "*** JOB", "Failed to send MESSAGE_TASK_EXIT", "coul
 _CANCELED = (" CANCELLED AT ", "srun: forcing job termination")
 _BY_CANCELING = (": Killed", ": Terminated", ": Exited with exit code 137", ": Exited with exit code 143")
 _STOPPED = ("Job step aborted", "Force Terminated")
-
 # What to do on a node, by a part of the message about it: the first that fits.
 _FIXES = {
     "pyxis": "check the image (cluster.image), cluster.mounts, and the free space for Enroot's folders",
@@ -110,24 +109,21 @@ def judge_nodes(
     """
     answers, errors, timeouts = _read(lines)
     causes, was_stopped = read_srun(srun, [node for node in nodes for _ in range(tasks_per_node)])
-    present = [node for node in nodes if node in answers]
-    fix = (
-        "check whether the step began there (slurmd.log, `scontrol show node {0}`); exclude it with "
-        "cluster.exclude={0}. If an image is unpacked first, raise cluster.preflight.timeout_s"
-    )
+    facts = {node: answers[node] for node in nodes if node in answers}
     silent = [node for node in nodes if node not in answers]
+    fix = "check whether the step began there (slurmd.log, `scontrol show node {0}`); exclude it with "
+    fix += "cluster.exclude={0}. If an image is unpacked first, raise cluster.preflight.timeout_s"
     faults = [Fault(node, *causes[node]) for node in silent if node in causes]
     # Where srun ended the step because of one node, the others were not asked.
     if not (faults and was_stopped):
         faults += [Fault(node, "no answer from the node", fix.format(node)) for node in silent if node not in causes]
-    faults += [fault for node in present for fault in errors if fault.node == node]
-    facts = {node: answers[node] for node in present}
-    faults += [Fault(node, *fault) for node in present for fault in _below_limits(facts[node], limits, gpus, code)]
+    faults += [fault for node in facts for fault in errors if fault.node == node]
+    faults += [Fault(node, *fault) for node in facts for fault in _below_limits(facts[node], limits, gpus, code)]
     faults += _differences(facts)
     measured: dict[str, Any] = next((found["all-reduce"] for found in facts.values() if "all-reduce" in found), {})
     faults += _slow_links(measured, limits)
     faults += _slow_ranks(measured.get("ranks_s", []), limits)
-    faults += [fault for node in present for fault in timeouts if fault.node == node]
+    faults += [fault for node in facts for fault in timeouts if fault.node == node]
     return faults, "\n".join([_summary(list(facts.values())), *_notes(facts)])
 
 
@@ -261,11 +257,8 @@ def _differences(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[Fault]
             reference = next(node for node, value in values.items() if value == expected)
             for node, value in values.items():
                 if value != expected:
-                    yield Fault(
-                        node,
-                        f"{check}: {key} is {value}, on {reference} it is {expected}",
-                        _SAME_EVERYWHERE.get(check, "copy it there again, or name one path that all nodes share"),
-                    )
+                    fix = _SAME_EVERYWHERE.get(check, "copy it there again, or name one path that all nodes share")
+                    yield Fault(node, f"{check}: {key} is {value}, on {reference} it is {expected}", fix)
 
 
 def _comparable(facts: dict[str, Any]) -> dict[str, Any]:

@@ -153,8 +153,7 @@ def share_folder(run_dir: Path, place: NodePlace, *, timeout_s: float) -> Facts:
 
 
 def _not_shared(run_dir: Path, reason: str) -> HarnessError:
-    fix = "set runs=FOLDER to a folder on a file system that all nodes mount (in a container: list it in "
-    fix += "cluster.mounts)"
+    fix = "set runs=FOLDER to one that all nodes mount (in a container: list it in cluster.mounts)"
     return HarnessError(f"the run's folder is not shared: {reason}", where=str(run_dir), fix=fix)
 
 
@@ -234,9 +233,8 @@ def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: fl
     deadline = time.monotonic() + timeout_s
     is_dual = socket.has_dualstack_ipv6()
     try:
-        server = socket.create_server(
-            ("", port), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual
-        )
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
     except OSError as error:
         what = f"rank 0 cannot listen on port {port}: {error.strerror}"
         fix = "submit again: another process has taken the port since the job began"
@@ -281,7 +279,7 @@ def _serve(server: socket.socket, place: NodePlace, deadline: float) -> None:
                 connection.settimeout(_ONE_EXCHANGE_S)
                 request = json.loads(connection.makefile().readline())
                 if request["attempt"] == place.attempt:
-                    connection.sendall(_line({"now": time.time()}))
+                    connection.sendall(json.dumps({"now": time.time()}).encode() + b"\n")
                     # The client hangs up first, so that the port is free at once.
                     connection.recv(1)
                     connected.add(request["node"])
@@ -299,8 +297,7 @@ def _connect(address: str, port: int, place: NodePlace, *, timeout_s: float) -> 
         raise HarnessError(f"MASTER_ADDR {address!r} does not resolve: {reason}", where=where, fix=fix) from None
     # Only names that are loopback everywhere: a node's own name may be so on that node alone (Debian's 127.0.1.1).
     if place.num_nodes > 1 and (address.partition(".")[0] == "localhost" or _is_loopback(address)):
-        what = f"MASTER_ADDR {address} is the loopback of each node, not the first node"
-        raise HarnessError(what, where=where, fix=fix)
+        raise HarnessError(f"MASTER_ADDR {address} is each node's loopback, not the first node", where=where, fix=fix)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -308,11 +305,9 @@ def _connect(address: str, port: int, place: NodePlace, *, timeout_s: float) -> 
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if time.monotonic() > deadline:
-            raise HarnessError(
-                f"the first node does not answer at MASTER_ADDR {address} ({resolved}), port {port}: {reason}",
-                where=where,
-                fix=f"{fix}; or open ports 20000 to 31999 between the nodes, if a firewall closes them",
-            )
+            what = f"the first node does not answer at MASTER_ADDR {address} ({resolved}), port {port}: {reason}"
+            fix += "; or open ports 20000 to 31999 between the nodes, if a firewall closes them"
+            raise HarnessError(what, where=where, fix=fix)
         time.sleep(0.2)
 
 
@@ -320,16 +315,12 @@ def _exchange(address: str, port: int, request: dict[str, str]) -> float:
     """Return the seconds by which this clock is ahead of the first node's, accurate to half the exchange's duration."""
     with socket.create_connection((address, port), timeout=_ONE_EXCHANGE_S) as connection:
         before = time.time()
-        connection.sendall(_line(request))
+        connection.sendall(json.dumps(request).encode() + b"\n")
         answer = json.loads(connection.makefile().readline() or "null")
         after = time.time()
     if not isinstance(answer, dict) or not isinstance(answer.get("now"), float):
         raise ValueError("the process that answers is not a node of this job")
     return float((before + after) / 2 - answer["now"])
-
-
-def _line(values: Facts) -> bytes:
-    return (json.dumps(values) + "\n").encode()
 
 
 def _is_loopback(address: str) -> bool:

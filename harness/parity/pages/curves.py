@@ -34,12 +34,8 @@ def differences(reference: Series, run: Series, column: str) -> tuple[list[int],
     """Return relative differences of a column at the steps that both runs made; NaN for values that are not finite."""
     expected = dict(zip(reference.step, getattr(reference, column), strict=False))
     pairs = zip(run.step, getattr(run, column), strict=False)
-    both = [(step, finite(expected[step]), finite(value)) for step, value in pairs if step in expected]
-    sizes = [
-        math.nan if any(map(math.isnan, pair)) else max(relative_difference(*pair), FLOOR)
-        for pair in ((before, after) for _, before, after in both)
-    ]
-    return [step for step, *_ in both], sizes
+    sizes = {step: finite(relative_difference(expected[step], value)) for step, value in pairs if step in expected}
+    return list(sizes), [size if math.isnan(size) else max(size, FLOOR) for size in sizes.values()]
 
 
 def draw_charts(report: ParityReport) -> list[Chart]:

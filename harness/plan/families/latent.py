@@ -83,13 +83,15 @@ def _read_v2(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     return {**read_latent(values, refuse), "router_score": "softmax", "router_normalize": False, "expert_bias": False}
 
 
-def _write_v2(model: Any) -> dict[str, Any]:
-    return {**write_latent(model), "topk_method": "greedy", "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
-
-
 # And V2-Lite: a softmax router without normalization.
+_V2_ROUTER = {"topk_method": "greedy", "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
 DEEPSEEK_V2 = Family(
-    "deepseek_v2", "DeepseekV2ForCausalLM", has_latents=True, experts=_EXPERTS, read=_read_v2, write=_write_v2
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    has_latents=True,
+    experts=_EXPERTS,
+    read=_read_v2,
+    write=lambda model: write_latent(model) | _V2_ROUTER,
 )
 
 

@@ -64,12 +64,6 @@ MIXTRAL = Family(
     read=lambda values, refuse: read_softmax(values, normalize=True),
     write=lambda model: {"sliding_window": None, **write_softmax(model, number="num_local_experts")},
 )
-
-
-def _write_olmoe(model: Any) -> dict[str, Any]:
-    return {"attention_bias": False, "clip_qkv": None, "norm_topk_prob": model.router_normalize} | write_softmax(model)
-
-
 # One norm over the queries, and one over the keys, of all heads together.
 OLMOE = Family(
     "olmoe",
@@ -79,5 +73,7 @@ OLMOE = Family(
     has_experts_everywhere=True,
     experts=ExpertNames(),
     read=lambda values, refuse: read_softmax(values, normalize=bool(values.get("norm_topk_prob", False))),
-    write=_write_olmoe,
+    write=lambda model: (
+        {"attention_bias": False, "clip_qkv": None, "norm_topk_prob": model.router_normalize} | write_softmax(model)
+    ),
 )

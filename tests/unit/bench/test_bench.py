@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from harness.bench import BENCHES, load
-from harness.bench.figures import BenchReport, Case, Figure, render_report, take_turns
+from harness.bench.figures import BenchReport, Figure, render_report, take_turns
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
@@ -82,11 +82,11 @@ def test_a_report_takes_medians_and_divides_what_it_names():
     check(report)
 
 
-def test_a_case_adds_its_sides_in_turns_and_the_ratio_of_the_first_to_the_second():
+def test_sides_are_measured_in_turns_and_compared_by_the_ratio_of_the_first_to_the_second():
     clock = iter(range(0, 100, 2))  # two seconds between any two readings
     sides = {name: rate(lambda number, units=units: units, lambda: next(clock)) for name, units in WORKS.items()}
     report = BenchReport("subject")
-    report.run(Case("many to few", sides, 3, "packs/s", at_least=5))
+    report.compare("many to few", sides, 3, "packs/s", at_least=5)
     assert [(figure.name, figure.value, figure.samples) for figure in report.figures] == [
         ("many", 500.0, (500.0,) * 3),
         ("few", 50.0, (50.0,) * 3),

@@ -169,8 +169,8 @@ def test_nodes_meet_at_the_first_one_and_compare_their_clocks(monkeypatch):
     [
         ("", "MASTER_ADDR '' does not resolve"),
         ("no-such-node.invalid", "MASTER_ADDR 'no-such-node.invalid' does not resolve"),
-        ("127.0.0.1", "is the loopback of each node"),
-        ("localhost", "is the loopback of each node"),
+        ("127.0.0.1", "is each node's loopback"),
+        ("localhost", "is each node's loopback"),
     ],
 )
 def test_an_address_that_cannot_be_the_first_nodes_is_refused_without_connecting(address, message, monkeypatch):

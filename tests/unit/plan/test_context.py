@@ -42,7 +42,7 @@ def test_chats_that_a_rank_holds_need_no_context_parallelism() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["parallel=cp2"], "context_parallel_size is 2: this schedule decides for each row"),
+        (["parallel=cp2"], "context_parallel_size is 2: this schedule decides how many ranks"),
         (["model.fp8=tensorwise"], "fp8 is tensorwise: no test covers it"),
         (["model=qwen3_30b_a3b"], "aux_loss is 0.001, and model.aux_loss_scope is row: the tokens of a row"),
         (["parallel.expert_dispatcher=allgather"], "dispatcher is allgather: no test covers it"),

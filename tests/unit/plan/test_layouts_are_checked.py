@@ -38,7 +38,7 @@ ALLGATHER = {"expert_dispatcher": "allgather", "expert_parallel_size": 2}
             {"expert_dispatcher": "allgather", "expert_parallel_size": 2},
             "allgather requires rows of equal length for 2 ranks that share experts on 1 pipeline stages",
         ),
-        ({"expert_dispatcher": "flex"}, "flex dispatch requires experts on several ranks"),
+        ({"expert_dispatcher": "flex"}, "but the layout has 1 "),
         ({"cuda_graphs": True}, "static_rows is null: CUDA graphs require rows of constant length"),
         (
             {"cuda_graphs": True, "static_rows": True, "pipeline_parallel_size": 2},
@@ -48,7 +48,7 @@ ALLGATHER = {"expert_dispatcher": "allgather", "expert_parallel_size": 2}
             {"cuda_graphs": True, "static_rows": True, "context_parallel_size": 2},
             "and parallel.context_parallel_size is 2",
         ),
-        ({"overlap_tensor_parallel": True, "static_rows": True}, "sequence_parallel is false: it overlaps the"),
+        ({"overlap_tensor_parallel": True, "static_rows": True}, "sequence_parallel is false: it overlaps that"),
         ({**OVERLAPS, "static_rows": False}, "static_rows is false: its buffers require rows of constant"),
         (
             {**OVERLAPS, "static_rows": None},
@@ -262,9 +262,9 @@ HYBRID = {"family": "nemotron_h", "layer_pattern": "M*-E", "num_experts": 4, "sc
         ({**HYBRID, "layer_pattern": "M*-"}, "3 letters"),
         ({**HYBRID, "layer_pattern": "M*-A"}, "for 4 layers"),
         ({**HYBRID, "num_experts": 0}, "the pattern has 1 layers with experts"),
-        ({**HYBRID, "dense_layers": 1}, "dense_layers is 1: it is not supported with hybrid models"),
+        ({**HYBRID, "dense_layers": 1}, "dense_layers is 1: hybrid models cannot have it"),
         ({**HYBRID, "scan_head_dim": 0}, "a size is 0"),
-        ({**HYBRID, "rope_scaling": "linear"}, "rope_scaling is linear: it is not supported with hybrid models"),
+        ({**HYBRID, "rope_scaling": "linear"}, "rope_scaling is linear: hybrid models cannot have it"),
         ({**HYBRID, "fp8": "tensorwise"}, "FP8 is not supported with hybrid models"),
     ],
 )
