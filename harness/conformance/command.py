@@ -16,7 +16,7 @@ from typing import Any
 from harness.conformance.target import Layout, NotSupported, Step, Tokens
 from harness.errors import ConfigError
 
-_PLACES = ("model", "data", "steps", "eval_data", "save", "load", *asdict(Layout()))
+_PLACES = ("model", "data", "steps", "eval_data", "save", "load", "batch_size", *asdict(Layout()))
 _LIMIT_S = 600
 
 
@@ -24,10 +24,10 @@ class CommandTarget:
     """A target that runs a command for each step, epoch or evaluation.
 
     The placeholders `{model}` and `{data}` are required. `{steps}` is a number, or 0 for the rest of an epoch; `{save}`
-    and `{load}` are checkpoint folders, and `{eval_data}` is a file like `{data}`; these are empty if not needed. Each
-    field of `Layout` has a placeholder with its name. Checks that need a missing placeholder are not supported. On
-    standard output, each JSON object with `step` is read: `loss`, `grad_norm`, `rows` of all ranks (lines with the same
-    step are joined) and `eval_loss`.
+    and `{load}` are checkpoint folders, and `{eval_data}` is a file like `{data}`; these are empty if not needed.
+    `{batch_size}` is the number of rows per microbatch and rank; checks of one step train all `{data}` in it. Each
+    field of `Layout` has a placeholder with its name. On standard output, each JSON object with `step` is read: `loss`,
+    `grad_norm`, `rows` of all ranks (lines with the same step are joined) and `eval_loss`.
 
     Raises:
         ConfigError: the command contains an unknown placeholder, or lacks a required one.
@@ -51,22 +51,27 @@ class CommandTarget:
 
     def build(self, model_folder: Path, data: Path, layout: Layout) -> Step:
         self._require(*layout.changed())
-        self._values = {"model": str(model_folder), "data": str(data), **asdict(layout)}
+        self._values = {"model": str(model_folder), "data": str(data), "batch_size": "1", **asdict(layout)}
         self._load = ""
 
         def step(batch: Sequence[Tokens]) -> tuple[float, float | None]:
             if layout.learning_rate:
                 raise NotSupported("each run of a command trains one step from the initial weights")
-            line = self._run(steps="1")[0]
+            tokens = sum(len(one["input_ids"]) for one in batch)
+            rows = -(-tokens // layout.pack_size) if layout.pack_size else len(batch)
+            size = -(-rows // (layout.dp_size * layout.microbatches))
+            self._require(*["batch_size"] * (size > 1))
+            line = self._run(steps="1", batch_size=str(size))[0]
+            if "loss" not in line:
+                raise RuntimeError(f"the first line with `step` has no `loss`: {line}")
             return line["loss"], line.get("grad_norm")
 
         return step
 
     def evaluate(self, batch: Sequence[Tokens]) -> float:
         self._require("eval_data")
-        losses = [
-            line["eval_loss"] for line in self._run(steps="1", eval_data=self._values["data"]) if "eval_loss" in line
-        ]
+        lines = self._run(steps="1", eval_data=self._values["data"])
+        losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
         if not losses:
             raise NotSupported("no line contains eval_loss")
         return float(losses[-1])
@@ -108,6 +113,7 @@ class CommandTarget:
         for line in done.stdout.splitlines():
             with contextlib.suppress(ValueError, RecursionError):  # other lines of the trainer
                 lines.append(json.loads(line))
-        if not (lines := [line for line in lines if isinstance(line, dict) and "step" in line]):
+        lines = [line for line in lines if isinstance(line, dict) and "step" in line]
+        if not lines and not values.get("load"):  # after a resume at its end, an epoch may have no step
             raise RuntimeError("the command printed no JSON object with `step`")
         return lines

@@ -127,7 +127,8 @@ class Kit:
         seen = _describe(got)
         if _agree(got, expected):
             return f"{seen}, as expected" if got[1] is not None else f"{seen}, as expected; no norm is reported"
-        fits = "".join(f", which is {name}" for name, values in otherwise.items() if _agree(got, values))
+        likely = otherwise | {f"the gradient of {name}": (expected[0], each[1]) for name, each in otherwise.items()}
+        fits = "".join(f", which is {name}" for name, values in likely.items() if _agree(got, values))
         raise Failed(f"{seen}{fits}; expected {_describe(expected if got[1] is not None else (expected[0], None))}")
 
     def rows_of(self, data: Sequence[Tokens], steps: int | None = None, **layout: Any) -> list[list[list[Tokens]]]:

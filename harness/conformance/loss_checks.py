@@ -262,13 +262,10 @@ def _leaks(kit: Kit, data: list[Tokens]) -> dict[str, tuple[float, float]]:
     """Return the figures of one long conversation in place of several, and of the labels at its joints alone."""
     joined = {name: [value for one in data for value in one[name]] for name in ("input_ids", "labels")}
     cut = {**joined, "labels": [value for one in data for value in [-100, *one["labels"][1:]]]}
-    joints = [
-        {
-            "input_ids": [*one["input_ids"], other["input_ids"][0]],
-            "labels": [-100] * len(one["labels"]) + other["labels"][:1],
-        }
-        for one, other in pairwise(data)
-    ]
+    joints = []
+    for one, other in pairwise(data):
+        labels = [-100] * len(one["labels"]) + other["labels"][:1]
+        joints.append({"input_ids": [*one["input_ids"], other["input_ids"][0]], "labels": labels})
     return {
         "the first token of each conversation predicted from the one before": kit.reference.step([*data, *joints]),
         "one row without boundaries": kit.reference.step([joined]),

@@ -162,13 +162,9 @@ def write_tokenizer(folder: Path, template: str = TEMPLATE, special: Sequence[st
     model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in range(256)}, "merges": []}
     whole = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
     (folder / "tokenizer.json").write_text(json.dumps(whole))
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": end,
-        "pad_token": PAD,
-        "bos_token": None,
-    }
-    config |= {"model_max_length": 1024, "clean_up_tokenization_spaces": False, "chat_template": template}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": PAD}
+    config |= {"bos_token": None, "model_max_length": 1024, "clean_up_tokenization_spaces": False}
+    config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(template)
 

@@ -80,8 +80,8 @@ class Target(Protocol):
         before clipping (None where the trainer does not report one).
 
         Args:
-            model_folder: a Llama or a Mixtral of two layers in the files of Hugging Face, with a tokenizer and a chat
-                template; for `mtp_loss`, the Llama has a third layer, in DeepSeek-V3's names.
+            model_folder: a Llama, a Mixtral or a Qwen3.5 of two layers in the files of Hugging Face, with a tokenizer
+                and a chat template; for `mtp_loss`, the Llama has a third layer, in DeepSeek-V3's names.
             data: a file with one conversation per line, as JSON with `input_ids` and `labels`.
         """
         ...
@@ -104,7 +104,7 @@ class Target(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint of the trainer and of its position in `data`."""
+        """Write a checkpoint of the trainer and of its position in `data`; the folder does not exist yet."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -40,28 +40,28 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
     "harness": 2_941,
-    "harness/bench": 1_988,
-    "harness/cli": 2_706,
+    "harness/bench": 1_970,
+    "harness/cli": 2_661,
     "harness/conformance": 1_719,
     "harness/formats": 5_733,
     "harness/indexed": 1_197,
     "harness/integrations": 2_858,
-    "harness/launch": 2_314,
+    "harness/launch": 2_279,
     "harness/loader": 4_678,
     "harness/megatron": 10_550,
-    "harness/parity": 2_551,
-    "harness/plan": 5_622,
+    "harness/parity": 2_547,
+    "harness/plan": 5_538,
     "harness/prep": 11_039,
     "harness/recipes": 20,
     "harness/schedule": 1_073,
     "harness/storage": 2_635,
     "harness/train": 2_596,
     "recipes": 496,
-    "tests": 60_350,
+    "tests": 60_396,
     "tests/benchmarks": 2_636,
 }
 SHAPE = {
-    "core ring, lines": 19_695,
+    "core ring, lines": 19_649,
     "from packs to the optimizer's step, lines": 4_012,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -70,7 +70,7 @@ SHAPE = {
     "names in __all__": 209,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 100,
+    "Markdown by hand, kB": 101,
 }
 MOST_LINES_IN_ALL = 62_716
 

@@ -9,7 +9,7 @@ import pytest
 from plain_trainer import FAULTS, Trainer, WithoutRows
 
 from harness.conformance import CHECKS, ConformanceVerdict, TargetProcess, judge
-from harness.conformance.kit import conversations, trained_pairs
+from harness.conformance.kit import Failed, Kit, conversations, trained_pairs
 from tests.samples.warm_python import warm_python
 
 PLAIN = Path(__file__).parents[2] / "samples/plain_trainer.py"
@@ -52,6 +52,11 @@ def test_a_check_of_two_ranks_on_one_is_not_judged_and_a_step_of_another_type_is
     outcome, text = judge(ReturnsLossAlone(), "padding-changes-nothing", tmp_path)
     assert outcome == "ERROR"
     assert text == "TypeError: the step returned 2.0 instead of a loss and a norm (None without one)"
+
+
+def test_a_gradient_of_a_known_mistake_is_named_where_the_reported_loss_is_right() -> None:
+    with pytest.raises(Failed, match=r"norm 4\.00000, which is the gradient of a mean of means; expected"):
+        object.__new__(Kit).compare((6.0, 4.0), (6.0, 5.0), {"a mean of means": (7.0, 4.0), "a sum": (9.0, 9.0)})
 
 
 def test_every_check_is_explained_with_threads_and_has_a_fault() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from harness.cli.app import app
-from harness.conformance import ConformanceVerdict, TargetProcess, load_target
+from harness.conformance import ConformanceVerdict, Layout, NotSupported, TargetProcess, load_target
+from harness.conformance.command import CommandTarget
+from harness.conformance.kit import conversations
 from harness.errors import ConfigError
 from tests.samples.warm_python import warm_python
 
@@ -89,6 +92,36 @@ def test_a_command_is_a_target(tmp_path) -> None:
     verdicts = {one.check: one for one in run(tmp_path, list(wanted), command=f"{warm_python()} {COMMAND}")}
     assert {name: one.outcome for name, one in verdicts.items()} == wanted, verdicts
     assert verdicts["token-mean-over-ranks"].text == "the command does not contain {dp_size}"
+
+
+ECHOING = """
+import json, sys
+batch_size, load = sys.argv[1:3]
+if not load:
+    print(json.dumps({"step": 1, **({"loss": int(batch_size)} if batch_size else {})}))
+"""
+
+
+def test_a_command_gets_the_rows_of_a_microbatch_and_may_train_nothing_after_an_epoch(tmp_path) -> None:
+    (tmp_path / "echoing.py").write_text(ECHOING)
+    data = conversations((8, 60, 12, 40))
+    start, end = (
+        f"{sys.executable} {tmp_path / 'echoing.py'} ",
+        " '{load}' {model} {data} {microbatches} {pack_size} {steps}",
+    )
+    target = CommandTarget(f"{start}{{batch_size}}{end}")
+    sizes = [
+        target.build(tmp_path, tmp_path / "data", Layout(**layout))(data)[0]
+        for layout in ({}, {"microbatches": 2}, {"pack_size": 96}, {"pack_size": 96, "microbatches": 2})
+    ]
+    assert sizes == [4, 2, 2, 1]
+    target.load(tmp_path)
+    assert target.rows(None) == []
+
+    with pytest.raises(NotSupported, match=r"does not contain \{batch_size\}"):
+        CommandTarget(f"{start}1{end}").build(tmp_path, tmp_path / "data", Layout())(data)
+    with pytest.raises(RuntimeError, match="has no `loss`"):
+        CommandTarget(f"{start}''{end}").build(tmp_path, tmp_path / "data", Layout(pack_size=128))(data)
 
 
 @pytest.mark.parametrize(
