@@ -184,6 +184,8 @@ def damaged_checkpoint_is_refused(kit: Kit) -> str:
     kit.target.save(whole)
     shutil.copytree(whole, damaged)
     files = [path for path in damaged.rglob("*") if path.is_file()]
+    if not files:
+        raise Failed("the checkpoint has no file")
     largest = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 64

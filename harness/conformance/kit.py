@@ -129,6 +129,9 @@ class Kit:
             return f"{seen}, as expected" if got[1] is not None else f"{seen}, as expected; no norm is reported"
         likely = otherwise | {f"the gradient of {name}": (expected[0], each[1]) for name, each in otherwise.items()}
         fits = "".join(f", which is {name}" for name, values in likely.items() if _agree(got, values))
+        ratio = got[0] / expected[0]
+        if got[1] is not None and _agree((ratio, got[1]), (ratio, ratio * expected[1])):
+            fits += f", both {ratio:.4g} times those expected: another divisor"
         raise Failed(f"{seen}{fits}; expected {_describe(expected if got[1] is not None else (expected[0], None))}")
 
     def rows_of(self, data: Sequence[Tokens], steps: int | None = None, **layout: Any) -> list[list[list[Tokens]]]:
@@ -200,7 +203,7 @@ def judge(target: Any, name: str, folder: Path, *, rank: int = 0, ranks: int = 1
         return NOT_SUPPORTED, str(missing)
     except (Exception, SystemExit) as error:  # of the trainer, which may raise anything
         traceback.print_exc()
-        return ERROR, first_line(error)
+        return ERROR, f"{first_line(error)} (--dir FOLDER keeps the traceback)"
 
 
 def first_line(error: BaseException) -> str:

@@ -45,7 +45,8 @@ def attention_boundaries(kit: Kit) -> str:
             expected.append(kit.reference.step(batch)[0])
         moved = losses[1] - losses[0] - (expected[1] - expected[0])
         if not abs(moved) <= LOSS_TOLERANCE * abs(losses[0]):  # NaN too
-            raise Failed(f"different neighbor tokens change the loss of conversation {place + 1} by {moved:+.6f}")
+            what = f"different neighbor tokens change the loss of conversation {place + 1} by {moved:+.6f}"
+            raise Failed(f"{what}: attention, a mask or a label crosses a boundary")
     return f"{len(data)} conversations, none sees another"
 
 
@@ -84,7 +85,7 @@ def labels_at_boundaries(kit: Kit) -> str:
 def padding_changes_nothing(kit: Kit) -> str:
     """Train conversations of very different lengths in one padded microbatch, and compare with each one alone."""
     data = conversations((5, 80, 17))
-    return kit.compare(kit.build(data)(data), kit.reference.step(data), {})
+    return kit.compare(kit.build(data)(data), kit.reference.step(data), _misplaced(kit, data))
 
 
 @check("axolotl-ai-cloud/axolotl#3982", "ml-explore/mlx-lm#1413", "meta-pytorch/torchtune#1875")
@@ -248,7 +249,10 @@ def lora_equals_merged(kit: Kit) -> str:
         step(data)
     loss = kit.target.evaluate(data)
     kit.target.merge(kit.folder / "merged")
-    base, merged = kit.reference.step(data), Reference(kit.folder / "merged").step(data)
+    whole = Reference(kit.folder / "merged")
+    if other := [name for name in kit.reference.differing(whole) if "_proj" not in name]:
+        raise Failed(f"the merged weights have another {other[0]} than the base: not only adapters are trained")
+    base, merged = kit.reference.step(data), whole.step(data)
     if abs(merged[0] - base[0]) <= LOSS_TOLERANCE * base[0]:
         raise Failed(f"the merged weights have the loss of the base, {base[0]:.6f}; with adapters it is {loss:.6f}")
     return kit.compare((loss, None), merged, {"the loss of the base": base})
@@ -270,4 +274,24 @@ def _leaks(kit: Kit, data: list[Tokens]) -> dict[str, tuple[float, float]]:
         "the first token of each conversation predicted from the one before": kit.reference.step([*data, *joints]),
         "one row without boundaries": kit.reference.step([joined]),
         "attention over boundaries": kit.reference.step([cut]),
+        **_misplaced(kit, data),
+    }
+
+
+def _misplaced(kit: Kit, data: list[Tokens]) -> dict[str, tuple[float, float]]:
+    """Return the figures of labels, and of masks, that are a token late or early."""
+    pairs = [(one["input_ids"], one["labels"]) for one in data]
+    late, early = ([[-100, *labels] for _, labels in pairs], [[*labels[1:], -100] for _, labels in pairs])
+    moved = {
+        "labels that are not shifted": [([*ids, 0], labels) for (ids, _), labels in zip(pairs, late, strict=True)],
+        "labels that are shifted twice": [(ids, labels) for (ids, _), labels in zip(pairs, early, strict=True)],
+    }
+    for name, masks in (("late", late), ("early", early)):
+        moved[f"a mask that is a token {name}"] = [
+            (ids, [token if flag != -100 else -100 for token, flag in zip(ids, mask, strict=False)])
+            for (ids, _), mask in zip(pairs, masks, strict=True)
+        ]
+    return {
+        name: kit.reference.step([{"input_ids": ids, "labels": labels} for ids, labels in each])
+        for name, each in moved.items()
     }

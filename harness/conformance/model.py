@@ -184,6 +184,14 @@ class Reference:
                     values = np.frombuffer(data[first:last], kind).reshape(entry["shape"]).astype("f8")
                     self._weights[name.removesuffix(".weight")] = torch.from_numpy(values).requires_grad_()
 
+    def differing(self, other: Reference) -> list[str]:
+        """Return the names of the weights that another model does not have, or has with other values."""
+        return [
+            name
+            for name, weight in self._weights.items()
+            if (own := other._weights.get(name)) is None or own.shape != weight.shape or not torch.allclose(own, weight)
+        ]
+
     def losses(self, sequence: Tokens) -> torch.Tensor:
         """Return float64 [trained tokens]: the loss of each trained token but the first of the conversation."""
         ids, labels = torch.tensor(sequence["input_ids"]), torch.tensor(sequence["labels"])[1:]

@@ -51,7 +51,65 @@ def test_a_check_of_two_ranks_on_one_is_not_judged_and_a_step_of_another_type_is
 
     outcome, text = judge(ReturnsLossAlone(), "padding-changes-nothing", tmp_path)
     assert outcome == "ERROR"
-    assert text == "TypeError: the step returned 2.0 instead of a loss and a norm (None without one)"
+    assert text.startswith("TypeError: the step returned 2.0 instead of a loss and a norm (None without one)")
+    assert text.endswith("(--dir FOLDER keeps the traceback)")
+
+
+def masked(ids, flags):
+    return [token if flag >= 0 else -100 for token, flag in zip(ids, flags, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "change"),
+    [
+        ("labels that are not shifted", lambda ids, labels: ([*ids, 0], [-100, *labels])),
+        ("labels that are shifted twice", lambda ids, labels: (ids, [*labels[1:], -100])),
+        ("a mask that is a token late", lambda ids, labels: (ids, masked(ids, [-100, *labels[:-1]]))),
+        ("a mask that is a token early", lambda ids, labels: (ids, masked(ids, [*labels[1:], -100]))),
+    ],
+)
+def test_a_misplaced_label_or_mask_is_named(mistake, change, tmp_path) -> None:
+    class Misplaces(Trainer):
+        def build(self, model_folder, data, layout):
+            step = super().build(model_folder, data, layout)
+            return lambda batch: step([dict(zip(one, change(*one.values()), strict=True)) for one in batch])
+
+    for name in ("padding-changes-nothing", "packed-equals-unpacked"):
+        outcome, text = judge(Misplaces(), name, tmp_path / name)
+        assert outcome == "FAIL"
+        assert f", which is {mistake}" in text
+
+
+def test_another_divisor_is_named(tmp_path) -> None:
+    class CountsPadding(Trainer):
+        def build(self, model_folder, data, layout):
+            step = super().build(model_folder, data, layout)
+            return lambda batch: tuple(value / 4 for value in step(batch))
+
+    outcome, text = judge(CountsPadding(), "padding-changes-nothing", tmp_path)
+    assert outcome == "FAIL"
+    assert ", both 0.25 times those expected: another divisor; expected" in text
+
+
+def test_adapters_that_are_not_trained_alone_are_named(tmp_path) -> None:
+    class TrainsAll(Trainer):
+        def build(self, model_folder, data, layout):
+            step = super().build(model_folder, data, layout)
+            self._optimizer.add_param_group({"params": list(self._model.model.embed_tokens.parameters())})
+            return step
+
+    outcome, text = judge(TrainsAll(), "lora-equals-merged", tmp_path)
+    assert outcome == "FAIL"
+    assert text == "the merged weights have another model.embed_tokens than the base: not only adapters are trained"
+
+
+def test_a_checkpoint_without_a_file_fails(tmp_path) -> None:
+    class SavesNothing(Trainer):
+        def save(self, folder):
+            folder.mkdir()
+
+    outcome, text = judge(SavesNothing(), "damaged-checkpoint-is-refused", tmp_path)
+    assert (outcome, text) == ("FAIL", "the checkpoint has no file")
 
 
 def test_a_gradient_of_a_known_mistake_is_named_where_the_reported_loss_is_right() -> None:
