@@ -242,7 +242,10 @@ def _print_layouts(
         lines = _savings(one.config, one.plan.ranks, gpu_bytes, settings.mfu, inputs)
         _print_suggestions([f"{shlex.join(one.overrides)} {line}" for line in lines])
         raise typer.Exit(1)
-    print_line(f"the fastest: {shlex.join(found.fitting[0].overrides)}")
+    best = found.fitting[0]
+    print_line(f"the fastest: {shlex.join(best.overrides)}")
+    if best.plan.parts["context"] > 0.02 * best.plan.step_s:
+        print_line("schedule=dynamic_context shares only long sequences; `harness plan` compares it with that layout")
 
 
 def _refuse_unused(settings: PlanSettings, *, searches: bool, reads_data: bool) -> None:

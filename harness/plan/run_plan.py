@@ -41,6 +41,8 @@ from harness.thd import padded_lengths, shared_multiple
 
 # Sequences that are placed, which takes a second.
 _MOST_SEQUENCES = 100_000
+# Of a byte to a neighbor in the node, over one to another node.
+_NODE_SPEED = Machine.node_bytes_per_s / Machine.fabric_bytes_per_s
 # Of models whose settings have none: between the 128,256 of Llama 3 and the 151,936 of Qwen3.
 ASSUMED_VOCABULARY = 131_072
 
@@ -317,17 +319,19 @@ def _context_sizes(inputs: Inputs, ranks: int) -> dict[str, float]:
         ranks=parallel.dp_size(ranks) * parallel.context_parallel_size,
         max_tokens_per_rank=config.max_tokens_per_rank,
         cost=_cost_of(config),
+        near=Machine().ranks // parallel.tensor_parallel_size,
     )
 
 
 def compare_context_sizes(
-    lengths: Int64Array, *, sequences: int, ranks: int, max_tokens_per_rank: int, cost: SequenceCost
+    lengths: Int64Array, *, sequences: int, ranks: int, max_tokens_per_rank: int, cost: SequenceCost, near: int = 1
 ) -> dict[str, float]:
     """Return the cost of a step with each context-parallel size of all rows, and with `dynamic_context`.
 
     Args:
         lengths: int64 [sequences], model tokens; a global batch is drawn from them.
         ranks: data-parallel times context-parallel ranks.
+        near: of those, neighbors in a node, which exchange faster than `cost` has it.
 
     Returns:
         costs of the busiest rank over that of ranks that divide the whole work evenly and exchange nothing, by the
@@ -347,7 +351,8 @@ def compare_context_sizes(
                 cost=cost,
             )
             group = np.repeat(np.arange(placed.row_offsets.shape[0] - 1) % placed.dp_size, np.diff(placed.row_offsets))
-            work = cost.of_rank(drawn, np.full_like(drawn, size))[placed.order]
+            own = replace(cost, exchange=cost.exchange / _NODE_SPEED) if size <= near else cost
+            work = own.of_rank(drawn, np.full_like(drawn, size))[placed.order]
             found[str(size)] = float(np.bincount(group, weights=work).max()) / even
         size *= 2
     if longest <= largest_share(ranks, cost.most_ranks) * (max_tokens_per_rank // 2 * 2):

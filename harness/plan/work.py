@@ -128,6 +128,7 @@ class Work:
         linear_flops, attention_flops: of a step's forward pass, all ranks together, without padding.
         padding: share of the tokens of all rows that is padding of `parallel.static_rows`.
         encoder_flops: of a step's media, all ranks together; those of the backward pass too if encoders are trained.
+        shares: of sequences of about the same length, their share of tokens, and of squared lengths.
     """
 
     steps: int
@@ -137,6 +138,7 @@ class Work:
     attention_flops: float
     padding: float = 0.0
     encoder_flops: float = 0.0
+    shares: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
     @property
     def model_flops(self) -> float:
@@ -238,14 +240,17 @@ def plan_work(
         media: work of encoding the media of every sequence; None for text.
     """
     steps, cost, wide = math.ceil(num_packs / global_batch_size), sequence_cost(model), lengths.astype(np.float64)
-    tokens = float(wide.sum())
+    tokens, squares = float(wide.sum()), float((wide * wide).sum())
+    about = np.rint(4 * np.log2(wide)).astype(np.int64)
+    sums = (np.bincount(about, wide) / tokens, np.bincount(about, wide * wide) / squares)
     return Work(
         steps=steps,
         microbatches=1,
         tokens=tokens / steps,
         linear_flops=cost.linear * tokens / steps,
-        attention_flops=cost.quadratic * float((wide * wide).sum()) / steps,
+        attention_flops=cost.quadratic * squares / steps,
         encoder_flops=0.0 if media is None else (3 if model.train_encoder else 1) * float(media.flops.sum()) / steps,
+        shares=tuple((float(one), float(other)) for one, other in zip(*sums, strict=True) if one),
     )
 
 
@@ -433,9 +438,12 @@ class _RankStep:
             tensor = tensor / tp + max(0.0, tensor * (tp - 1) / tp - computed["matrix products"] * 2 / 3)
         values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
         keys = self.tokens * item * (1 + values) * model.key_size / tp
-        context = (passes + 1) * (cp - 1) * (keys / machine.link(cp, tp) + machine.message_s) * ("*" in parts)
-        if cp > 1:  # keys of another rank come while those of one before are attended to
-            context = max(context / cp, context - computed["attention"])
+        # A rank sends to one other, of another node by its own port.
+        link = machine.node_bytes_per_s if cp * tp <= machine.ranks else machine.fabric_bytes_per_s
+        context = (passes + 1) * (cp - 1) * (keys / link + machine.message_s) * ("*" in parts)
+        if cp > 1:  # keys of another rank come while those of one before are attended to, which is soon where few are
+            hidden = computed["attention"]
+            context = sum(max(context * one / cp, context * one - hidden * other) for one, other in self.work.shares)
         # Tokens go to their experts and come back, in every pass.
         is_shared = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size > 1
         expert = passes * 2 * ("E" in parts) * is_shared * self.expert_exchange_s()

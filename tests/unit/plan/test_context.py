@@ -29,6 +29,19 @@ def test_one_size_that_holds_a_million_tokens_costs_chats_more_than_a_size_for_e
     assert 1 <= found["dynamic_context"] < 1.1
 
 
+def test_ranks_of_a_node_wait_less_for_each_other_and_the_predicted_step_agrees_with_the_comparison() -> None:
+    # Tensor parallelism fills a node, so that rows are shared between nodes, or leaves a quarter of it.
+    for tp_size, ratios in ((8, (1.1, 2.0)), (2, (1.0, 1.1))):
+        settings = ["model=llama3_8b", f"parallel.tensor_parallel_size={tp_size}", "parallel.sequence_parallel=true"]
+        settings += [f"parallel.ranks={8 * tp_size}", "schedule.max_tokens_per_rank=16384"]
+        packs = AssumedPacks(640, 16_384, sequence_tokens=2048)
+        whole = plan_run(compose_config("sft", SftConfig, settings), packs=packs)
+        four = compose_config("sft", SftConfig, [*settings, "parallel.context_parallel_size=4"])
+        shared = plan_run(four, packs=packs)
+        assert ratios[0] < shared.context["4"] / shared.context["1"] < ratios[1]
+        assert shared.step_s / whole.step_s == pytest.approx(shared.context["4"] / shared.context["1"], rel=0.15)
+
+
 def test_chats_that_a_rank_holds_need_no_context_parallelism() -> None:
     lengths = lengths_of("chats", 2000, TOKENS)
     found = compare_context_sizes(lengths, sequences=1000, ranks=4, max_tokens_per_rank=TOKENS, cost=COST)

@@ -162,3 +162,19 @@ def test_the_host_is_not_ahead_of_the_forward_pass_of_layers_with_experts() -> N
     assert (
         count_kernels(replace(EXPERTS, family="gpt_oss", sliding_window=9), ParallelConfig(), parts="*E") > kernels / 8
     )
+
+
+def test_keys_of_short_sequences_are_waited_for_beside_long_ones_and_longer_between_nodes() -> None:
+    parallel = ParallelConfig(context_parallel_size=2)
+
+    def waited(lengths: list[int], cp_size: int = 2) -> float:
+        work = plan_work(WIDE, np.array(lengths), num_packs=1, global_batch_size=1)
+        sizes = {"ranks": cp_size, "machine": Machine(ranks=4, message_s=0), "kernels": PLAIN}
+        return estimate_step(WIDE, replace(parallel, context_parallel_size=cp_size), work, **sizes)["context"]
+
+    # The first of two ranks' keys come before any attention, which hides the others in a long sequence alone.
+    long, short = waited([1 << 20]), waited([64] * (1 << 14))
+    assert 1.5 * long < short < 2 * long
+    assert waited([1 << 20, *[64] * (1 << 14)]) == pytest.approx(long + 2 * long, rel=0.02)
+    # Of eight ranks each sends its eighth seven times, at 40 GB/s for 340.
+    assert waited([64] * (1 << 14), 8) == pytest.approx(2 * long * 7 / 4 * 340 / 40, rel=0.02)
