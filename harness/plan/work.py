@@ -50,7 +50,7 @@ _SENDERS = 16
 # Rows and columns of a result that cuBLAS's kernels for Hopper give to one multiprocessor.
 _TILE = (128, 256)
 # Of an H100 that reaches 60% of its 989 TFLOP/s, while its network port sends a byte at 40 GB/s.
-_FLOPS_PER_BYTE = 15_000
+FLOPS_PER_BYTE = 15_000
 # The same for 340 GB/s within a node: few ranks can divide the heads of a scan.
 _FLOPS_PER_BYTE_OF_NODE = 1_800
 
@@ -184,7 +184,7 @@ def sequence_cost(model: ModelConfig, parallel: ParallelConfig | None = None, *,
     return SequenceCost(
         linear=linear,
         quadratic=quadratic,
-        exchange=_FLOPS_PER_BYTE * sent,
+        exchange=FLOPS_PER_BYTE * sent,
         swap=_FLOPS_PER_BYTE_OF_NODE * swapped,
         most_ranks=scan_ranks(model, parallel.tensor_parallel_size, on_gpu=on_gpu) if scans else None,
         encode=encode,

@@ -44,7 +44,9 @@ from harness.integrations.megatron_lm.data_schedule_utils import (
     reroute_samples_to_dcp_ranks,
 )
 from harness.megatron.compat import packed_seq_params
-from harness.schedule import schedule
+from harness.plan.layout import DTYPE_BYTES
+from harness.plan.work import FLOPS_PER_BYTE
+from harness.schedule import SequenceCost, schedule
 from harness.thd import context_parallel_indices, padding_multiple, visible_bounds
 
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded")
@@ -87,10 +89,14 @@ class BasePackingScheduler:
         microbatch_group_size_per_vp_stage: the number of microbatches becomes a multiple of this; None without virtual
             pipeline stages.
         max_num_seqs: the most sequences of a row; None for any number.
+
+    Attributes:
+        cost: of training a sequence; `wrap_data_iterator` replaces the default by that of the config's transformer.
     """
 
     name: ClassVar[str]
     shares_rows: ClassVar[bool] = False
+    cost = SequenceCost()
 
     def __init__(
         self,
@@ -133,6 +139,7 @@ class BasePackingScheduler:
             cp_size=cp_size,
             max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
             group_size=self.microbatch_group_size_per_vp_stage or 1,
+            cost=self.cost,
         )
         most = max(
             len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(placed.dp_size)
@@ -255,6 +262,21 @@ scheduler_map: dict[str, type[BasePackingScheduler]] = {
 }
 
 
+def _cost_of(config: Any) -> SequenceCost:
+    """Return the cost of a sequence in a layer of the config's transformer; by default where its layers are others."""
+    others = ("multi_latent_attention", "is_hybrid_model", "experimental_attention_variant")
+    if any(getattr(config, name, None) for name in others) or not getattr(config, "num_attention_heads", None):
+        return SequenceCost()
+    queries, keys = (config.kv_channels * count for count in (config.num_attention_heads, config.num_query_groups))
+    middle, is_sparse = config.ffn_hidden_size, config.moe_layer_freq
+    if config.num_moe_experts:
+        share = sum(is_sparse) / len(is_sparse) if isinstance(is_sparse, list) else 1 / is_sparse
+        experts = config.moe_router_topk * config.moe_ffn_hidden_size
+        middle += share * (experts + (config.moe_shared_expert_intermediate_size or 0) - middle)
+    weights = config.hidden_size * (2 * (queries + keys) + (2 + config.gated_linear_unit) * middle)
+    return SequenceCost(2.0 * weights, 2.0 * queries, FLOPS_PER_BYTE * 2 * keys * DTYPE_BYTES["bfloat16"])
+
+
 _GROUPS: dict[str, Callable[[], ProcessGroup]] = {
     "dp_cp": partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
     "dp": parallel_state.get_data_parallel_group,
@@ -320,6 +342,8 @@ def wrap_data_iterator(
         # A scheduler of an earlier version does not know it.
         **({} if most is None else {"max_num_seqs": most}),
     )
+    if scheduler.cost is BasePackingScheduler.cost:
+        scheduler.cost = _cost_of(config)
     return scheduler.run(
         data_iterator, num_microbatches, dp_group, tp_group, pp_group, dp_cp_group, device_of(dp_group), config
     )

@@ -23,8 +23,10 @@ from harness.integrations.megatron_lm.data_schedule import (
 from harness.integrations.megatron_lm.data_schedule_utils import samples_of_pack
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
-from harness.plan import ParallelConfig
+from harness.plan import ModelConfig, ParallelConfig
+from harness.plan.work import sequence_cost
 from harness.records import Pack
+from harness.schedule import SequenceCost
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +172,39 @@ def test_a_scheduler_of_ones_own_runs_by_its_name_and_may_lose_no_sample(
     assert wrap_data_iterator(iter([[sample(1), sample(2)]]), config(sequence_packing_scheduler="one_each"), 1)[1] == 2
     with pytest.raises(ScheduleError, match="placed 1 of 2 samples in 1 microbatches; sample 0 was not placed"):
         wrap_data_iterator(iter([[sample(1), sample(2)]]), config(sequence_packing_scheduler="forgetful"), 1)
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_sequences_cost_what_they_do_in_the_transformer_of_the_config(one_rank, monkeypatch, mixture) -> None:
+    costs = []
+
+    class Records(DpBalancedScheduler):
+        def run(self, *parts):
+            costs.append(self.cost)
+
+    class HasItsOwn(Records):
+        cost = SequenceCost(1.0, 2.0)
+
+    monkeypatch.setitem(scheduler_map, "dp_balanced", Records)
+    monkeypatch.setitem(scheduler_map, "own", HasItsOwn)
+    ours = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 2}
+    theirs = {**ours, "kv_channels": 16, "gated_linear_unit": True, "moe_layer_freq": 1, "num_moe_experts": None}
+    if mixture:
+        ours |= {"family": "mixtral", "num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 32}
+        theirs |= {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+        theirs |= {"moe_shared_expert_intermediate_size": None}
+    for changes in ({}, {"multi_latent_attention": True}, {"sequence_packing_scheduler": "own"}):
+        wrap_data_iterator(iter(()), config(**theirs, **changes), 1)
+    expected = sequence_cost(ModelConfig(**ours))
+    linear = expected.linear - mixture * 2 * 2 * 64 * 8  # a router, which is not counted here
+    assert costs[0].linear / costs[0].quadratic == pytest.approx(linear / expected.quadratic)
+    assert costs[0].exchange / costs[0].quadratic == pytest.approx(expected.exchange / expected.quadratic)
+    assert costs[1:] == [SequenceCost(), SequenceCost(1.0, 2.0)]
+    # Half of the layers are dense, and those of experts have a shared one.
+    if mixture:
+        theirs |= {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 96}
+        wrap_data_iterator(iter(()), config(**theirs), 1)
+        assert costs[3].linear == 2 * 64 * (2 * (64 + 32) + 3 * (256 + 2 * 32 + 96) / 2)
 
 
 def test_a_row_without_samples_is_padding_alone(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
