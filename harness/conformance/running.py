@@ -139,12 +139,13 @@ class TargetProcess:
                 time.sleep(0.2)
             return process.returncode, done
         finally:
-            # torchrun ends its ranks, which are in sessions of their own.
+            # torchrun ends its ranks, which are in sessions of their own, where trainers leave processes.
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_PATIENCE_S)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for group in (process.pid, *(int(file.read_text() or process.pid) for file in folder.glob("group-*.txt"))):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
             process.wait()
 
 

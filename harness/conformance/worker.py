@@ -43,6 +43,7 @@ def main() -> None:
         sys.exit(2)
     versions = {name: str(getattr(target, name, "")) for name in ("name", "version")}
     (folder / "target.json").write_text(json.dumps(versions))
+    (folder / f"group-{os.environ.get('RANK', '0')}.txt").write_text(str(os.getpgrp()))
     code = run_checks(target, settings["checks"], folder)
     # Trainers leave threads and process groups that may wait for each other.
     sys.stdout.flush()

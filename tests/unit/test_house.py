@@ -42,7 +42,7 @@ LINES = {
     "harness": 2_941,
     "harness/bench": 1_970,
     "harness/cli": 2_664,
-    "harness/conformance": 1_756,
+    "harness/conformance": 1_758,
     "harness/formats": 5_733,
     "harness/indexed": 1_197,
     "harness/integrations": 2_882,
@@ -57,7 +57,7 @@ LINES = {
     "harness/storage": 2_635,
     "harness/train": 2_596,
     "recipes": 496,
-    "tests": 60_518,
+    "tests": 60_553,
     "tests/benchmarks": 2_636,
 }
 SHAPE = {
@@ -70,7 +70,7 @@ SHAPE = {
     "names in __all__": 209,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
-    "Markdown by hand, kB": 101,
+    "Markdown by hand, kB": 100,
 }
 MOST_LINES_IN_ALL = 62_716
 
