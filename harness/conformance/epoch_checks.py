@@ -259,8 +259,14 @@ def _continue_epoch(kit: Kit, name: str, *, microbatches: int) -> str:
         raise NotSupported(f"{name} saved nothing")
     data = _corpus()
     kit.build(data, shuffle=True, microbatches=microbatches)
-    kit.target.load(saved[-1].parent / "saved")
-    rest = kit.gather(kit.target.rows(None))
+    try:
+        kit.target.load(saved[-1].parent / "saved")
+        rows = kit.target.rows(None)
+    except NotSupported:
+        raise
+    except Exception as error:
+        raise Failed(f"what other ranks saved is refused: {first_line(error)}") from error
+    rest = kit.gather(rows)
     return _judge(data, [*json.loads(saved[-1].read_text()), *_flat(rest)])
 
 

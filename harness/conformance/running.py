@@ -16,7 +16,8 @@ from pathlib import Path
 from harness.conformance.kit import CHECKS, ERROR, FAIL, NOT_SUPPORTED, PASS, ConformanceCheck
 from harness.errors import ConfigError
 
-_WORST_FIRST = (ERROR, FAIL, NOT_SUPPORTED, PASS)
+# A rank that fails ends others, whose errors say less.
+_WORST_FIRST = (FAIL, ERROR, NOT_SUPPORTED, PASS)
 _LOG_LINES = 3
 _PATIENCE_S = 20.0
 # Imports of a trainer on a busy machine.
@@ -106,8 +107,8 @@ class TargetProcess:
             what, where, fix = json.loads(refused.read_text())
             raise ConfigError(what, where=where, fix=fix)
         verdicts = _joined(folder, ranks, is_over=True)
-        # A job of several ranks ends itself after an error.
-        if not verdicts or (len(verdicts) < len(names) and verdicts[-1].outcome != ERROR):
+        # A job of several ranks ends itself after an error or a failure.
+        if not verdicts or (len(verdicts) < len(names) and verdicts[-1].outcome not in (ERROR, FAIL)):
             words = " | ".join((folder / "log.txt").read_text(errors="replace").strip().splitlines()[-_LOG_LINES:])
             is_loaded = (folder / "target.json").exists()
             limit_s = self.limit_s if is_loaded else _START_S

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.conformance.command import CommandTarget
-from harness.conformance.kit import ERROR, judge
+from harness.conformance.kit import ERROR, FAIL, judge
 from harness.conformance.target import load_target
 from harness.errors import HarnessError
 
@@ -28,7 +28,7 @@ def run_checks(target: Any, names: list[str], folder: Path) -> int:
         line = {"check": name, "outcome": outcome, "text": text, "seconds": round(time.monotonic() - began, 1)}
         with (folder / f"verdicts-{rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if ranks > 1 and outcome == ERROR:
+        if ranks > 1 and outcome in (ERROR, FAIL):
             return 1  # others may wait for this rank; the job is started again for the checks that are left
     return 0
 

@@ -42,6 +42,10 @@ NOTES: dict[str, str] = {
         "Each rank keeps the position of its own loader and loads the file of its rank "
         "(Checkpointer.load_on_dp_ranks) with any number of ranks. NVIDIA-NeMo/Automodel#533 reports it."
     ),
+    "resume-on-more-ranks": (
+        "Each rank loads the file of its own rank (Checkpointer.load_on_dp_ranks), which a rank more does not have; "
+        "see resume-on-one-rank."
+    ),
     "damaged-checkpoint-is-refused": (
         "DCP reads tensors by torch.load; PyTorch is built without checks of the file's CRCs, and no "
         "other checksum is written."

@@ -91,7 +91,7 @@ class Trainer(HuggingFaceTarget):
             "eval_batch_size": arguments.pop("per_device_eval_batch_size", 1),
             "num_epochs": arguments.pop("num_train_epochs", 1),
             "gradient_accumulation_steps": layout.microbatches,
-            "learning_rate": 0.0,
+            "learning_rate": layout.learning_rate,
             "optimizer": "adamw_torch",
             "lr_scheduler": "constant",
             "bf16": False,

@@ -62,6 +62,10 @@ NOTES: dict[str, str] = {
     "resume-with-workers": (
         "Both workers read all of the data, before and after the resume; see shuffle-ignores-workers."
     ),
+    "resume-on-more-ranks": (
+        "A checkpoint has the loader's state of each rank, and DCP refuses one that is missing. Documented in the "
+        "code: 'dataloader resharding is not supported yet' (ParallelAwareDataloader.load_state_dict)."
+    ),
     "padding-changes-nothing": "It always packs: the microbatch has two rows with padding, one of two conversations.",
     "damaged-checkpoint-is-refused": (
         "DCP reads tensors by torch.load; PyTorch is built without checks of the file's CRCs, and no "

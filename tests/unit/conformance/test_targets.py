@@ -181,3 +181,25 @@ def test_the_command_line_explains_runs_and_saves(tmp_path) -> None:
     assert "expected loss" in done.output
     done = CliRunner().invoke(app, ["conformance"])
     assert isinstance(done.exception, ConfigError)
+
+
+REFUSES = """
+import os
+import time
+from plain_trainer import Trainer
+
+class Refuses(Trainer):
+    def rows(self, steps):
+        if os.environ.get("RANK") == "1":
+            raise FileNotFoundError("no file of rank 1")
+        if "RANK" in os.environ:
+            time.sleep(1000)  # for the other rank
+        return super().rows(steps)
+"""
+
+
+def test_a_rank_that_a_checkpoint_is_refused_to_fails_the_check_while_another_waits_for_it(tmp_path) -> None:
+    (tmp_path / "refuses.py").write_text(f"import sys\nsys.path.insert(0, {str(SAMPLES)!r})\n{REFUSES}")
+    verdicts = run(tmp_path / "run", ["resume-on-more-ranks"], f"{tmp_path / 'refuses.py'}:Refuses")
+    assert [one.outcome for one in verdicts] == ["PASS", "FAIL"]
+    assert verdicts[1].text == "what other ranks saved is refused: FileNotFoundError: no file of rank 1"
