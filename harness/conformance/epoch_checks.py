@@ -262,9 +262,9 @@ def _continue_epoch(kit: Kit, name: str, *, microbatches: int) -> str:
     try:
         kit.target.load(saved[-1].parent / "saved")
         rows = kit.target.rows(None)
-    except NotSupported:
+    except (NotSupported, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # as those of torch.distributed.checkpoint are
         raise Failed(f"what other ranks saved is refused: {first_line(error)}") from error
     rest = kit.gather(rows)
     return _judge(data, [*json.loads(saved[-1].read_text()), *_flat(rest)])

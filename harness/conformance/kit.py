@@ -201,7 +201,9 @@ def judge(target: Any, name: str, folder: Path, *, rank: int = 0, ranks: int = 1
         return FAIL, str(failed)
     except NotSupported as missing:
         return NOT_SUPPORTED, str(missing)
-    except (Exception, SystemExit) as error:  # of the trainer, which may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of the trainer, which may raise anything
         traceback.print_exc()
         return ERROR, f"{first_line(error)} (--dir FOLDER keeps the traceback)"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -24,6 +25,7 @@ import titan_train
 import torch
 from datasets import Dataset
 from torch import distributed
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -61,10 +63,6 @@ NOTES: dict[str, str] = {
     ),
     "resume-with-workers": (
         "Both workers read all of the data, before and after the resume; see shuffle-ignores-workers."
-    ),
-    "resume-on-more-ranks": (
-        "A checkpoint has the loader's state of each rank, and DCP refuses one that is missing. Documented in the "
-        "code: 'dataloader resharding is not supported yet' (ParallelAwareDataloader.load_state_dict)."
     ),
     "padding-changes-nothing": "It always packs: the microbatch has two rows with padding, one of two conversations.",
     "damaged-checkpoint-is-refused": (
@@ -335,10 +333,10 @@ class Trainer:
         self._make(self._data)
         try:
             self._trainer.checkpointer.load()
-        except AssertionError as error:
-            if "not supported" not in str(error):
+        except (AssertionError, CheckpointException) as error:
+            if not re.search(r"not supported|Missing key .* dataloader\.dp_rank", str(error)):
                 raise
-            raise NotSupported(str(error)) from error
+            raise NotSupported(str(error).strip().splitlines()[-1]) from error
 
 
 def _sample(conversation: Any) -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from plain_trainer import FAULTS, Trainer, WithoutRows
+from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.conformance import CHECKS, ConformanceVerdict, TargetProcess, judge
 from harness.conformance.kit import Failed, Kit, conversations, trained_pairs
@@ -44,6 +45,12 @@ def test_a_check_of_two_ranks_names_its_fault(name, tmp_path) -> None:
 
 def test_a_check_of_two_ranks_on_one_is_not_judged_and_a_step_of_another_type_is_named(tmp_path) -> None:
     assert judge(Trainer(), "token-mean-over-ranks", tmp_path) == ("NOT SUPPORTED", "the check needs a job of 2 ranks")
+
+    class RaisesAnything(Trainer):
+        def build(self, model_folder, data, layout):
+            raise CheckpointException("no plan", {1: (ValueError("no file"), None)})
+
+    assert judge(RaisesAnything(), "padding-changes-nothing", tmp_path)[0] == "ERROR"
 
     class ReturnsLossAlone(Trainer):
         def build(self, model_folder, data, layout):
