@@ -158,7 +158,7 @@ def _job_of(asked: ConformanceCheck) -> tuple[bool, int]:
 def _joined(folder: Path, ranks: int, *, is_over: bool = False) -> list[ConformanceVerdict]:
     """Return the worst and earliest verdict of all ranks on each check; once a job is over, errors of missing ones."""
     by_check: dict[str, list[ConformanceVerdict]] = {}
-    for file in folder.glob("verdicts-*.jsonl"):
+    for file in sorted(folder.glob("verdicts-*.jsonl"), key=lambda file: file.stat().st_mtime_ns):
         for line in file.read_text().splitlines():
             verdict = ConformanceVerdict(**json.loads(line))
             by_check.setdefault(verdict.check, []).append(verdict)
@@ -166,4 +166,4 @@ def _joined(folder: Path, ranks: int, *, is_over: bool = False) -> list[Conforma
         for name in [name for name, given in by_check.items() if len(given) < ranks]:
             by_check[name].append(ConformanceVerdict(name, ERROR, "a rank exited without a result"))
     joined = [given for given in by_check.values() if len(given) >= ranks or is_over]
-    return [min(given, key=lambda verdict: (_WORST_FIRST.index(verdict.outcome), verdict.seconds)) for given in joined]
+    return [min(given, key=lambda verdict: _WORST_FIRST.index(verdict.outcome)) for given in joined]

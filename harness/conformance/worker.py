@@ -25,7 +25,7 @@ def run_checks(target: Any, names: list[str], folder: Path) -> int:
     for name in names:
         began = time.monotonic()
         outcome, text = judge(target, name, folder / name, rank=rank, ranks=ranks)
-        line = {"check": name, "outcome": outcome, "text": text, "seconds": round(time.monotonic() - began, 3)}
+        line = {"check": name, "outcome": outcome, "text": text, "seconds": round(time.monotonic() - began, 1)}
         with (folder / f"verdicts-{rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         if ranks > 1 and outcome in (ERROR, FAIL):

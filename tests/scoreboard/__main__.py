@@ -62,6 +62,7 @@ def row_of(name: str, path: Path, names: list[str], folder: Path) -> dict[str, A
     cells = {
         verdict.check: {
             **{key: value for key, value in asdict(verdict).items() if key != "check"},
+            "text": verdict.text.replace(f"{folder}/", ""),
             "note": notes.get(verdict.check, ""),
             "command": f"python -m tests.scoreboard {name} --checks {verdict.check}",
         }
