@@ -45,10 +45,12 @@ def copies(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, tor
     yield "expert-tensor-parallel", parallel_state.get_expert_tensor_parallel_group(), whole(experts)
     # Tied embeddings, and those of layers that predict further tokens, are on the first and the last stage.
     is_shared = chunks[0].module.share_embeddings_and_output_weights or chunks[0].module.config.mtp_num_layers
-    if is_shared and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
+    # Not by is_rank_in_embedding_group, which remembers the ranks of an earlier layout in this process.
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    if is_shared and group is not None:
         place = 0 if parallel_state.is_pipeline_first_stage(ignore_virtual=True) else -1
         weight = chunks[place].module.shared_embedding_or_output_weight()
-        yield "embedding", parallel_state.get_embedding_group(), [("embedding.word_embeddings.weight", weight)]
+        yield "embedding", group, [("embedding.word_embeddings.weight", weight)]
 
 
 def _check(chunks: Sequence[DistributedDataParallel], step: int) -> None:
