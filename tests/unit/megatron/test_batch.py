@@ -176,7 +176,8 @@ def test_the_ranks_of_a_row_hold_each_of_its_tokens_with_all_that_belongs_to_it(
 def test_a_row_is_on_the_device_what_its_arrays_are(cp_size, kind) -> None:
     numbers = np.random.default_rng(0)
     lengths = [1] if kind == "one" else [5, 1, 40, 8, 3, 16]
-    drawn = ((numbers.integers(0, 2**31 - 1, n + 1), numbers.integers(0, 101, n + 1)) for n in lengths)
+    # Weights of all the bits that one byte has beside padding.
+    drawn = ((numbers.integers(0, 2**31 - 1, n + 1), 127 - numbers.integers(0, 101, n + 1)) for n in lengths)
     views = [SequenceView(ids.astype(np.int32), weights.astype(np.uint8)) for ids, weights in drawn]
     multiple = 2 * cp_size if cp_size > 1 else 1
     whole = zero_loss_row(multiple) if kind == "nobody's" else build_thd_batch(views, pad_to_multiple=multiple)
@@ -201,7 +202,10 @@ def test_a_row_is_on_the_device_what_its_arrays_are(cp_size, kind) -> None:
         ):
             expected = torch.from_numpy(values[keep])
             assert tensor.dtype == expected.dtype
-            assert torch.equal(tensor.reshape(-1), expected)
+            assert torch.equal(tensor, expected.reshape(tensor.shape))
+            assert tensor.shape[-1] == len(keep)
+        held = np.diff(whole.cu_seqlens_padded)
+        assert made.packed_seq_params.lengths == tuple(held[held > 0])
         assert made.divisor.item() == (divisor if rank == 0 else 0)
         # Ids of four bytes, and a byte of weight and padding; the rest is a few bytes a sequence and an end of a chunk.
         a_token = 5 + 4 * (kind == "shared weights") + 4 * (kind == "other positions" and len(whole) > 1)
