@@ -129,6 +129,18 @@ def conversation_mean(kit: Kit) -> str:
     return kit.compare(got, kit.reference.step(data, "conversation"), by_token)
 
 
+@check("modelscope/ms-swift#8373", "PrimeIntellect-ai/prime-rl#2032", ranks=2)
+def conversation_mean_over_ranks(kit: Kit) -> str:
+    """Average the loss by conversation, where three share the packed row of one rank and another rank has one.
+
+    Unless each rank divides by the conversations of all ranks, those on a rank with few of them weigh more.
+    """
+    data = conversations(_UNEVEN)
+    got = kit.build(data, pack_size=_PACK, loss_average="conversation")(data)
+    by_token = {"the mean over tokens": kit.reference.step(data)}
+    return kit.compare(got, kit.reference.step(data, "conversation"), by_token)
+
+
 @check("huggingface/transformers#39241", "huggingface/transformers#24839", "NVIDIA/Megatron-LM#7207")
 def evaluation_mean(kit: Kit) -> str:
     """Evaluate batches with few and with many trained tokens; the reported loss must be the mean over all tokens.

@@ -31,6 +31,7 @@ FAULTS = {
     "token-mean-over-packed-rows": "each microbatch is divided by its own tokens",
     "token-mean-over-ranks": "each rank divides by its own tokens",
     "conversation-mean": "conversations are averaged by token",
+    "conversation-mean-over-ranks": "each rank divides by its own conversations",
     "evaluation-mean": "the validation loss is a mean of means",
     "positions-restart": "positions continue in a packed row",
     "epoch-is-complete": "the last pack is dropped",
@@ -137,7 +138,9 @@ class Trainer:
         losses = [torch.cat([self._losses(row) for row in self._padded(group)]) for group in groups]
         tokens = self._sum(sum(map(len, losses)))
         if layout.loss_average == "conversation" and not has("conversations are averaged by token"):
-            loss = sum(self._losses(row).mean() for row in own) / self._sum(len(own))
+            means = [each.mean() for row in own for each in self._by_conversation(row)]
+            ranks = layout.dp_size if has("each rank divides by its own conversations") else 0
+            loss = sum(means) / (len(means) * ranks or self._sum(len(means)))
         elif has("each microbatch is divided by its own tokens"):
             loss = sum(each.mean() for each in losses) / len(losses)
         elif has("each rank divides by its own tokens"):
@@ -211,6 +214,12 @@ class Trainer:
         if self._layout.mtp_loss:
             self._ahead.append(self._predict_further(made.last_hidden_state, ids, row["labels"], positions, mask))
         return torch.nn.functional.cross_entropy(logits[:-1][kept], labels[kept], reduction="none")
+
+    def _by_conversation(self, row: Any) -> tuple[torch.Tensor, ...]:
+        """Return the losses of each conversation of a row."""
+        starts = [place for place, position in enumerate(row["position_ids"]) if position == 0]
+        parts = (row["labels"][start:end] for start, end in zip(starts, [*starts[1:], None], strict=True))
+        return self._losses(row).split([sum(label != -100 for label in part) for part in parts])
 
     def _predict_further(self, states: Any, ids: Any, labels: Any, positions: Any, mask: Any) -> torch.Tensor:
         """Return the losses of the token after the next, of this rank's share of the tokens."""

@@ -42,7 +42,7 @@ LINES = {
     "harness": 2_941,
     "harness/bench": 1_970,
     "harness/cli": 2_664,
-    "harness/conformance": 1_767,
+    "harness/conformance": 1_779,
     "harness/formats": 5_733,
     "harness/indexed": 1_197,
     "harness/integrations": 2_882,
@@ -57,7 +57,7 @@ LINES = {
     "harness/storage": 2_635,
     "harness/train": 2_596,
     "recipes": 496,
-    "tests": 60_603,
+    "tests": 60_612,
     "tests/benchmarks": 2_636,
 }
 SHAPE = {
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_716
+MOST_LINES_IN_ALL = 62_632
 
 
 def tree(path: Path) -> ast.Module:
