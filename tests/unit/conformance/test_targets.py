@@ -79,7 +79,7 @@ def test_processes_that_a_trainer_leaves_are_ended(tmp_path, monkeypatch, check)
     (verdict,) = run(tmp_path / "run", [check], str(tmp_path / "leaves.py"))
     assert verdict.outcome == "FAIL"
     files = [*left.iterdir()]
-    assert len(files) == 1 + check.endswith("ranks")
+    assert files  # a rank that fails ends the other, perhaps before it begins
     for file in files:
         while is_running(file.read_text()):
             time.sleep(0.1)  # killed, and not yet gone; the test's limit of time ends it otherwise
