@@ -281,7 +281,7 @@ def plan_run(
             work = replace(work, microbatches=batch.placed.num_microbatches)
     options: dict[str, Any] = {"mfu": mfu, "expert_load": expert_load, "compares_engine": True}
     planned = plan_layout(inputs, ranks=ranks, machine=machine, work=work, **options)
-    return replace(planned, context=_context_sizes(inputs, ranks), batch=batch)
+    return replace(planned, context=_context_sizes(inputs, ranks, machine), batch=batch)
 
 
 def _draw(lengths: Int64Array, sequences: int) -> Int64Array:
@@ -309,7 +309,7 @@ def _place_batch(inputs: Inputs, ranks: int) -> PlacedBatch | None:
     return PlacedBatch(config.name, lengths, placed, cost)
 
 
-def _context_sizes(inputs: Inputs, ranks: int) -> dict[str, float]:
+def _context_sizes(inputs: Inputs, ranks: int, machine: Machine) -> dict[str, float]:
     config, parallel, lengths = inputs.config, inputs.config.parallel, inputs.lengths
     if lengths is None or (not config.shares_rows and parallel.context_parallel_size == 1):
         return {}
@@ -319,7 +319,7 @@ def _context_sizes(inputs: Inputs, ranks: int) -> dict[str, float]:
         ranks=parallel.dp_size(ranks) * parallel.context_parallel_size,
         max_tokens_per_rank=config.max_tokens_per_rank,
         cost=_cost_of(config),
-        near=Machine().ranks // parallel.tensor_parallel_size,
+        near=machine.ranks // parallel.tensor_parallel_size,
     )
 
 

@@ -38,6 +38,8 @@ def test_ranks_of_a_node_wait_less_for_each_other_and_the_predicted_step_agrees_
         whole = plan_run(compose_config("sft", SftConfig, settings), packs=packs)
         four = compose_config("sft", SftConfig, [*settings, "parallel.context_parallel_size=4"])
         shared = plan_run(four, packs=packs)
+        of_small_nodes = plan_run(four, packs=packs, machine=Machine(ranks=4)).context
+        assert of_small_nodes["4"] / of_small_nodes["1"] > 1.1
         assert ratios[0] < shared.context["4"] / shared.context["1"] < ratios[1]
         assert shared.step_s / whole.step_s == pytest.approx(shared.context["4"] / shared.context["1"], rel=0.15)
 
