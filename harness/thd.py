@@ -141,6 +141,27 @@ def shared_multiple(pad_to_multiple: int, ranks: int) -> int:
     return pad_to_multiple if ranks == 1 else ranks * math.lcm(2, pad_to_multiple)
 
 
+def needed_spans(
+    stored: Int64Array, multiples: Int64Array, *, cp_size: Int64Array, cp_rank: Int64Array, ahead: int
+) -> Int64Array:
+    """Return the stored tokens of sequences that context-parallel ranks need: of each its two chunks.
+
+    Args:
+        stored: int64 [S], stored tokens of each sequence.
+        multiples: int64 [S], to which its model tokens are padded.
+        cp_size, cp_rank: int64 [S], ranks that share its row, and one of them.
+        ahead: tokens after a chunk that its labels are.
+
+    Returns:
+        int64 [S, 2, 2], first and end of each; end is not above first for a chunk of padding alone.
+    """
+    chunk = -(-(stored - 1) // multiples) * multiples // (2 * cp_size)
+    firsts = np.stack([cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk], axis=1)
+    # Half of the tokens of a rank alone is rounded down.
+    ends = np.where(cp_size == 1, stored, chunk + ahead)[:, None] + firsts
+    return np.stack([firsts, np.minimum(ends, stored[:, None])], axis=2)
+
+
 def padded_lengths(stored_lengths: npt.NDArray[Any], pad_to_multiple: int = 1) -> Int64Array:
     """Return padded model tokens of sequences with these numbers of stored tokens, int64 in the input's shape.
 

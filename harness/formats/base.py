@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -49,6 +49,20 @@ class ShardContents:
     manifest: Manifest | None = None
 
 
+class PackPart(NamedTuple):
+    """The tokens of a pack that are needed: `spans`, int64 [n, 2], first and end of each, of its `num_tokens`."""
+
+    num_tokens: int
+    spans: Int64Array
+
+    def segments(self, size: int) -> Int64Array:
+        """Return the numbers of the segments of `size` tokens that have some of them, int64, ascending."""
+        counts = np.zeros(self.num_tokens // size + 2, np.int64)
+        np.add.at(counts, self.spans[:, 0] // size, 1)
+        np.add.at(counts, (self.spans[:, 1] - 1) // size + 1, -1)
+        return np.flatnonzero(np.cumsum(counts))
+
+
 class ShardReader(ABC):
     """The open files of one shard, used by one process only.
 
@@ -69,6 +83,15 @@ class ShardReader(ABC):
     def read(self, rows: Sequence[int]) -> list[Pack]:
         """Read packs in the order of `rows`. Lists of one cost a tenth of what a mapped pack takes."""
         return [self.read_row(row) for row in rows]
+
+    def read_parts(self, rows: Sequence[int], parts: Sequence[PackPart]) -> list[tuple[Pack, int | None]]:
+        """Read at least `parts` of packs, as `read` does.
+
+        Returns:
+            each pack, with -1 for the ids that were not read, and then the digest that all its ids should have; None
+            for a whole pack.
+        """
+        return [(pack, None) for pack in self.read(rows)]
 
     def contents(self) -> ShardContents:
         """Gather index entries, for files without a manifest; by default from every pack."""

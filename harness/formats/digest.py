@@ -30,7 +30,12 @@ def content_digest(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: I
     In this order: input_ids int32, loss_mask uint8, seq_start_id int32; the first with seed 0. The arrays must be
     contiguous. Measured: half the time of one digest fed in pieces.
     """
-    return _xxh3(seq_start_id, _xxh3(loss_mask, _xxh3(input_ids)))
+    return extended_digest(_xxh3(input_ids), loss_mask, seq_start_id)
+
+
+def extended_digest(ids_digest: int, loss_mask: UInt8Array, seq_start_id: Int32Array) -> int:
+    """`content_digest` of a pack whose ids have the xxh3_64 `ids_digest`."""
+    return _xxh3(seq_start_id, _xxh3(loss_mask, ids_digest))
 
 
 def sequence_digest(input_ids: Int32Array, loss_mask: UInt8Array) -> int:

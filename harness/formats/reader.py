@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.base import Format, ShardReader
-from harness.formats.digest import KeptFingerprint, content_digest, dataset_fingerprint, pack_digest
+from harness.formats.base import Format, PackPart, ShardReader
+from harness.formats.digest import KeptFingerprint, content_digest, dataset_fingerprint, extended_digest, pack_digest
 from harness.formats.index import PackIndex
 from harness.formats.manifest import Manifest
 from harness.formats.media import find_rows, fold_media, media_tokens, read_data
@@ -179,8 +179,13 @@ class PackReader:
             return packs
         return [self._with_media(pack, int(index)) for pack, index in zip(packs, ids, strict=True)]
 
-    def read_tokens(self, ids: Sequence[int] | Int64Array) -> list[Pack]:
-        """Read packs as `read` does, without their media."""
+    def read_tokens(self, ids: Sequence[int] | Int64Array, spans: Sequence[Int64Array] | None = None) -> list[Pack]:
+        """Read packs as `read` does, without their media.
+
+        Args:
+            spans: int64 [n, 2] of each pack, first and end of the tokens that are needed; None for all of them. Where
+                the format can leave others out, their ids are -1.
+        """
         pack_ids = [operator.index(index) for index in ids]
         by_shard: dict[int, list[int]] = {}
         for position, index in enumerate(pack_ids):
@@ -194,12 +199,13 @@ class PackReader:
             start = self._starts[shard]
             rows = [pack_ids[position] - start for position in positions]
             handle = self._handles.get(shard, self._open)
+            parts = () if spans is None else [self._part(pack_ids[position], spans[position]) for position in positions]
             try:
-                read = handle.read(rows)
+                read = handle.read_parts(rows, parts)
             except (OSError, MemoryError, FormatError) as error:
                 raise _explained(error, self._places[shard]) from error
-            for position, row, pack in zip(positions, rows, read, strict=True):
-                self._check_pack(pack, start + row)
+            for position, row, (pack, ids_digest) in zip(positions, rows, read, strict=True):
+                self._check_pack(pack, start + row, ids_digest)
                 packs[position] = pack
         return [packs[position] for position in range(len(pack_ids))]
 
@@ -303,8 +309,14 @@ class PackReader:
             what = "the file was replaced or changed since the dataset was opened"
             raise FormatError(what, where=str(self._places[shard]), fix="open the dataset again")
 
-    def _check_pack(self, pack: Pack, pack_id: int) -> None:
-        """Compare a pack with what was written; raises FormatError if it differs."""
+    def _part(self, pack_id: int, spans: Int64Array) -> PackPart:
+        """Return a part of a pack; all of it if no checksum tells it from another."""
+        first, last = self.pack_offsets[pack_id : pack_id + 2].tolist()
+        num_tokens = int(self.sequence_lengths[first:last].sum(dtype=np.int64))
+        return PackPart(num_tokens, np.array([[0, num_tokens]]) if self._index.checksums is None else spans)
+
+    def _check_pack(self, pack: Pack, pack_id: int, ids_digest: int | None = None) -> None:
+        """Compare a pack, in which ids of this digest may be missing, with what was written; raise FormatError."""
         checksums = self._index.checksums
         if checksums is None:
             problem = pack.problem(self.pack_size, max_weight=self.max_weight)
@@ -314,7 +326,10 @@ class PackReader:
                     return
                 problem = "contains sequences of other lengths than when the file was opened"
         else:
-            digest = content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id)
+            fields = pack.loss_mask, pack.seq_start_id
+            digest = (
+                content_digest(pack.input_ids, *fields) if ids_digest is None else extended_digest(ids_digest, *fields)
+            )
             if (media := self._index.media) is not None:
                 first, last = self.pack_offsets[pack_id : pack_id + 2].tolist()
                 rows = media[[*find_rows(media, first, last)]]  # a copy

@@ -63,6 +63,8 @@ class RankLayout:
         group_size: the number of microbatches of a step is a multiple of this.
         shares_rows: True for a trainer that runs rows which several data-parallel ranks share (`ThdBatch.shared_by`),
             as the `dynamic_context` schedule makes them.
+        reads_ahead: of a row that ranks share, this one reads its own tokens and this many after them, for labels; the
+            others may be -1. None reads rows whole.
     """
 
     dp_rank: int = 0
@@ -77,6 +79,7 @@ class RankLayout:
     pad_to_multiple: int = 1
     group_size: int = 1
     shares_rows: bool = False
+    reads_ahead: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp_size", "cp_size", "tp_size", "pad_to_multiple", "group_size"):

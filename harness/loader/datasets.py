@@ -223,9 +223,9 @@ class JoinedReader:
         """
         return self._read(indices, PackReader.read)
 
-    def read_tokens(self, indices: list[int]) -> list[Pack]:
-        """Return packs as `read` does, without their media."""
-        return self._read(indices, PackReader.read_tokens)
+    def read_tokens(self, indices: list[int], spans: Sequence[Int64Array] | None = None) -> list[Pack]:
+        """Return packs as `read` does, without their media; `spans` as of `PackReader`."""
+        return self._read(indices, PackReader.read_tokens, spans)
 
     def read_media(self, sequence_ids: Int64Array) -> list[tuple[Medium, ...]]:
         """Return the media of sequences, by their numbers among those of all datasets, as of `PackReader`."""
@@ -245,12 +245,15 @@ class JoinedReader:
             found.append((places[numbers], tokens))
         return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
-    def _read(self, indices: list[int], read_packs: Callable[[PackReader, Int64Array], list[Pack]]) -> list[Pack]:
+    def _read(
+        self, indices: list[int], read_packs: Callable[..., list[Pack]], spans: Sequence[Int64Array] | None = None
+    ) -> list[Pack]:
         if outside := [index for index in indices if not 0 <= index < len(self)]:
             raise IndexError(f"pack {outside[0]} of {len(self)} in {self.path}")
         packs: dict[int, Pack] = {}
         for reader, places, own in self._divided(np.asarray(indices, np.int64), self._starts):
-            read, scale = read_packs(reader, own), self.max_weight // reader.max_weight
+            of_packs = [] if spans is None else [[spans[place] for place in places.tolist()]]
+            read, scale = read_packs(reader, own, *of_packs), self.max_weight // reader.max_weight
             if scale > 1:
                 read = [replace(pack, loss_mask=pack.loss_mask * np.uint8(scale)) for pack in read]
             packs.update(zip(places.tolist(), read, strict=True))

@@ -19,12 +19,22 @@ from harness.loader.state import LoaderState
 from harness.records import Int32Array, Int64Array, Medium, Pack, Schedule, UInt8Array
 from harness.schedule import DYNAMIC, Imbalance, ScheduleConfig, SequenceCost, measure_imbalance, schedule
 from harness.schedule.batch import check_lengths
-from harness.thd import RowMedia, ThdBatch, padded_lengths, rows_from_arrays, rows_from_model_tokens, shared_multiple
+from harness.thd import (
+    RowMedia,
+    ThdBatch,
+    needed_spans,
+    padded_lengths,
+    rows_from_arrays,
+    rows_from_model_tokens,
+    shared_multiple,
+)
 
 # Returns what the encoder of a model takes of media, arrays [media, ...] by name.
 Features = Callable[[Sequence[Medium]], dict[str, npt.NDArray[Any]]]
 # Of rows that are laid out together: twice the speed of one row of 4,096 alone, while all of a step leave the cache.
 _TOKENS_AT_ONCE = 32_768
+# Packs up to this size are read whole, which takes fewer requests.
+_READ_WHOLE_TOKENS = 8192
 
 
 class PackSource(Protocol):
@@ -186,7 +196,11 @@ class BatchReader:
         rows = [sequences[placed.row(microbatch, rank)] for microbatch in numbers]
         mine = np.concatenate(rows)
         stored = self._source.sequence_lengths[mine].astype(np.int64)
-        parts = list(self._parts(mine))
+        shared_by = tuple(
+            placed.ranks_of_row(microbatch, rank) for microbatch in numbers if placed.shared_by is not None
+        )
+        ranks = np.repeat(shared_by or [1] * len(rows), [len(row) for row in rows])
+        parts = list(self._parts(mine, ranks))
         media: tuple[RowMedia | None, ...] = ()
         if self._has_media and self._features is not None:
             source: Any = self._source
@@ -203,21 +217,26 @@ class BatchReader:
             num_sequences=int(sequences.shape[0]),
             num_tokens=int(self._source.sequence_lengths[sequences].sum(dtype=np.int64)) - int(sequences.shape[0]),
             imbalance=imbalance,
-            shared_by=tuple(
-                placed.ranks_of_row(microbatch, rank) for microbatch in numbers if placed.shared_by is not None
-            ),
+            shared_by=shared_by,
             media=media,
         )
 
-    def _parts(self, sequences: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
-        """Yield tokens and masks of runs of `sequences`: neighbors in one pack are one slice."""
+    def _parts(self, sequences: Int64Array, shared_by: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
+        """Yield tokens and masks of runs of `sequences`: neighbors in one pack are one slice.
+
+        `shared_by`, int64 [sequences], are the data-parallel ranks that share the row of each.
+        """
         if sequences.shape[0] == 0:
             return
         offsets = self._source.pack_offsets
         pack_of = np.searchsorted(offsets, sequences, side="right") - 1
         needed = np.unique(pack_of)
-        read = self._source.read_tokens if self._has_media else self._source.read  # type: ignore[attr-defined]
-        packs = dict(zip(needed.tolist(), read(needed.tolist()), strict=True))
+        spans, source = self._spans(sequences, shared_by, pack_of, needed), self._source
+        if spans is None and not self._has_media:
+            read = source.read(needed.tolist())
+        else:
+            read = source.read_tokens(needed.tolist(), *([] if spans is None else [spans]))  # type: ignore[attr-defined]
+        packs = dict(zip(needed.tolist(), read, strict=True))
         for index, pack in packs.items():
             expected = self._source.sequence_lengths[int(offsets[index]) : int(offsets[index + 1])]
             if not np.array_equal(pack.sequence_lengths, expected):
@@ -236,6 +255,30 @@ class BatchReader:
             after = inside + stop - first
             end = int(pack.seq_start_id[after]) if after < pack.num_sequences else len(pack)
             yield pack.input_ids[start:end], pack.loss_mask[start:end]
+
+    def _spans(
+        self, sequences: Int64Array, shared_by: Int64Array, pack_of: Int64Array, needed: Int64Array
+    ) -> list[Int64Array] | None:
+        """Return first and end of the tokens that this rank needs of each pack; None for all, of short packs."""
+        source, layout = self._source, self._layout
+        if getattr(source, "pack_size", 0) <= _READ_WHOLE_TOKENS or not hasattr(source, "read_tokens"):
+            return None
+        stored = source.sequence_lengths[sequences].astype(np.int64)
+        if layout.reads_ahead is None:
+            spans = np.stack([np.zeros_like(stored), stored], axis=1)[:, None]
+        else:
+            own = layout.cp_rank + layout.dp_rank % shared_by  # one of them is 0
+            multiples = np.array([shared_multiple(layout.pad_to_multiple, ranks) for ranks in shared_by.tolist()])
+            sizes = layout.cp_size * shared_by
+            spans = needed_spans(stored, multiples, cp_size=sizes, cp_rank=own, ahead=layout.reads_ahead)
+        found = []
+        for index in needed.tolist():
+            first, last = source.pack_offsets[index : index + 2].tolist()
+            ends, mine = np.cumsum(source.sequence_lengths[first:last], dtype=np.int64), pack_of == index
+            inside = sequences[mine] - first
+            places = (spans[mine] + (ends - source.sequence_lengths[first:last])[inside][:, None, None]).reshape(-1, 2)
+            found.append(places[places[:, 0] < places[:, 1]])
+        return found
 
 
 def row_media(of_sequences: Sequence[tuple[Medium, ...]], features: Features) -> RowMedia | None:

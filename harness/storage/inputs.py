@@ -87,7 +87,9 @@ def glob_pattern(pattern: str) -> re.Pattern[str]:
 
 
 class LocalSource:
-    """A file on a disk, of `num_bytes`."""
+    """A file on a disk, of `num_bytes`; reading around less than `least_skipped_bytes` takes longer."""
+
+    least_skipped_bytes = _GAP_BYTES
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -126,6 +128,8 @@ class RemoteSource(io.RawIOBase):
 
     Bytes that `fetch` got are read from memory.
     """
+
+    least_skipped_bytes = _REQUEST_BYTES
 
     def __init__(self, place: ObjectPath) -> None:
         self._place = place

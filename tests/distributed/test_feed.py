@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from harness.errors import HarnessError
-from harness.formats import open_dataset
+from harness.formats import Provenance, open_dataset
 from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.loader.plan import PackSource
 from harness.megatron.data.feed import Feed, LengthsOnly, readable
@@ -22,9 +23,9 @@ from harness.megatron.job.runtime import join
 from harness.plan.layout import ParallelConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
-from tests.samples.small_packs import batch_digest
+from tests.samples.small_packs import batch_digest, write_packs
 
-from .conftest import run_ranks
+from .conftest import overrides_of, read_metrics, run_ranks, run_sft
 
 
 def loader(source: object) -> Loader:
@@ -61,6 +62,33 @@ def test_a_dataset_of_lengths_alone_gives_the_same_rows_but_for_their_tokens(dat
             assert not empty.tokens.any()
             assert not empty.loss_mask.any()
             assert row.tokens.any()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallel=cp2 schedule.max_tokens_per_rank=4600",
+        "schedule.name=dynamic_context schedule.max_tokens_per_rank=4400",
+    ],
+)
+def test_ranks_that_read_only_their_parts_of_rows_train_as_those_that_read_whole_rows(tmp_path, layout: str) -> None:
+    random, packs = np.random.default_rng(0), []
+    for _ in range(2):
+        starts = np.array([0, 200, 500])
+        packs.append(Pack(random.integers(0, 250, 9000), ~np.isin(np.arange(1, 9001) % 9000, starts), starts))
+    provenance = Provenance(counts={"vocab_size": 256})
+    path = write_packs(tmp_path / "data", packs, format="parquet", pack_size=9000, provenance=provenance)
+    settings = ["trainer.steps=1", "trainer.eval_interval=0", "trainer.checkpoint_interval=0", "model.num_layers=1"]
+    settings += ["loader.global_batch_size=2", "model.max_sequence_length=9000", "loader.num_workers=0"]
+    places = {value: tmp_path / value for value in ("false", "true")}
+    runs = [
+        (overrides_of(path, place, *settings, *layout.split(), f"trainer.record_digests={value}"), str(place), None)
+        for value, place in places.items()
+    ]
+    run_sft(2, tmp_path, runs)
+    parts, whole = ([(line["loss"], line["grad_norm"]) for line in read_metrics(place)] for place in places.values())
+    assert len(whole) == 1
+    assert parts == whole
 
 
 class Failing:

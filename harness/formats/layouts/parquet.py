@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError
-from harness.formats.base import FIELDS, Format, ShardContents, ShardReader, find_files, make_pack
+from harness.formats.base import FIELDS, Format, PackPart, ShardContents, ShardReader, find_files, make_pack
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
 from harness.formats.layouts.parquet_packs import METADATA_PREFIX, ParquetWriter, find_table, read_packs
@@ -105,11 +105,14 @@ class ParquetShard(ShardReader):
                 raise FormatError(f"the footer is damaged: its table of pages lists {self._table.num_packs:,} packs")
 
     def read(self, rows: Sequence[int]) -> list[Pack]:
+        return [pack for pack, _ in self.read_parts(rows, ())]
+
+    def read_parts(self, rows: Sequence[int], parts: Sequence[PackPart]) -> list[tuple[Pack, int | None]]:
         if self._table is None:
-            return self._read_groups(rows)
-        packs: list[Pack] = []
+            return [(pack, None) for pack in self._read_groups(rows)]
+        packs: list[tuple[Pack, int | None]] = []
         try:
-            for pack in read_packs(self._source, self._table, rows, self._pack_size):
+            for pack in read_packs(self._source, self._table, rows, self._pack_size, parts):
                 packs.append(pack)
         except _UNREADABLE as error:
             # Of the first row if pages cannot be read, because they are read together.

@@ -7,11 +7,15 @@ extensions; other tools skip both.
 
 The bytes of ids and masks are split (BYTE_STREAM_SPLIT), and pages compressed with zstd. The first bytes of ids have a
 zstd frame of their own: measured on text, this saves 4% of a page that holds one pack.
+
+The ids of a long pack are compressed in segments, so that a rank reads those of its sequences, or of its chunks of
+them, alone. A frame that zstd skips ends the page, and holds the size of each frame and the digest of each segment.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 import struct
 import zlib
@@ -24,9 +28,9 @@ import pyarrow as pa
 import xxhash
 
 from harness.errors import FormatError
-from harness.formats.base import FIELDS, ShardWriter, make_pack
+from harness.formats.base import FIELDS, PackPart, ShardWriter, make_pack
 from harness.formats.layouts.parquet_pages import Long, byte_limit, count_limit, encode_number, encode_struct
-from harness.records import Pack
+from harness.records import Int32Array, Int64Array, Pack, UInt64Array
 from harness.storage import Folder
 from harness.storage.files import OutputFile
 from harness.storage.inputs import ByteSource, read_ranges
@@ -37,6 +41,10 @@ _MAGIC = b"PAR1"
 _CODEC = pa.Codec("zstd", compression_level=3)
 _PLANES = 4  # bytes of an INT32, which Parquet stores small integers as
 _MAX_TOKENS = 1 << 28  # the size of a page is an int32
+# Tokens of a segment, and the planes that it has: the fourth is zero, or the page has no segments.
+SEGMENT_TOKENS, _SEGMENT_PLANES = 8192, 3
+_SKIPPED = struct.Struct("<2I")  # the mark of a frame that zstd skips, and its size
+_SKIP_MARK = 0x184D2A50
 _ENTRY = struct.Struct("<3q")
 # The extension of the footer: a mark, the numbers of a PageTable, and their hash.
 _EXTENSION, _EXTENSION_FIELD, _MARK = struct.Struct("<8s24sQ"), 32767, b"harnpage"
@@ -125,12 +133,26 @@ def _encode_page(name: str, values: npt.NDArray[Any]) -> tuple[bytes, int, int]:
     repetition = b"\2\0" + (encode_number(count - 1) + b"\1" if count > 1 else b"")
     definition = encode_number(count) + b"\1"
     parts = (data[:1], data[1:]) if name == "input_ids" else (data,)
-    body = b"".join([repetition, definition, *(_CODEC.compress(part, asbytes=True) for part in parts)])
+    is_long = name == "input_ids" and count > SEGMENT_TOKENS and not data[_SEGMENT_PLANES:].any()
+    frames = _encode_segments(values, data) if is_long else [_CODEC.compress(part, asbytes=True) for part in parts]
+    body = b"".join([repetition, definition, *frames])
     raw_bytes, checksum = len(repetition + definition) + data.nbytes, zlib.crc32(body)
     signed = checksum - (checksum >> 31 << 32)
     numbers = (raw_bytes, len(body), signed, count, _ENCODINGS[name], len(definition), len(repetition))
     header = _HEADER % tuple(map(encode_number, numbers))
     return header + body, len(header) + raw_bytes, count
+
+
+def _encode_segments(values: npt.NDArray[Any], data: npt.NDArray[np.uint8]) -> list[bytes]:
+    """Return the frames of the planes of ids, each segment by segment, and the one that lists them."""
+    ids, starts = np.ascontiguousarray(values, "<i4"), range(0, len(values), SEGMENT_TOKENS)
+    parts = [plane[start : start + SEGMENT_TOKENS] for plane in data[:_SEGMENT_PLANES] for start in starts]
+    frames = [_CODEC.compress(part, asbytes=True) for part in [*parts, data[_SEGMENT_PLANES:]]]
+    digests = [xxhash.xxh3_64_intdigest(ids[start : start + SEGMENT_TOKENS].data) for start in starts]
+    numbers = np.array([xxhash.xxh3_64_intdigest(ids.data), *digests], "<u8").tobytes()
+    numbers += np.array([*map(len, frames)], "<u4").tobytes()
+    numbers += xxhash.xxh3_64_digest(numbers)
+    return [*frames, _SKIPPED.pack(_SKIP_MARK, len(numbers)) + numbers]
 
 
 def _schema() -> list[dict[int, Any]]:
@@ -170,29 +192,86 @@ def find_table(source: ByteSource) -> PageTable | None:
     return table
 
 
-def read_packs(source: ByteSource, table: PageTable, rows: Sequence[int], pack_size: int | None) -> Iterator[Pack]:
-    """Read the pages of packs together, and yield the packs in the order of `rows`.
+def read_packs(
+    source: ByteSource, table: PageTable, rows: Sequence[int], pack_size: int | None, parts: Sequence[PackPart] = ()
+) -> Iterator[tuple[Pack, int | None]]:
+    """Read the pages of packs together, and yield the packs in the order of `rows`, as `ShardReader.read_parts` does.
+
+    Args:
+        parts: of each pack; empty for whole packs.
 
     Raises:
         FormatError: a page is damaged, lies outside the file, or is larger than packs of `pack_size` tokens can have.
         OSError: as Arrow does for values that cannot be decompressed.
     """
     most = byte_limit(count_limit(1, table.start, pack_size))
-    ranges = []
+    pages: list[list[tuple[int, int]]] = []
     for entries in read_ranges(source, [table.locate(row) for row in rows]):
-        for start, end in zip(_ENTRY.unpack_from(entries), _ENTRY.unpack_from(entries, _ENTRY.size), strict=True):
+        ends = _ENTRY.unpack_from(entries, _ENTRY.size)
+        pages.append([*zip(_ENTRY.unpack_from(entries), ends, strict=True)])
+        for start, end in pages[-1]:
             if not 0 <= start < end <= min(table.start, start + most):
                 raise FormatError(f"a page is listed at bytes {start:,} to {end:,}", fix="copy the file again")
-            ranges.append((start, end))
-    pages = read_ranges(source, ranges)
-    for first in range(0, len(pages), len(FIELDS)):
-        yield _decode_pack(pages[first : first + len(FIELDS)], pack_size)
+    segments = _find_segments(source, [ids for ids, _, _ in pages], parts)
+    for number, found in segments.items():
+        pages[number][:1] = found.frames
+    blocks = iter(read_ranges(source, [one for ranges in pages for one in ranges]))
+    for number, ranges in enumerate(pages):
+        yield _decode_pack([*itertools.islice(blocks, len(ranges))], pack_size, segments.get(number))
 
 
-def _decode_pack(pages: Sequence[memoryview], pack_size: int | None) -> Pack:
-    """Return the pack of its pages: those of ids, mask and starts."""
+class _Segments(NamedTuple):
+    """The segments of a page that are read.
+
+    Attributes:
+        part: of the pack.
+        numbers: int64 of those segments.
+        digests: uint64 of the ids of each, and `digest` that of all ids of the pack.
+        frames: where they are in the file, plane by plane.
+    """
+
+    part: PackPart
+    numbers: Int64Array
+    digests: UInt64Array
+    digest: int
+    frames: list[tuple[int, int]]
+
+
+def _find_segments(
+    source: ByteSource, pages: Sequence[tuple[int, int]], parts: Sequence[PackPart]
+) -> dict[int, _Segments]:
+    """Return the segments to read, by the number of the page of ids; the others are read whole."""
+    lists: dict[int, tuple[int, int]] = {}
+    for number, part in enumerate(parts):
+        (start, end), count = pages[number], -(-part.num_tokens // SEGMENT_TOKENS)
+        size = _SKIPPED.size + 8 * (count + 2) + 4 * (count * _SEGMENT_PLANES + 1)
+        unread = 1 - part.segments(SEGMENT_TOKENS).shape[0] / count
+        if end - start > size and unread * (end - start) > max(size, source.least_skipped_bytes):
+            lists[number] = end - size, end
+    found = {}
+    for (number, (start, _)), data in zip(lists.items(), read_ranges(source, [*lists.values()]), strict=True):
+        if _SKIPPED.unpack_from(data) != (_SKIP_MARK, len(data) - _SKIPPED.size):
+            continue  # of a file from before there were segments, or of ids that have no such zeros
+        if xxhash.xxh3_64_digest(data[_SKIPPED.size : -8]) != data[-8:]:
+            raise FormatError("the list of the segments of a page does not match its checksum")
+        chosen, count = parts[number].segments(SEGMENT_TOKENS), -(-parts[number].num_tokens // SEGMENT_TOKENS)
+        digests = np.frombuffer(data, "<u8", count + 1, _SKIPPED.size)
+        sizes = np.frombuffer(data[_SKIPPED.size + digests.nbytes : -8], "<u4").astype(np.int64)
+        ends = start - np.cumsum(sizes[::-1])[::-1] + sizes
+        places = (np.arange(_SEGMENT_PLANES)[:, None] * count + chosen).ravel()
+        frames = [*zip((ends - sizes)[places].tolist(), ends[places].tolist(), strict=True)]
+        if frames[0][0] < pages[number][0]:
+            raise FormatError("the list of the segments of a page lists more than the page", fix="copy the file again")
+        found[number] = _Segments(parts[number], chosen, digests[1:][chosen], int(digests[0]), frames)
+    return found
+
+
+def _decode_pack(
+    pages: Sequence[memoryview], pack_size: int | None, segments: _Segments | None
+) -> tuple[Pack, int | None]:
+    """Return the pack of its pages: those of ids, or the frames of some segments, mask and starts."""
     frames, counts = [], []
-    for page in pages:
+    for page in pages if segments is None else pages[-2:]:
         header = _PARSER.match(page)
         if header is None:
             raise FormatError("a page header is damaged")
@@ -202,17 +281,40 @@ def _decode_pack(pages: Sequence[memoryview], pack_size: int | None) -> Pack:
             raise FormatError("a page does not match its checksum")
         frames.append(body[(definition[0] + repetition[0]) >> 1 :])
         counts.append(_parse_zigzag(count))
-    num_tokens, num_flags, num_starts = counts
+    num_flags, num_starts = counts[-2:]
+    num_tokens = counts[0] if segments is None else segments.part.num_tokens
     if not 0 < num_starts <= num_tokens == num_flags <= count_limit(1, len(pages[0]), pack_size):
         raise FormatError(f"pages claim {num_tokens:,} ids, {num_flags:,} mask entries and {num_starts:,} starts")
     # One call for all pages, because each sets up a decoder.
     raw = np.frombuffer(_CODEC.decompress(b"".join(frames), _PLANES * sum(counts)), np.uint8)
-    mask, starts = _PLANES * num_tokens, 2 * _PLANES * num_tokens
-    ids = np.empty((num_tokens, _PLANES), np.uint8)
-    for number, plane in enumerate(raw[:mask].reshape(_PLANES, -1)):  # first the lowest byte of every value
-        ids[:, number] = plane
+    starts = _PLANES * (sum(counts) - num_starts)
+    mask = starts - _PLANES * num_tokens
     flags = raw[mask : mask + num_tokens].copy()
-    return make_pack(ids.view("<i4").reshape(-1), flags, raw[starts:].copy().view("<i4"))
+    if segments is None:
+        ids, digest = np.empty((num_tokens, _PLANES), np.uint8), None
+        for number, plane in enumerate(raw[:mask].reshape(_PLANES, -1)):  # first the lowest byte of every value
+            ids[:, number] = plane
+        values = ids.view("<i4").reshape(-1)
+    else:
+        values, digest = _decode_segments(pages[:-2], segments), segments.digest
+    return make_pack(values, flags, raw[starts:].copy().view("<i4")), digest
+
+
+def _decode_segments(frames: Sequence[memoryview], segments: _Segments) -> Int32Array:
+    """Return the ids of a pack, int32 [tokens], with -1 in the segments that are not read."""
+    num_tokens = segments.part.num_tokens
+    starts = segments.numbers * SEGMENT_TOKENS
+    places = np.concatenate([np.arange(start, min(start + SEGMENT_TOKENS, num_tokens)) for start in starts.tolist()])
+    raw = np.frombuffer(_CODEC.decompress(b"".join(frames), _SEGMENT_PLANES * len(places)), np.uint8)
+    ids = np.zeros((len(places), _PLANES), np.uint8)
+    for number, plane in enumerate(raw.reshape(_SEGMENT_PLANES, -1)):
+        ids[:, number] = plane
+    values = np.full(num_tokens, -1, "<i4")
+    values[places] = ids.view("<i4").reshape(-1)
+    for start, digest in zip(starts.tolist(), segments.digests.tolist(), strict=True):
+        if xxhash.xxh3_64_intdigest(values[start : start + SEGMENT_TOKENS].data) != digest:
+            raise FormatError("a segment of a page does not match its checksum")
+    return values
 
 
 def _parse_zigzag(data: bytes) -> int:

@@ -97,7 +97,10 @@ def make_feeds(
     cost = sequence_cost(config.model, config.parallel, on_gpu=ranks.device.type == "cuda")
     hash = data.tokenizer_hash if isinstance(data, RunData) else ""
     stored = None if rules is None else rules.features_at(is_first_stage=layout.is_first_stage)
-    make = partial(Loader, schedule=config.schedule, layout=layout, cost=cost, tokenizer=hash, features=stored)
+    # Digests and records are of whole rows.
+    keeps_rows = config.trainer.record_digests or config.trainer.record_batches
+    reads = layout if keeps_rows else replace(layout, reads_ahead=1 + config.model.mtp_layers)
+    make = partial(Loader, schedule=config.schedule, layout=reads, cost=cost, tokenizer=hash, features=stored)
 
     def feed(reader: PackSource, settings: LoaderConfig, **options: Any) -> Feed:
         return Feed(lambda: make(readable(reader, layout), settings, **options), device=ranks.device)

@@ -11,12 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_packs import write_packs
 
 from harness.errors import FormatError
 from harness.formats import Provenance, open_dataset, open_writer
+from harness.formats.layouts import parquet_packs
 from harness.formats.layouts.parquet import SCHEMA, ParquetShard
-from harness.formats.layouts.parquet_packs import _HEADER, _decode_pack, find_table
+from harness.formats.layouts.parquet_packs import _HEADER, SEGMENT_TOKENS, _decode_pack, find_table
 from harness.formats.layouts.parquet_pages import Chunk, encode_number, fetch_columns
 from harness.records import Pack
 from harness.storage.inputs import LocalSource
@@ -174,6 +177,90 @@ def test_packs_one_by_one_take_their_own_bytes_alone(tmp_path: Path) -> None:
     assert bytes_read() - before < 1.04 * path.stat().st_size
 
 
+def long_packs() -> list[Pack]:
+    random, packs = np.random.default_rng(3), []
+    for length in (SEGMENT_TOKENS, SEGMENT_TOKENS + 1, 5 * SEGMENT_TOKENS - 7):
+        ids = random.zipf(1.3, length) % 150_000
+        starts = np.unique([0, *random.integers(0, length, length // 900)])
+        packs.append(Pack(ids, random.integers(0, 2, length), starts))
+    packs.append(Pack(packs[-1].input_ids + (1 << 24), packs[-1].loss_mask, [0]))  # takes four bytes
+    return packs
+
+
+def check_part(got: Pack, pack: Pack, spans: Any) -> None:
+    assert np.array_equal(got.loss_mask, pack.loss_mask)
+    assert np.array_equal(got.seq_start_id, pack.seq_start_id)
+    for first, end in spans.tolist():
+        assert np.array_equal(got.input_ids[first:end], pack.input_ids[first:end])
+    assert np.all((got.input_ids == pack.input_ids) | (got.input_ids == -1))
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_any_parts_of_long_packs_are_those_of_the_packs(long_dataset: Path, data: st.DataObject) -> None:
+    reader, packs = open_dataset(long_dataset), long_packs()
+    ids = data.draw(st.lists(st.integers(0, len(packs) - 1), min_size=1, max_size=4))
+    spans = []
+    for number in ids:
+        firsts = np.array(data.draw(st.lists(st.integers(0, len(packs[number]) - 1), min_size=1, max_size=3)))
+        sizes = np.array([data.draw(st.integers(1, 9000)) for _ in firsts])
+        spans.append(np.stack([firsts, np.minimum(firsts + sizes, len(packs[number]))], axis=1))
+    for number, each, got in zip(ids, spans, reader.read_tokens(ids, spans), strict=True):
+        check_part(got, packs[number], each)
+
+
+@pytest.fixture(scope="module")
+def long_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_packs(
+        tmp_path_factory.mktemp("long") / "data", long_packs(), format="parquet", pack_size=5 * SEGMENT_TOKENS
+    )
+
+
+def test_a_part_takes_its_own_bytes_and_the_masks_alone(long_dataset: Path) -> None:
+    reader, (span,) = open_dataset(long_dataset), np.array([[[2 * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS]]])
+    reader.read([0, 2])
+    before = bytes_read()
+    whole = reader.read([2])[0]
+    between = bytes_read()
+    got = reader.read_tokens([2], [span])[0]
+    assert np.count_nonzero(got.input_ids >= 0) == SEGMENT_TOKENS
+    # Random masks take an eighth of a byte, ids more than one.
+    assert bytes_read() - between < 0.4 * (between - before)
+    check_part(got, whole, span)
+
+
+def test_packs_from_before_there_were_segments_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packs = long_packs()
+    with monkeypatch.context() as patched:
+        patched.setattr(parquet_packs, "SEGMENT_TOKENS", 1 << 30)
+        path = write_packs(tmp_path / "data", packs, format="parquet", pack_size=5 * SEGMENT_TOKENS)
+    reader = open_dataset(path)
+    assert reader.read_tokens([2, 1], [np.array([[0, 1]])] * 2) == [packs[2], packs[1]]
+
+
+def test_a_bit_that_flips_anywhere_in_a_long_page_is_an_error_or_of_a_part_that_is_not_read(tmp_path: Path) -> None:
+    packs, random, span = long_packs()[2:3], np.random.default_rng(5), np.array([[SEGMENT_TOKENS, SEGMENT_TOKENS + 9]])
+    path = write_packs(tmp_path / "data", packs, format="parquet", pack_size=5 * SEGMENT_TOKENS)
+    file = path / "shard_000000.parquet"
+    whole, errors = file.read_bytes(), 0
+    places = random.integers(4, len(whole) - 2000, 150).tolist()
+    # The list of segments ends the page of ids, and the page of the mask follows.
+    table, _ = table_of(file)
+    (end,) = struct.unpack_from("<q", whole, table + 8)
+    places += random.integers(end - 200, end, 50).tolist()
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(random.integers(8))
+        file.write_bytes(damaged)
+        try:
+            (got,) = open_dataset(path).read_tokens([0], [span])
+        except FormatError:
+            errors += 1
+        else:
+            check_part(got, packs[0], span)
+    assert 50 < errors < 150  # most bytes are of the other four segments
+
+
 def test_pages_of_packs_are_read_by_pyarrow_as_lists(tmp_path: Path) -> None:
     packs = make_packs(70, longest=300)
     path = write_packs(tmp_path / "data", packs, pack_size=300) / "shard_000000.parquet"
@@ -238,12 +325,12 @@ def test_a_page_that_claims_too_many_values_or_holds_no_data_is_refused() -> Non
     body = bytes(40)
     pages = [memoryview(page_header(40, checksum=zlib.crc32(body), num_values=1 << 30) + body)] * 3
     with pytest.raises(FormatError, match="claim 1,073,741,824 ids"):
-        _decode_pack(pages, 50)
+        _decode_pack(pages, 50, None)
     with pytest.raises(FormatError, match="does not match its checksum"):
-        _decode_pack([memoryview(page_header(40) + body)] * 3, 50)
+        _decode_pack([memoryview(page_header(40) + body)] * 3, 50, None)
     pages = [memoryview(page_header(40, checksum=zlib.crc32(body)) + body)] * 3
     with pytest.raises(OSError, match="ZSTD"):
-        _decode_pack(pages, 50)
+        _decode_pack(pages, 50, None)
 
 
 def test_a_pack_that_no_page_can_contain_is_refused_with_its_number(

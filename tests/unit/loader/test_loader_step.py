@@ -27,7 +27,15 @@ from harness.loader.blend import BlendOrder
 from harness.loader.plan import BatchReader, row_media
 from harness.records import Int32Array, Int64Array, Medium, Pack
 from harness.schedule import DYNAMIC, SCHEDULERS, ScheduleConfig, SequenceCost
-from harness.thd import ThdBatch, build_thd_batch, padded_lengths, padding_multiple, rows_from_arrays
+from harness.thd import (
+    ThdBatch,
+    build_thd_batch,
+    context_parallel_indices,
+    padded_lengths,
+    padding_multiple,
+    rows_from_arrays,
+    tokens_ahead,
+)
 from tests.samples.small_packs import batch_digest
 
 
@@ -179,6 +187,57 @@ def test_a_rank_reads_only_the_packs_of_its_rows() -> None:
         asked.append(set(data.asked))
     assert [len(packs) for packs in asked] == [2, 2]
     assert not asked[0] & asked[1]
+
+
+class PartSource(MemorySource):
+    """Packs in a list, of which tokens outside the spans are -1."""
+
+    pack_size = 1 << 30
+
+    def read_tokens(self, indices: list[int], spans: list[Int64Array]) -> list[Pack]:
+        found = []
+        for index, some in zip(indices, spans, strict=True):
+            ids = np.full_like(self.packs[index].input_ids, -1)
+            for first, end in some.tolist():
+                ids[first:end] = self.packs[index].input_ids[first:end]
+            found.append(dataclasses.replace(self.packs[index], input_ids=ids))
+        return found
+
+
+@pytest.mark.parametrize(("name", "dp_size", "cp_size"), [("as_packed", 1, 4), ("dp_balanced", 2, 2), (DYNAMIC, 4, 1)])
+@pytest.mark.parametrize("mtp_layers", [0, 2])
+def test_a_rank_reads_its_chunks_of_shared_rows_and_the_labels_after_them(
+    name: str, dp_size: int, cp_size: int, mtp_layers: int
+) -> None:
+    packs, step, unread = source(seed=4).packs, BatchRange(epoch=0, index=0, start=0, stop=8), 0
+    packs += [pack(90), pack(3, 75)]
+    for dp_rank, cp_rank in np.ndindex(dp_size, cp_size):
+        multiple = padding_multiple(cp_size=cp_size)
+        place = {"dp_rank": dp_rank, "dp_size": dp_size, "cp_rank": cp_rank, "cp_size": cp_size}
+        place |= {"pad_to_multiple": multiple, "shares_rows": name == DYNAMIC}
+        made = []
+        for data, ahead in ((MemorySource(packs), None), (PartSource(packs), 1 + mtp_layers)):
+            layout = RankLayout(**place, reads_ahead=ahead)
+            config = LoaderConfig(seed=3, global_batch_size=8, block_packs=2, window_blocks=9)
+            read = BatchReader(
+                data, config, schedule=ScheduleConfig(name, 24 if name == DYNAMIC else 96 // cp_size), layout=layout
+            )
+            made.append(build_batch(read.read(step), layout=layout, before=LoaderState(seed=3), num_packs=len(packs)))
+        for whole, part in zip(made[0].rows, made[1].rows, strict=True):
+            own = context_parallel_indices(
+                whole.cu_seqlens_padded,
+                cp_size=cp_size * whole.shared_by,
+                cp_rank=cp_rank if cp_size > 1 else dp_rank % whole.shared_by,
+            )
+            assert np.array_equal(whole.loss_mask, part.loss_mask)
+            for distance in range(mtp_layers + 1):
+                for field in ("tokens", "labels"):
+                    first, second = (
+                        getattr(tokens_ahead(row, distance) if distance else row, field)[own] for row in (whole, part)
+                    )
+                    assert np.array_equal(first, second), (field, distance)
+            unread += np.count_nonzero(part.tokens == -1)
+    assert unread > 100
 
 
 def test_ranks_without_sequences_train_rows_of_zero_loss() -> None:
