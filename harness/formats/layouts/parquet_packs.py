@@ -260,7 +260,7 @@ def _find_segments(
         ends = start - np.cumsum(sizes[::-1])[::-1] + sizes
         places = (np.arange(_SEGMENT_PLANES)[:, None] * count + chosen).ravel()
         frames = [*zip((ends - sizes)[places].tolist(), ends[places].tolist(), strict=True)]
-        if frames[0][0] < pages[number][0]:
+        if ends[0] - sizes[0] < pages[number][0]:
             raise FormatError("the list of the segments of a page lists more than the page", fix="copy the file again")
         found[number] = _Segments(parts[number], chosen, digests[1:][chosen], int(digests[0]), frames)
     return found
@@ -303,13 +303,14 @@ def _decode_pack(
 def _decode_segments(frames: Sequence[memoryview], segments: _Segments) -> Int32Array:
     """Return the ids of a pack, int32 [tokens], with -1 in the segments that are not read."""
     num_tokens = segments.part.num_tokens
-    starts = segments.numbers * SEGMENT_TOKENS
+    starts, values = segments.numbers * SEGMENT_TOKENS, np.full(num_tokens, -1, "<i4")
+    if not len(starts):
+        return values
     places = np.concatenate([np.arange(start, min(start + SEGMENT_TOKENS, num_tokens)) for start in starts.tolist()])
     raw = np.frombuffer(_CODEC.decompress(b"".join(frames), _SEGMENT_PLANES * len(places)), np.uint8)
     ids = np.zeros((len(places), _PLANES), np.uint8)
     for number, plane in enumerate(raw.reshape(_SEGMENT_PLANES, -1)):
         ids[:, number] = plane
-    values = np.full(num_tokens, -1, "<i4")
     values[places] = ids.view("<i4").reshape(-1)
     for start, digest in zip(starts.tolist(), segments.digests.tolist(), strict=True):
         if xxhash.xxh3_64_intdigest(values[start : start + SEGMENT_TOKENS].data) != digest:

@@ -202,8 +202,8 @@ def test_any_parts_of_long_packs_are_those_of_the_packs(long_dataset: Path, data
     ids = data.draw(st.lists(st.integers(0, len(packs) - 1), min_size=1, max_size=4))
     spans = []
     for number in ids:
-        firsts = np.array(data.draw(st.lists(st.integers(0, len(packs[number]) - 1), min_size=1, max_size=3)))
-        sizes = np.array([data.draw(st.integers(1, 9000)) for _ in firsts])
+        firsts = np.array(data.draw(st.lists(st.integers(0, len(packs[number]) - 1), max_size=3)), np.int64)
+        sizes = np.array([data.draw(st.integers(1, 9000)) for _ in firsts], np.int64)
         spans.append(np.stack([firsts, np.minimum(firsts + sizes, len(packs[number]))], axis=1))
     for number, each, got in zip(ids, spans, reader.read_tokens(ids, spans), strict=True):
         check_part(got, packs[number], each)
