@@ -50,6 +50,7 @@ MODULES = {
         "tests/unit/schedule/test_schedulers.py",
     ),
     "harness/schedule/batch.py": ("tests/unit/schedule/test_schedulers.py",),
+    "harness/formats/layouts/parquet_packs.py": ("tests/unit/formats/test_parquet_format.py",),
     "harness/loader/order.py": ("tests/unit/loader/test_loader_order.py",),
     "harness/loader/state.py": ("tests/unit/loader/test_loader_state.py",),
     "harness/loader/plan.py": ("tests/unit/loader/test_loader_step.py", "tests/unit/loader/test_loader_blend.py"),
