@@ -15,6 +15,7 @@ from harness.thd import (
     build_thd_batch,
     context_parallel_indices,
     loss_weights,
+    needed_spans,
     pad_row,
     padded_lengths,
     padding_multiple,
@@ -420,3 +421,19 @@ def test_a_conversation_s_weight_is_shared_by_its_trained_tokens_and_one_that_tr
         assert (again.tolist(), same) == (weights.tolist(), 2)
     row = replace(build_thd_batch(TWO), loss_mask=np.full(2**17 + 1, 255, dtype=np.float32))
     assert loss_weights(row)[1] == 255 * (2**17 + 1) > 2**24
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_spans_of_a_rank_are_its_own_stored_tokens_and_those_of_its_labels(cp_size: int, ahead: int) -> None:
+    stored = np.array([2, 9, 12, 40])
+    multiples = np.array([1, 1, 4, 1]) * padding_multiple(cp_size=cp_size)
+    for rank in range(cp_size):
+        sizes = np.full(4, cp_size)
+        found = needed_spans(stored, multiples, cp_size=sizes, cp_rank=np.full(4, rank), ahead=ahead)
+        assert found.shape == (4, 2, 2)
+        for length, multiple, spans in zip(stored.tolist(), multiples.tolist(), found.tolist(), strict=True):
+            bounds = [0, int(padded_lengths(np.array(length), multiple))]
+            own = context_parallel_indices(bounds, cp_size=cp_size, cp_rank=rank).tolist()
+            needed = {token + further for token in own for further in range(ahead + 1)}
+            assert {token for first, end in spans for token in range(first, end)} == needed & {*range(length)}
