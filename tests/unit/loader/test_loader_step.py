@@ -216,14 +216,19 @@ def test_a_rank_reads_its_chunks_of_shared_rows_and_the_labels_after_them(
         place = {"dp_rank": dp_rank, "dp_size": dp_size, "cp_rank": cp_rank, "cp_size": cp_size}
         place |= {"pad_to_multiple": multiple, "shares_rows": name == DYNAMIC}
         made = []
-        for data, ahead in ((MemorySource(packs), None), (PartSource(packs), 1 + mtp_layers)):
+        for data, ahead in (
+            (MemorySource(packs), None),
+            (PartSource(packs), None),
+            (PartSource(packs), 1 + mtp_layers),
+        ):
             layout = RankLayout(**place, reads_ahead=ahead)
             config = LoaderConfig(seed=3, global_batch_size=8, block_packs=2, window_blocks=9)
             read = BatchReader(
                 data, config, schedule=ScheduleConfig(name, 24 if name == DYNAMIC else 96 // cp_size), layout=layout
             )
             made.append(build_batch(read.read(step), layout=layout, before=LoaderState(seed=3), num_packs=len(packs)))
-        for whole, part in zip(made[0].rows, made[1].rows, strict=True):
+        assert batch_digest(made[0]) == batch_digest(made[1])
+        for whole, part in zip(made[0].rows, made[2].rows, strict=True):
             own = context_parallel_indices(
                 whole.cu_seqlens_padded,
                 cp_size=cp_size * whole.shared_by,
