@@ -59,9 +59,9 @@ PEERS = {
     ),
     "planning": _peer(
         "planning:bench_planning",
-        "processor time of the schedulers for one large global batch on 64 ranks",
-        {"parts": (), "sequences": (8192,), "max_tokens_per_rank": 8192, "rounds": 9},
-        {"rounds": 3},
+        "processor time of the schedulers for one global batch on 8, 64, 512 and 4,096 ranks, up to `ranks`",
+        {"parts": (), "sequences": (), "ranks": 4096, "max_tokens_per_rank": 8192, "rounds": 9},
+        {"ranks": 64, "rounds": 3},
     ),
     "reading": _peer(
         "reading:bench_reading",

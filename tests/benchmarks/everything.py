@@ -77,7 +77,7 @@ SECTIONS = (
     Section("Planning again", "repack", "writing a plan."),
     Section("Token shards", "tokens", "Parquet to `.bin` and `.idx`.", ("megatron-core",)),
     Section("Scheduling", "schedule", "simulated batches on 8 ranks."),
-    Section("Planning of batches", "planning", "processor time for 8,192 sequences on 64 ranks."),
+    Section("Planning of batches", "planning", "processor time on 8 to 4,096 ranks."),
     Section(
         "Context parallelism",
         "context",

@@ -157,8 +157,9 @@ def test_schedulers_are_compared_on_simulated_batches(tmp_path):
     ours, theirs = (report.figure(f"{name}, step cost") for name in ("cost_balanced", NEXT_FIT))
     assert ours.value == statistics.mean(ours.samples) < theirs.value
     assert (ours.at_most, theirs.at_most) == (1.01, None)
-    planned = measure("planning", tmp_path, sequences=(300,), rounds=2)
-    assert planned.figure("cost_balanced, 300 sequences on 64 ranks").unit == "ms"
+    planned = measure("planning", tmp_path, ranks=64, rounds=2)
+    assert planned.figure("cost_balanced, 1,024 sequences on 8 ranks").unit == "ms"
+    assert planned.figure("cost_balanced, 8,192 sequences on 64 ranks").at_most == 15
 
 
 def test_live_data_is_read_in_four_ways_and_windows_by_cost_are_the_most_even(tmp_path):
