@@ -65,7 +65,7 @@ PEERS = {
     ),
     "reading": _peer(
         "reading:bench_reading",
-        "bytes that ranks and workers read of Parquet, the wait for the first batch of large data",
+        "bytes that ranks and workers read and decode of Parquet, the wait for the first batch of large data",
         {"parts": (), "packs": 20_000, "pack_size": 4096, "large_packs": 2_000_000, "max_tokens_per_rank": 8192}
         | {"global_batch": 64, "rounds": 5},
         {"parts": ("memmap", "parquet"), "packs": 2000, "large_packs": 50_000, "rounds": 1},

@@ -85,7 +85,7 @@ SECTIONS = (
         ("megatron-core",),
     ),
     Section("Loader", "loader", "THD batches from each format."),
-    Section("Reading", "reading", "bytes that many ranks read, the first batch of 2 million packs."),
+    Section("Reading", "reading", "bytes that many ranks read and decode, the first batch of 2 million packs."),
     Section("Live data", "live", "one stream on 8 ranks."),
     Section("Integrations", "integrations", "against TRL's own data path.", ("trl", "datasets")),
     Section("Soak", "soak", "memory of a loader with 4 workers over time."),

@@ -150,6 +150,11 @@ def test_bytes_of_many_ranks_are_counted(tmp_path, monkeypatch):
     alone = report.figure("parquet, as_packed, bytes read, 64 ranks, 4 workers")
     assert 1.0 < alone.value < alone.at_most == 1.2
     assert report.figure("parquet, cost_balanced, bytes read, 64 ranks, 4 workers").value > 2
+    decoded = report.figure("parquet, as_packed, decoded per own token, 64 ranks")
+    assert (decoded.unit, decoded.at_most, min(decoded.samples) > 0) == ("ns", 15, True)
+    # Pages of 64 tokens, which lists share by 64.
+    stored = report.figure("parquet, bytes stored, to lists in groups of 64 packs")
+    assert stored.value > stored.at_most == 1.06
 
 
 def test_schedulers_are_compared_on_simulated_batches(tmp_path):
