@@ -155,7 +155,7 @@ class RunPlan:
             if seconds >= 0.005 * self.step_s:
                 yield f"  {name}", f"{seconds / self.step_s:.0%}"
         if self.context:
-            yield "context parallelism", "step / step of ranks that are equally busy and exchange and wait for nothing"
+            yield "context parallelism", "step / step without exchanges and waits"
         for size, cost in self.context.items():
             yield f"  {size if size == DYNAMIC else f'size {size} for all rows'}", f"{cost:.2f}"
         yield "time of an epoch", str(timedelta(seconds=max(1, round(self.work.steps * self.step_s))))
