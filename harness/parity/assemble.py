@@ -8,8 +8,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +19,12 @@ import harness
 from harness.errors import FormatError, installed_versions
 from harness.parity.cells import ISOLATION, REFERENCE, Cell
 from harness.parity.compare import compare_runs, on_device
-from harness.parity.locate import recorded_run
+from harness.parity.locate import Recorded, recorded_run
 from harness.parity.result import CellResult, Check, Difference, Series
 from harness.parity.running import Finished
+from harness.plan import ModelConfig, ParallelConfig, sequence_cost
 from harness.train import StepMetrics
+from harness.train.folder import SETTINGS_FILE, read_settings
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "pyarrow")
 
@@ -65,7 +69,28 @@ def cell_result(
         seconds=outcome.seconds,
         tokens_per_s=tokens_per_second(steps),
         peak_memory_bytes=outcome.peak_memory_bytes,
+        placement=placement_of(recorded, cell.run_folder(folder), cell.case.ranks),
     )
+
+
+def placement_of(recorded: Recorded, folder: Path, ranks: int) -> dict[str, Any] | None:
+    """Return the rows of the first recorded step in which ranks shared one; None where there is none."""
+    with suppress(FormatError):  # the comparison names what was not recorded
+        for step in (one for one in recorded.digests() if any(row.shared_by > 1 for row in one.rows)):
+            settings = read_settings(folder / SETTINGS_FILE)
+            parallel, model = ParallelConfig(**settings["parallel"]), ModelConfig(**settings["model"])
+            dp_size, cost = parallel.dp_size(ranks), sequence_cost(model, parallel)
+            counts, shared_by = np.zeros((2, step.rows[-1].microbatch + 1, dp_size), np.int64)
+            for row in step.rows:
+                counts[row.microbatch, row.rank] = len(row.lengths)
+                shared_by[row.microbatch, row.rank : row.rank + row.shared_by] = row.shared_by
+            return {
+                **{"step": step.step, "dp_size": dp_size, "row_offsets": [0, *np.cumsum(counts).tolist()]},
+                "shared_by": np.maximum(shared_by, 1).ravel().tolist(),
+                "lengths": [length for row in step.rows for length in row.lengths.tolist()],
+                "cost": {name: getattr(cost, name) for name in ("linear", "quadratic", "exchange", "swap")},
+            }
+    return None
 
 
 def status_of(reason: str, checks: Sequence[Check]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from harness.printing import redact_all
 
@@ -65,7 +66,7 @@ class Series:
 
 @dataclass(frozen=True)
 class CellResult:
-    """One run of the matrix; `status` is one of STATUSES, and `command` runs it alone."""
+    """One run of the matrix; `status` is one of STATUSES, `command` runs it alone, `placement` is of shared rows."""
 
     name: str
     check: str
@@ -79,6 +80,7 @@ class CellResult:
     seconds: float = 0.0
     tokens_per_s: float | None = None
     peak_memory_bytes: int | None = None
+    placement: dict[str, Any] | None = None
 
     @property
     def first_difference(self) -> Difference | None:

@@ -33,9 +33,9 @@ from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.waves import PlacedBatch
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work, sequence_cost
 from harness.printing import count_of
-from harness.records import Int64Array
-from harness.schedule import DYNAMIC, SequenceCost, measure_imbalance, schedule
-from harness.schedule.batch import largest_share
+from harness.records import Float64Array, Int64Array, Schedule
+from harness.schedule import DYNAMIC, SequenceCost, schedule
+from harness.schedule.batch import largest_share, row_costs
 from harness.tables import Table
 from harness.thd import padded_lengths, shared_multiple
 
@@ -155,7 +155,7 @@ class RunPlan:
             if seconds >= 0.005 * self.step_s:
                 yield f"  {name}", f"{seconds / self.step_s:.0%}"
         if self.context:
-            yield "context parallelism", "step of the busiest rank / step without exchanges between ranks"
+            yield "context parallelism", "step / step without exchanges and waits"
         for size, cost in self.context.items():
             yield f"  {size if size == DYNAMIC else f'size {size} for all rows'}", f"{cost:.2f}"
         yield "time of an epoch", str(timedelta(seconds=max(1, round(self.work.steps * self.step_s))))
@@ -320,11 +320,19 @@ def _context_sizes(inputs: Inputs, ranks: int, machine: Machine) -> dict[str, fl
         max_tokens_per_rank=config.max_tokens_per_rank,
         cost=_cost_of(config),
         near=machine.ranks // parallel.tensor_parallel_size,
+        parallel=parallel,
     )
 
 
 def compare_context_sizes(
-    lengths: Int64Array, *, sequences: int, ranks: int, max_tokens_per_rank: int, cost: SequenceCost, near: int = 1
+    lengths: Int64Array,
+    *,
+    sequences: int,
+    ranks: int,
+    max_tokens_per_rank: int,
+    cost: SequenceCost,
+    near: int = 1,
+    parallel: ParallelConfig | None = None,
 ) -> dict[str, float]:
     """Return the cost of a step with each context-parallel size of all rows, and with `dynamic_context`.
 
@@ -332,34 +340,37 @@ def compare_context_sizes(
         lengths: int64 [sequences], model tokens; a global batch is drawn from them.
         ranks: data-parallel times context-parallel ranks.
         near: of those, neighbors in a node, which exchange faster than `cost` has it.
+        parallel: its stages wait for the costliest row of each microbatch and at both ends; None for one stage.
 
     Returns:
-        costs of the busiest rank over that of ranks that divide the whole work evenly and exchange nothing, by the
-        size or DYNAMIC. Sizes that do not hold the longest sequence are left out.
+        costs of the busiest rank, or of a pipeline's step, over that of ranks that divide the whole work evenly and
+        exchange nothing, by the size or DYNAMIC. Sizes that do not hold the longest sequence are left out.
     """
+    parallel = parallel or ParallelConfig()
+    sizes: dict[str, Any] = {"max_tokens_per_rank": max_tokens_per_rank, "group_size": parallel.group_size}
     drawn = _draw(lengths, sequences)
     even, longest, found = float(cost.of(drawn).sum()) / ranks, int(lengths.max()), dict[str, float]()
     size = 1
     while size <= largest_share(ranks, cost.most_ranks):
         if longest <= size * max_tokens_per_rank:
-            placed = schedule(
-                "cost_balanced",
-                drawn,
-                dp_size=ranks // size,
-                cp_size=size,
-                max_tokens_per_rank=max_tokens_per_rank,
-                cost=cost,
-            )
-            group = np.repeat(np.arange(placed.row_offsets.shape[0] - 1) % placed.dp_size, np.diff(placed.row_offsets))
+            placed = schedule("cost_balanced", drawn, dp_size=ranks // size, cp_size=size, cost=cost, **sizes)
             own = replace(cost, exchange=cost.exchange / _NODE_SPEED) if size <= near else cost
-            work = own.of_rank(drawn, np.full_like(drawn, size))[placed.order]
-            found[str(size)] = float(np.bincount(group, weights=work).max()) / even
+            offsets = np.repeat(placed.row_offsets, size)[size - 1 :]
+            shared = Schedule(ranks, placed.order, offsets, np.full(len(offsets) - 1, size))
+            found[str(size)] = _step_cost(row_costs(shared, drawn, cost=own), parallel) / even
         size *= 2
     if longest <= largest_share(ranks, cost.most_ranks) * (max_tokens_per_rank // 2 * 2):
-        shared = schedule(DYNAMIC, drawn, dp_size=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost)
-        measured = measure_imbalance(shared, drawn, max_tokens_per_row=max_tokens_per_rank, cost=cost)
-        found[DYNAMIC] = float(measured.rank_cost.max()) / even
+        shared = schedule(DYNAMIC, drawn, dp_size=ranks, cost=cost, **sizes)
+        found[DYNAMIC] = _step_cost(row_costs(shared, drawn, cost=cost), parallel) / even
     return found
+
+
+def _step_cost(work: Float64Array, parallel: ParallelConfig) -> float:
+    """Return the cost of a step from that of each rank's rows, float64 [microbatches, dp_size]."""
+    stages, chunks = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
+    if stages == 1:
+        return float(work.sum(axis=0).max())
+    return float(work.max(axis=1).sum()) * (1 + (stages - 1) / (chunks * len(work)))
 
 
 def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:

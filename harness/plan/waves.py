@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class PlacedBatch:
         is_busy = times - (ends - longest)[number] < work[number].T
         return np.where(is_busy, sizes[number].T, np.nan)
 
-    def draw(self, path: Path) -> None:
+    def draw(self, path: Path | BinaryIO) -> None:
         """Write a PNG of `waves` and of the work of each rank."""
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -57,18 +58,13 @@ class PlacedBatch:
         most = int(np.nanmax(shown))
         figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")
         waves, load = figure.subplots(1, 2, width_ratios=[5, 1], sharey=True)
-        image = waves.imshow(
-            shown[ranks],
-            aspect="auto",
-            interpolation="nearest",
-            extent=(0, work.max(axis=1).sum() / mean, dp_size - 0.5, -0.5),
-            cmap=colormaps["viridis_r"].resampled(most + 1),
-            vmin=-0.5,
-            vmax=most + 0.5,
-        )
+        extent, colors = (0, work.max(axis=1).sum() / mean, dp_size - 0.5, -0.5), colormaps["viridis_r"]
+        image = waves.imshow(shown[ranks], aspect="auto", interpolation="nearest", extent=extent)
+        image.set(cmap=colors.resampled(most + 1), clim=(-0.5, most + 0.5))
         waves.set_title(f"{self.name}: {number:,} microbatches of {len(self.lengths):,} sequences", fontsize=10)
         waves.set_xlabel("time, relative to the mean work of a rank")
         waves.set_ylabel("data-parallel rank")
+        waves.yaxis.get_major_locator().set_params(integer=True)
         bar = figure.colorbar(image, ax=waves, ticks=range(most + 1), label="ranks that share a row")
         bar.ax.set_yticklabels([f"{2**power:,}" for power in range(most + 1)])
         load.barh(ranks, (work.sum(axis=0) / mean)[ranks], height=dp_size / len(ranks), color="tab:blue")

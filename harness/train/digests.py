@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,12 @@ class RowDigests:
     """One microbatch row on one data-parallel rank; S is its number of sequences.
 
     Attributes:
-        microbatch, rank: place in the step; rank is the data-parallel one, of a shared row the first.
+        microbatch, rank: place in the step; rank is the data-parallel one, the first of those that share the row.
         sequences: int64 [S], ids in the dataset; -1 for tokens that belong to no planned sequence.
         lengths: int64 [S], real model tokens between the boundaries that attention receives; 0 if there are none.
         digests: uint64 [S, fields], xxh3_64 of each of FIELDS.
         arrays: the real tokens of the whole row by field if batches are kept; empty otherwise.
+        shared_by: number of data-parallel ranks that share the row.
     """
 
     microbatch: int
@@ -53,6 +54,7 @@ class RowDigests:
     lengths: Int64Array
     digests: UInt64Array
     arrays: dict[str, npt.NDArray[Any]]
+    shared_by: int = 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -114,8 +116,8 @@ def rank_rows(
         count = max(table.shape[0], sequences.shape[0])
         ids = np.pad(sequences, (0, count - sequences.shape[0]), constant_values=-1)
         table = np.pad(table, ((0, count - table.shape[0]), (0, 0)))
-        first = dp_rank - dp_rank % row.shared_by
-        rows.append(RowDigests(microbatch, first, ids, table[:, 0].astype(np.int64), table[:, 1:], arrays))
+        first, lengths = dp_rank - dp_rank % row.shared_by, table[:, 0].astype(np.int64)
+        rows.append(RowDigests(microbatch, first, ids, lengths, table[:, 1:], arrays, row.shared_by))
     return RankRows(process, dp_rank, fields, rows)
 
 
@@ -151,7 +153,7 @@ def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepD
     for column, name in enumerate(FIELDS):
         for part, row in [(p, r) for p in parts if name in p.fields for r in p.rows]:
             place = (row.microbatch, row.rank)
-            fresh = RowDigests(*place, row.sequences, row.lengths, np.zeros_like(row.digests), {})
+            fresh = replace(row, digests=np.zeros_like(row.digests), arrays={})
             first = merged.setdefault(place, fresh)
             where = f"process {part.process}, microbatch {row.microbatch}, data-parallel rank {row.rank}"
             if not np.array_equal(first.sequences, row.sequences) or not np.array_equal(first.lengths, row.lengths):
@@ -204,6 +206,7 @@ def to_json(step: StepDigests) -> dict[str, Any]:
             "rank": row.rank,
             "sequences": row.sequences.tolist(),
             "lengths": row.lengths.tolist(),
+            "shared_by": row.shared_by,
             **{name: row.digests[:, column].astype(">u8").tobytes().hex() for column, name in enumerate(FIELDS)},
         }
         for row in step.rows
@@ -222,6 +225,7 @@ def from_json(values: dict[str, Any]) -> StepDigests:
             np.asarray(row["lengths"], dtype=np.int64),
             np.column_stack([np.frombuffer(bytes.fromhex(row[name]), ">u8").astype(np.uint64) for name in FIELDS]),
             {},
+            int(row.get("shared_by", 1)),  # older runs recorded none
         )
         for row in values["rows"]
     ]

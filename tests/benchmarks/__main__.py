@@ -59,13 +59,13 @@ PEERS = {
     ),
     "planning": _peer(
         "planning:bench_planning",
-        "processor time of the schedulers for one large global batch on 64 ranks",
-        {"parts": (), "sequences": (8192,), "max_tokens_per_rank": 8192, "rounds": 9},
-        {"rounds": 3},
+        "processor time of the schedulers for one global batch on 8, 64, 512 and 4,096 ranks, up to `ranks`",
+        {"parts": (), "sequences": (), "ranks": 4096, "max_tokens_per_rank": 8192, "rounds": 9},
+        {"ranks": 64, "rounds": 3},
     ),
     "reading": _peer(
         "reading:bench_reading",
-        "bytes that ranks and workers read of Parquet, the wait for the first batch of large data",
+        "bytes that ranks and workers read and decode of Parquet, the wait for the first batch of large data",
         {"parts": (), "packs": 20_000, "pack_size": 4096, "large_packs": 2_000_000, "max_tokens_per_rank": 8192}
         | {"global_batch": 64, "rounds": 5},
         {"parts": ("memmap", "parquet"), "packs": 2000, "large_packs": 50_000, "rounds": 1},

@@ -77,7 +77,7 @@ SECTIONS = (
     Section("Planning again", "repack", "writing a plan."),
     Section("Token shards", "tokens", "Parquet to `.bin` and `.idx`.", ("megatron-core",)),
     Section("Scheduling", "schedule", "simulated batches on 8 ranks."),
-    Section("Planning of batches", "planning", "processor time for 8,192 sequences on 64 ranks."),
+    Section("Planning of batches", "planning", "processor time on 8 to 4,096 ranks."),
     Section(
         "Context parallelism",
         "context",
@@ -85,7 +85,7 @@ SECTIONS = (
         ("megatron-core",),
     ),
     Section("Loader", "loader", "THD batches from each format."),
-    Section("Reading", "reading", "bytes that many ranks read, the first batch of 2 million packs."),
+    Section("Reading", "reading", "bytes that many ranks read and decode, the first batch of 2 million packs."),
     Section("Live data", "live", "one stream on 8 ranks."),
     Section("Integrations", "integrations", "against TRL's own data path.", ("trl", "datasets")),
     Section("Soak", "soak", "memory of a loader with 4 workers over time."),

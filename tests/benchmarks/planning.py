@@ -12,20 +12,25 @@ from harness.schedule import DYNAMIC, SCHEDULERS, schedule
 from tests.benchmarks.clocks import milliseconds
 from tests.benchmarks.scheduling import COST, MEDIAN, simulate_batches
 
-_RANKS = 64
+# Ranks, sequences of each by default, and the milliseconds in which a scheduler that moves sequences places them.
+_CASES = ((8, 128, None), (64, 128, 15.0), (512, 128, None), (4096, 32, 100.0))
 
 
 def bench_planning(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure milliseconds of processor time, the schedulers in turns."""
     report = BenchReport("planning")
-    for planned in sizes.sequences:
-        progress(f"planning {planned:,} sequences")
-        # Where rows hold every sequence, `dynamic_context` is `cost_balanced`.
-        _measure(planned, sizes.choose(name for name in SCHEDULERS if name != DYNAMIC), sizes, report)
+    for ranks, each, at_most in _CASES:
+        for planned in sizes.sequences or (ranks * each,) if ranks <= sizes.ranks else ():
+            progress(f"planning {planned:,} sequences on {ranks} ranks")
+            # Where rows hold every sequence, `dynamic_context` is `cost_balanced`.
+            names = sizes.choose(name for name in SCHEDULERS if name != DYNAMIC)
+            _measure(planned, ranks, names, sizes, report, at_most if planned == ranks * each else None)
     return report
 
 
-def _measure(planned: int, schedulers: list[str], sizes: Sizes, report: BenchReport) -> None:
+def _measure(
+    planned: int, ranks: int, schedulers: list[str], sizes: Sizes, report: BenchReport, at_most: float | None
+) -> None:
     sizes = replace(sizes, global_batch=planned)
     batch = next(simulate_batches(sizes, median=min(MEDIAN, sizes.max_tokens_per_rank / 4)))
 
@@ -33,7 +38,7 @@ def _measure(planned: int, schedulers: list[str], sizes: Sizes, report: BenchRep
         schedule(
             name,
             batch.lengths_for(name),
-            dp_size=_RANKS,
+            dp_size=ranks,
             max_tokens_per_rank=sizes.max_tokens_per_rank,
             pack_offsets=batch.pack_offsets,
             cost=COST,
@@ -41,6 +46,5 @@ def _measure(planned: int, schedulers: list[str], sizes: Sizes, report: BenchRep
 
     sides = {name: milliseconds(partial(plan, name), CPU) for name in schedulers}
     for name, samples in take_turns(sides, rounds=sizes.rounds).items():
-        title = f"{name}, {planned:,} sequences on {_RANKS} ranks"
-        target = 15.0 if planned == 8192 and name != "as_packed" else None
-        report.add_samples(title, samples, "ms", at_most=target)
+        title = f"{name}, {planned:,} sequences on {ranks} ranks"
+        report.add_samples(title, samples, "ms", at_most=at_most if name != "as_packed" else None)

@@ -1,17 +1,22 @@
-"""`python -m tests.benchmarks reading`: bytes read by many ranks, and the first batch of large data."""
+"""`python -m tests.benchmarks reading`: bytes read and decoded by many ranks, and the first batch of large data."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, load_format, open_dataset
-from harness.loader import Blend, Loader, LoaderConfig, RankLayout
+from harness.formats.layouts.parquet import SCHEMA
+from harness.loader import Blend, EpochOrder, Loader, LoaderConfig, RankLayout
 from harness.loader.plan import BatchReader
 from harness.printing import count_of
 from harness.schedule import ScheduleConfig
@@ -24,14 +29,20 @@ _FIRST_BATCH_WORKERS = 4
 # Bytes read over bytes stored that are allowed, by schedule; and ranks and workers of each that read.
 _BYTES_AT_MOST = {"as_packed": 1.2, "dp_balanced": 2.0, "cost_balanced": 2.0}
 _RANKS, _WORKERS = (1, 64, 512), (1, 4)
+# Lists as other tools write them, in the form that takes the fewest bytes, of so many packs.
+_LISTS: dict[str, Any] = {"compression": "zstd", "row_group_size": 64, "use_dictionary": False}
+_LISTS["column_encoding"] = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("input_ids", "loss_mask")}
+_LISTED_PACKS = 1024
 
 
 def bench_reading(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
-    """Count bytes of Parquet, and measure the wait for the first batch of each format."""
+    """Count and decode bytes of Parquet, and measure the wait for the first batch of each format."""
     report = BenchReport("reading")
     progress("bytes read by one of many ranks, parquet")
     path = make_dataset(workspace, "parquet", packs=sizes.packs, pack_size=sizes.pack_size)
     _measure_bytes(sizes, path, report)
+    progress("a rank's own packs of parquet, decoded")
+    _measure_decoding(sizes, path, workspace, report)
     for name in sizes.choose(_FORMATS) if sizes.large_packs else ():
         progress(f"the first batch of {sizes.large_packs:,} packs, {name}")
         path = large_dataset(
@@ -53,6 +64,26 @@ def _measure_bytes(sizes: Sizes, path: Path, report: BenchReport) -> None:
         num_bytes, tokens = _read_as_ranks(sizes, path, name, ranks, workers)
         title = f"parquet, {name}, bytes read, {count_of(ranks, 'rank')}, {count_of(workers, 'worker')}"
         report.add(Figure(title, num_bytes / (tokens * per_token), "x", at_most=at_most))
+
+
+def _measure_decoding(sizes: Sizes, path: Path, workspace: Workspace, report: BenchReport) -> None:
+    """Time what a rank decodes per token that it trains, and compare the bytes with those of lists in row groups."""
+    reader, ranks = open_dataset(path), _RANKS[-1]
+    order = EpochOrder(LoaderConfig(), len(reader), 0).packs(0, len(reader))
+    own = [pack for rank in range(0, ranks, ranks // 4) for pack in order[rank::ranks].tolist()]
+    tokens, samples = sum(map(len, reader.read(own))), []  # which also fills caches
+    for _ in range(sizes.rounds):
+        start = time.process_time_ns()
+        for pack in own:
+            reader.read([pack])
+        samples.append((time.process_time_ns() - start) / tokens)
+    report.add_samples(f"parquet, as_packed, decoded per own token, {ranks} ranks", samples, "ns", at_most=15.0)
+    packs = reader.read(range(min(_LISTED_PACKS, len(reader))))
+    table = pa.table([[getattr(pack, name) for pack in packs] for name in SCHEMA.names], schema=SCHEMA)
+    pq.write_table(table, lists := workspace.folder / "lists.parquet", **_LISTS)
+    stored = sum(Path(str(place)).stat().st_size for place in reader.files()) / int(reader.sequence_lengths.sum())
+    listed = lists.stat().st_size / sum(map(len, packs))
+    report.add(Figure("parquet, bytes stored, to lists in groups of 64 packs", stored / listed, "x", at_most=1.06))
 
 
 def _read_as_ranks(sizes: Sizes, path: Path, name: str, ranks: int, workers: int) -> tuple[int, int]:

@@ -107,7 +107,7 @@ def plant(module):
 
     module.finalize_model_grads = divide_by_own
 """
-# Faults of rows that data-parallel ranks share: the module, the code, and how it shows.
+# Faults of rows that data-parallel ranks share: the module, the code, and how it shows here and in `check=context`.
 OF_SHARED_ROWS = {
     "rotary angles of the layout's ranks": (
         "harness.megatron.compat",
@@ -115,23 +115,41 @@ OF_SHARED_ROWS = {
 def plant(module):
     right = module.packed_seq_params
 
-    def as_on_one_rank(*, positions, **options):
-        return right(positions=module.torch.arange(len(positions)), **options)
+    def as_on_one_rank(*, positions, cp_group=None, **options):
+        if cp_group is not None and cp_group.size() > 1:
+            positions = module.torch.arange(len(positions))
+        return right(positions=positions, cp_group=cp_group, **options)
 
     module.packed_seq_params = as_on_one_rank
 """,
-        r"loss|grad_norm",
+        *(2 * [r"loss|grad_norm"]),
     ),
-    "chunks in another order": (
+    "chunks in the order of half as many ranks": (
         "harness.megatron.batch",
         """
 def plant(module):
-    def contiguous(bounds, *, cp_size, cp_rank):
-        return module.np.arange(bounds[-1]).reshape(cp_size, -1)[cp_rank]
+    right = module.context_parallel_indices
 
-    module.context_parallel_indices = contiguous
+    def as_of_half(bounds, *, cp_size, cp_rank):
+        return right(bounds, cp_size=cp_size // 2, cp_rank=cp_rank // 2).reshape(2, -1)[cp_rank % 2]
+
+    module.context_parallel_indices = as_of_half
 """,
-        r"loss|grad_norm",
+        *(2 * [r"loss|grad_norm"]),
+    ),
+    "losses scaled by the layout's ranks": (
+        "harness.megatron.step",
+        """
+def plant(module):
+    right = module.MegatronStep.copy_row
+
+    def scaled(self, row, **options):
+        made = right(self, row, **options)
+        return module.replace(made, loss_mask=made.loss_mask * self.layout.cp_size / row.shared_by)
+
+    module.MegatronStep.copy_row = scaled
+""",
+        *(2 * [r"loss|grad_norm"]),
     ),
     "a row counted by each of its ranks": (
         "harness.megatron.batch",
@@ -145,7 +163,7 @@ def plant(module):
 
     module.to_device = counted
 """,
-        r"loss|grad_norm",
+        *(2 * [r"loss|grad_norm"]),
     ),
     "a stage that takes a row for its own": (
         "harness.megatron.step",
@@ -161,6 +179,23 @@ def plant(module):
     module.MegatronStep.train = alone
 """,
         r"rank \d",
+        r"a row has 80 tokens and cannot be padded to 44",
+    ),
+    "a microbatch that a stage skips": (
+        "harness.megatron.step",
+        """
+def plant(module):
+    right = module.MegatronStep.train
+
+    def without_the_first(self, batch):
+        if not self.layout.is_first_stage:
+            batch = module.replace(batch, rows=batch.rows[1:])
+        return right(self, batch)
+
+    module.MegatronStep.train = without_the_first
+""",
+        r"rank \d",
+        r"no progress for 30 s in step 2: all 4 ranks",
     ),
 }
 # Faults of media, on two ranks: sizes of the layout, the module, the code, and how it shows.
@@ -497,7 +532,7 @@ def test_a_fault_of_media_is_seen(name, tmp_path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", OF_SHARED_ROWS)
 def test_a_fault_of_shared_rows_is_seen(name, tmp_path) -> None:
-    *fault, shows = OF_SHARED_ROWS[name]
+    *fault, shows, _ = OF_SHARED_ROWS[name]
     stages = 2 if "stage" in name else 1
     parallel = ParallelConfig(pipeline_parallel_size=stages, static_rows=False)
     shared = layouts_of("dense shared")
@@ -505,6 +540,26 @@ def test_a_fault_of_shared_rows_is_seen(name, tmp_path) -> None:
     results = train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault))
     (wrong, *_) = differing(results)
     assert re.search(shows, wrong), wrong
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OF_SHARED_ROWS)
+def test_the_check_of_context_names_a_fault_of_shared_rows(name, tmp_path) -> None:
+    *fault, _, shows = OF_SHARED_ROWS[name]
+    stages = 2 if "stage" in name else 1
+    shared = f"{2 * stages} schedule=dynamic_context schedule.max_tokens_per_rank=44"
+    # As on GPUs, where rows of one size hide a row in place of another.
+    shared += f" parallel.pipeline_parallel_size={stages} parallel.static_rows=true"
+    cases = json.dumps(["1 schedule.name=cost_balanced", shared])
+    smaller = json.dumps(["trainer.eval_interval=0", "trainer.timeout_s=30", "model.num_layers=4"])
+    settings = [f"folder={tmp_path / 'parity'}", "steps=2", "steps_before=1", f"context={cases}", f"sft_more={smaller}"]
+    command = ["env", plant_fault(tmp_path / "plant", *fault), sys.executable, "-m", "harness.recipes.parity"]
+    code, output = run_command([*command, "check=context", *settings], timeout_s=3000)
+    assert code == 1, output
+    reference, cell = read_report(tmp_path / "parity" / REPORT_FILE).cells
+    assert reference.status == "same"
+    found = cell.reason if cell.status == "failed" else cell.first_difference.message
+    assert re.search(shows, found), found
 
 
 def test_settings_that_are_drawn_together_train_as_on_one_rank(tmp_path) -> None:

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 from harness.errors import ConfigError, os_errors_as
 from harness.parity.pages import words
-from harness.parity.pages.curves import draw_charts
+from harness.parity.pages.curves import draw_charts, draw_waves
 from harness.parity.pages.matrix import group_cells
 from harness.parity.result import REPORT_FILE, STATUSES, CellResult, ParityReport, to_json
 from harness.printing import duration, indented, one_line, printable
@@ -85,6 +85,7 @@ def render_page(report: ParityReport) -> str:
         duration=duration,
         signs=SIGNS,
         charts=charts,
+        waves=draw_waves(report),
     )
 
 

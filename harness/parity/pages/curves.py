@@ -1,15 +1,21 @@
-"""Curves of a parity report as pictures: the losses of its cells, and their differences from the references."""
+"""Pictures of a parity report: losses of its cells, differences from the references, and rows that ranks share."""
 
 from __future__ import annotations
 
 import base64
+import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from harness.parity.compare import relative_difference
 from harness.parity.result import CellResult, ParityReport, Series
+from harness.plan.waves import PlacedBatch
 from harness.printing import printable
+from harness.records import Schedule
+from harness.schedule import SequenceCost
 from harness.tables import shorten
 from harness.train.metrics import as_png, new_axes
 
@@ -56,6 +62,21 @@ def draw_charts(report: ParityReport) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
+def draw_waves(report: ParityReport) -> list[Chart]:
+    """Return a picture of the ranks that share rows over the time of a step, for each cell with a placement."""
+    charts: list[Chart] = []
+    for cell, rows in ((cell, cell.placement) for cell in report.cells if cell.placement is not None):
+        lengths, offsets, shared_by = (np.asarray(rows[name]) for name in ("lengths", "row_offsets", "shared_by"))
+        placed, drawn = Schedule(rows["dp_size"], np.arange(len(lengths)), offsets, shared_by), io.BytesIO()
+        PlacedBatch(f"step {rows['step']}", lengths, placed, SequenceCost(**rows["cost"])).draw(drawn)
+        charts.append(Chart(cell.name, "", _source(drawn.getvalue())))
+    return charts
+
+
+def _source(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
 def _draw(
     title: str, note: str, label: str, curves: Sequence[Curve], tolerances: Iterable[float] | None = None
 ) -> Chart | None:
@@ -72,7 +93,7 @@ def _draw(
         axes.set_yscale("log")
         for tolerance in tolerances:
             axes.axhline(tolerance, color="#a8231b", linestyle="--", linewidth=1)
-    return Chart(title, note, f"data:image/png;base64,{base64.b64encode(as_png(figure, axes)).decode()}")
+    return Chart(title, note, _source(as_png(figure, axes)))
 
 
 def finite(value: float | None) -> float:

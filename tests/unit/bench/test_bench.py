@@ -150,6 +150,11 @@ def test_bytes_of_many_ranks_are_counted(tmp_path, monkeypatch):
     alone = report.figure("parquet, as_packed, bytes read, 64 ranks, 4 workers")
     assert 1.0 < alone.value < alone.at_most == 1.2
     assert report.figure("parquet, cost_balanced, bytes read, 64 ranks, 4 workers").value > 2
+    decoded = report.figure("parquet, as_packed, decoded per own token, 64 ranks")
+    assert (decoded.unit, decoded.at_most, min(decoded.samples) > 0) == ("ns", 15, True)
+    # Pages of 64 tokens, which lists share by 64.
+    stored = report.figure("parquet, bytes stored, to lists in groups of 64 packs")
+    assert stored.value > stored.at_most == 1.06
 
 
 def test_schedulers_are_compared_on_simulated_batches(tmp_path):
@@ -157,8 +162,9 @@ def test_schedulers_are_compared_on_simulated_batches(tmp_path):
     ours, theirs = (report.figure(f"{name}, step cost") for name in ("cost_balanced", NEXT_FIT))
     assert ours.value == statistics.mean(ours.samples) < theirs.value
     assert (ours.at_most, theirs.at_most) == (1.01, None)
-    planned = measure("planning", tmp_path, sequences=(300,), rounds=2)
-    assert planned.figure("cost_balanced, 300 sequences on 64 ranks").unit == "ms"
+    planned = measure("planning", tmp_path, ranks=64, rounds=2)
+    assert planned.figure("cost_balanced, 1,024 sequences on 8 ranks").unit == "ms"
+    assert planned.figure("cost_balanced, 8,192 sequences on 64 ranks").at_most == 15
 
 
 def test_live_data_is_read_in_four_ways_and_windows_by_cost_are_the_most_even(tmp_path):

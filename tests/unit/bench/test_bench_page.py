@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from harness.bench import BENCHES
 from harness.bench.figures import BenchReport, read_figures
-from tests.benchmarks.everything import HEADLINES
+from tests.benchmarks.__main__ import PEERS
+from tests.benchmarks.everything import HEADLINES, SECTIONS
 
 
-def test_the_stored_page_has_every_headline():
+def test_the_stored_page_has_every_headline_and_section():
     page = (Path(__file__).resolve().parents[3] / "BENCHMARKS.md").read_text()
     assert [name for _, name in HEADLINES if f"\n| {name} | " not in page] == []
     assert len(HEADLINES) == 15
+    lines = {line for line in page.splitlines() if line.startswith("- **")}
+    for section in SECTIONS:
+        assert any(f"**{section.title}** (`" in line and section.about in line for line in lines), section.title
+    assert {section.arguments.split()[0] for section in SECTIONS} == {*BENCHES, *PEERS}
 
 
 def test_a_report_of_another_process_is_the_same():

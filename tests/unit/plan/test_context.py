@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from long_tails import COST, TOKENS, lengths_of
 
 from harness.config import compose_config
 from harness.errors import ConfigError
-from harness.plan import SftConfig
+from harness.plan import ParallelConfig, SftConfig
 from harness.plan.run_plan import AssumedPacks, compare_context_sizes, plan_run
 from harness.plan.search import search_layouts
 from harness.plan.waves import PlacedBatch
@@ -52,6 +53,36 @@ def test_chats_that_a_rank_holds_need_no_context_parallelism() -> None:
     assert found["1"] < found["2"] < found["4"]
     config = compose_config("sft", SftConfig, ["schedule=dynamic_context", "model.dtype=float32"])
     assert config.on("cuda").model.attention == "torch"
+
+
+def test_stages_of_a_pipeline_wait_for_the_costliest_row_of_each_microbatch_and_at_both_ends() -> None:
+    sizes = {"ranks": 4, "max_tokens_per_rank": TOKENS, "cost": COST}
+    # Two rows of each rank, all equal.
+    even = np.full(8, TOKENS)
+    pipeline = ParallelConfig(pipeline_parallel_size=4)
+    assert compare_context_sizes(even, sequences=8, **sizes)["1"] == pytest.approx(1)
+    assert compare_context_sizes(even, sequences=8, parallel=pipeline, **sizes)["1"] == pytest.approx(1 + 3 / 2)
+    pipeline = replace(pipeline, virtual_pipeline_parallel_size=2)
+    assert compare_context_sizes(even, sequences=16, parallel=pipeline, **sizes)["1"] == pytest.approx(1 + 3 / 4 / 2)
+
+    # On eight ranks, a document leaves the other rows of its microbatch with less than its own.
+    lengths = lengths_of("chats and 1% documents", 4000, TOKENS * 16)
+    plain, waiting = (
+        compare_context_sizes(lengths, sequences=64, **sizes | {"ranks": 16}, parallel=parallel)
+        for parallel in (None, ParallelConfig(pipeline_parallel_size=4))
+    )
+    assert sorted(plain, key=plain.__getitem__) == ["dynamic_context", "8", "16"]
+    assert sorted(waiting, key=waiting.__getitem__) == ["dynamic_context", "16", "8"]
+
+
+def test_a_plan_compares_the_sizes_on_its_own_pipeline() -> None:
+    settings = [*LONG, "parallel.ranks=32", "schedule.max_tokens_per_rank=16384"]
+    packs = AssumedPacks(640, 16_384, sequence_tokens=2048)
+    one, four = (
+        plan_run(compose_config("sft", SftConfig, [*settings, *parallel]), packs=packs).context
+        for parallel in (["parallel.ranks=8"], ["parallel.pipeline_parallel_size=4"])
+    )
+    assert one["1"] < 1.1 < four["1"]
 
 
 @pytest.mark.parametrize(
