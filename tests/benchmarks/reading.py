@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,11 +15,12 @@ from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
-from harness.formats import FORMATS, load_format, open_dataset
+from harness.formats import FORMATS, load_format, open_dataset, open_writer
 from harness.formats.layouts.parquet import SCHEMA
 from harness.loader import Blend, EpochOrder, Loader, LoaderConfig, RankLayout
 from harness.loader.plan import BatchReader
 from harness.printing import count_of
+from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from tests.benchmarks.links import large_dataset, make_dataset
 from tests.benchmarks.loading import packs_of
@@ -33,6 +35,8 @@ _RANKS, _WORKERS = (1, 64, 512), (1, 4)
 _LISTS: dict[str, Any] = {"compression": "zstd", "row_group_size": 64, "use_dictionary": False}
 _LISTS["column_encoding"] = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("input_ids", "loss_mask")}
 _LISTED_PACKS = 1024
+# A sequence that ranks share, and the ranks.
+_LONG_TOKENS, _LONG_RANKS = 1 << 20, 64
 
 
 def bench_reading(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
@@ -43,6 +47,9 @@ def bench_reading(sizes: Sizes, workspace: Workspace, progress: Progress) -> Ben
     _measure_bytes(sizes, path, report)
     progress("a rank's own packs of parquet, decoded")
     _measure_decoding(sizes, path, workspace, report)
+    if sizes.large_packs:
+        progress("the chunks of a context-parallel rank")
+        _measure_chunks(workspace, report)
     for name in sizes.choose(_FORMATS) if sizes.large_packs else ():
         progress(f"the first batch of {sizes.large_packs:,} packs, {name}")
         path = large_dataset(
@@ -84,6 +91,25 @@ def _measure_decoding(sizes: Sizes, path: Path, workspace: Workspace, report: Be
     stored = sum(Path(str(place)).stat().st_size for place in reader.files()) / int(reader.sequence_lengths.sum())
     listed = lists.stat().st_size / sum(map(len, packs))
     report.add(Figure("parquet, bytes stored, to lists in groups of 64 packs", stored / listed, "x", at_most=1.06))
+
+
+def _measure_chunks(workspace: Workspace, report: BenchReport) -> None:
+    """Count the bytes that ranks read of a sequence that they share, over the stored bytes of their own tokens."""
+    path, random = workspace.folder / "long", np.random.default_rng(0)
+    with open_writer(path, pack_size=_LONG_TOKENS, overwrite=True) as writer:
+        mask = np.arange(1, _LONG_TOKENS + 1) % 1024 > 512
+        writer.append(Pack(random.zipf(1.3, _LONG_TOKENS) % 100_000, mask, [0]))
+    stored, num_bytes, ranks = (path / "shard_000000.parquet").stat().st_size, 0, range(0, _LONG_RANKS, 16)
+    config = LoaderConfig(global_batch_size=1)
+    for rank in ranks:
+        layout = RankLayout(cp_rank=rank, cp_size=_LONG_RANKS, pad_to_multiple=2 * _LONG_RANKS, reads_ahead=1)
+        schedule = ScheduleConfig(max_tokens_per_rank=_LONG_TOKENS // _LONG_RANKS)
+        reader = BatchReader(open_dataset(path), config, schedule=schedule, layout=layout)
+        before = _bytes_read()
+        reader.read(next(iter(Blend.of_one(1).steps(config, epoch=0, packs_consumed=0))))
+        num_bytes += _bytes_read() - before
+    title = f"parquet, {_LONG_TOKENS:,} tokens of {_LONG_RANKS} ranks, bytes read"
+    report.add(Figure(title, num_bytes / (stored * len(ranks) / _LONG_RANKS), "x", at_most=2.5))
 
 
 def _read_as_ranks(sizes: Sizes, path: Path, name: str, ranks: int, workers: int) -> tuple[int, int]:
