@@ -258,8 +258,8 @@ def accepted(kinds: Iterable[str], num_ranks: Iterable[int] = RANKS) -> list[Lay
     return [layout for kind in kinds for layout in layouts_of(kind, num_ranks) if layout.refused is None]
 
 
-def an_eighth(layouts: list[Layout], seed: int = 30) -> list[Layout]:
-    """Return an eighth of the layouts, in which every kind has every value of every dimension that it can have."""
+def with_every_value(layouts: list[Layout], seed: int = 30) -> list[Layout]:
+    """Return a sixteenth of the layouts or more: each kind has every value of every dimension that it can have."""
     shuffled = random.Random(seed).sample(layouts, len(layouts))
     seen: set[tuple[str, str, Any]] = set()
     chosen = []
@@ -268,7 +268,7 @@ def an_eighth(layouts: list[Layout], seed: int = 30) -> list[Layout]:
             chosen.append(layout)
             seen |= layout.values
     rest = (layout for layout in shuffled if layout not in chosen)
-    return [*chosen, *itertools.islice(rest, max(0, len(layouts) // 8 - len(chosen)))]
+    return [*chosen, *itertools.islice(rest, max(0, len(layouts) // 16 - len(chosen)))]
 
 
 def drawn(count: int, ranks: int, seed: int) -> list[Layout]:

@@ -225,8 +225,7 @@ def test_garbage_is_collected_at_the_interval_and_at_no_other_time(collections):
     assert step.most == 4 * Cycles.per_batch
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-@pytest.mark.parametrize("nan_at", [0, 5])
+@pytest.mark.parametrize(("is_enabled", "nan_at"), [(True, 0), (False, 5)])
 def test_the_collector_is_as_before_after_the_last_step_and_after_an_error(collections, is_enabled, nan_at):
     step, kept = Cycles(nan_at=nan_at), Node()
     kept.itself, of_kept = kept, weakref.ref(kept)
