@@ -165,31 +165,6 @@ def plant(module):
 }
 # Faults of media, on two ranks: sizes of the layout, the module, the code, and how it shows.
 OF_MEDIA = {
-    "features of the neighbor": (
-        {"context_parallel_size": 2},
-        "harness.megatron.batch",
-        """
-def plant(module):
-    right = module.MediaTensors
-    module.MediaTensors = lambda arrays, features, **rest: right(arrays, features=features.flip(0), **rest)
-""",
-        r"step differs",
-    ),
-    "one placeholder too few": (
-        {},
-        "harness.loader.plan",
-        """
-def plant(module):
-    right = module.row_media
-
-    def short(*values):
-        made = right(*values)
-        return None if made is None else module.replace(made, tokens=made.tokens - 1)
-
-    module.row_media = short
-""",
-        r"LoaderError: the encoder returns \d+ features for \d+ placeholder tokens",
-    ),
     "gradient of the encoder summed twice over tensor-parallel ranks": (
         {"tensor_parallel_size": 2, "sequence_parallel": True},
         "harness.megatron.model.gpt",
@@ -207,23 +182,6 @@ def plant(module):
 """,
         r"encoder\.audio_tower",
     ),
-    "mrope positions not reset": (
-        {},
-        "harness.thd",
-        """
-def plant(module):
-    right = module.RowMedia.positions
-
-    def not_reset(self, position_ids, cu_seqlens_padded):
-        # Of height and width: where all three count on, attention sees the same distances.
-        found = right(self, position_ids, cu_seqlens_padded)
-        found[1:] = (found[1:] + module.np.arange(len(position_ids)) - position_ids) % (1 + position_ids.max())
-        return found
-
-    module.RowMedia.positions = not_reset
-""",
-        r"loss|grad_norm",
-    ),
     "mrope positions lost on a later stage": (
         {"pipeline_parallel_size": 2},
         "harness.prep.media.rules",
@@ -234,27 +192,9 @@ def plant(module):
         r"loss|grad_norm",
     ),
 }
-OF_MEDIA |= {f"features of the neighbor, {of}": OF_MEDIA["features of the neighbor"] for of in ("mrope", "deep")}
-# Faults of layers with a scan, on two ranks or four stages: sizes of the layout, the module, and the code.
+# Of layers with a scan, one of a single stage and one of padding inside a row: sizes of the layout, the module, and the
+# code.
 OF_SCANS = {
-    "state carried over a boundary": (
-        {},
-        "harness.megatron.model.mamba_reference",
-        """
-def plant(module):
-    right = module.ChunkedRow.of
-    module.ChunkedRow.of = lambda lengths, slots: right(lengths.sum().reshape(1), slots)
-""",
-    ),
-    "convolution window crosses a boundary": (
-        {},
-        "harness.megatron.model.mamba_reference",
-        """
-def plant(module):
-    right = module.convolve
-    module.convolve = lambda x, *values: right(x, *values[:-1], module.document_lengths(x.shape, None))
-""",
-    ),
     # The third of four stages, which has a scan.
     "seq_idx lost on a middle stage": (
         {"pipeline_parallel_size": 4},
@@ -290,41 +230,6 @@ def plant(module):
         return bounds, torch.repeat_interleave(lengths).to(owners.dtype)[None], order
 
     module.PackedRow.scan_order = continued
-""",
-    ),
-    # Ranks scan all tokens for some heads, so no state is handed on: it is as if the scan began anew in each slice.
-    "state not handed to the next CP rank": (
-        {"context_parallel_size": 2},
-        "harness.megatron.compat",
-        """
-def plant(module):
-    right, torch = module.PackedRow.scan_order, module.torch
-
-    def anew(self, cp_size):
-        bounds, owners, order = right(self, cp_size)
-        if order is None:
-            return bounds, owners, order
-        ranks = order // len(self.positions)
-        begins = torch.ones_like(ranks, dtype=torch.bool)
-        begins[1:] = (owners[0].diff() != 0) | (ranks.diff() != 0)
-        starts = torch.cat([begins.nonzero().flatten(), bounds[-1:]])
-        return starts, (begins.cumsum(0) - 1).to(owners.dtype)[None], order
-
-    module.PackedRow.scan_order = anew
-""",
-    ),
-    "tokens scanned in the order of attention": (
-        {"context_parallel_size": 2},
-        "harness.megatron.compat",
-        """
-def plant(module):
-    right = module.PackedRow.scan_order
-
-    def as_sliced(self, cp_size):
-        bounds, owners, order = right(self, cp_size)
-        return bounds, owners, None if order is None else order.sort().values
-
-    module.PackedRow.scan_order = as_sliced
 """,
     ),
 }
@@ -493,7 +398,7 @@ def test_a_fault_of_a_scan_is_seen(name, kind, tmp_path) -> None:
 def test_a_fault_of_media_is_seen(name, tmp_path) -> None:
     sizes, *fault, shows = OF_MEDIA[name]
     parallel = ParallelConfig(static_rows=False, **sizes)
-    kind = next((kind for kind in ("image_deep", "image_mrope") if kind.removeprefix("image_") in name), "omni")
+    kind = "image_mrope" if "mrope" in name else "omni"
     chosen = next(one for one in accepted([kind]) if one.ranks == 2 and one.config.parallel == parallel)
     wrong = differing(train_all([chosen], tmp_path, plant_fault(tmp_path / "plant", *fault)))
     assert re.search(shows, "\n".join(wrong)), wrong

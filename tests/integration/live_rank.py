@@ -1,10 +1,7 @@
-"""`python -m tests.integration.live_rank FOLDER OUT INTERVAL STEP_S TOKENIZER TIMEOUT_S COLLECTIVE_S`: a rank
-without a model.
+"""`python -m tests.integration.live_rank FOLDER OUT STEP_S TIMEOUT_S COLLECTIVE_S`: a rank without a model.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's; LIVE_SCHEDULE is the schedule, LIVE_WINDOW the
-sequences of a step in place of packs, and LIVE_COPIES the number of ranks that train the same rows. FOLDER is one
-folder, or several with commas between them, of equal weights. Rank 0 writes a line a step of what all ranks trained,
-and every few steps a checkpoint to resume from.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's. Rank 0 writes a line a step of what all ranks trained,
+and every second step a checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from harness.loader.datasets import LiveSource
 from harness.loader.live.rank import BatchPlan
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job.runtime import gather_on_rank_0
-from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.schedule import SequenceCost
 from harness.storage import write_atomically
 from harness.train.metrics import keep_lines_before
@@ -33,11 +29,8 @@ from tests.samples.small_packs import batch_digest
 SIZE, CAPACITY, PACK_SIZE, OPEN_PACKS = 4, 256, 128, 3
 
 
-def main(
-    folder: str, out: Path, interval: int, step_s: float, tokenizer: str, timeout_s: float, collective_s: float
-) -> None:
+def main(folder: str, out: Path, step_s: float, timeout_s: float, collective_s: float) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    copies = int(os.environ.get("LIVE_COPIES", "1"))
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=collective_s))
     checkpoint, log = out / "checkpoint.json", out / "trained.jsonl"
     step, state = 0, None
@@ -53,20 +46,10 @@ def main(
             write_atomically(checkpoint, json.dumps({"step": step, "state": state.to_json()}).encode())
             feed.trained(state)
 
-    sources = [LiveSource(path) for path in folder.split(",")]
-    window = int(os.environ.get("LIVE_WINDOW", "0")) or None
     with LiveFeed(
-        LiveConfig(blend=sources, pack_size=PACK_SIZE, open_packs=OPEN_PACKS, timeout_s=timeout_s),
-        BatchPlan(
-            RankLayout(dp_rank=rank // copies, dp_size=world // copies),
-            SIZE,
-            CAPACITY,
-            SequenceCost(),
-            os.environ.get("LIVE_SCHEDULE", "as_packed"),
-            window_sequences=window,
-            weights=(1.0,) * len(sources),
-        ),
-        tokenizer=ChatTokenizer(TokenizerConfig(name=tokenizer)) if tokenizer else None,
+        LiveConfig(blend=[LiveSource(folder)], pack_size=PACK_SIZE, open_packs=OPEN_PACKS, timeout_s=timeout_s),
+        BatchPlan(RankLayout(dp_rank=rank, dp_size=world), SIZE, CAPACITY, SequenceCost(), "as_packed", weights=(1.0,)),
+        tokenizer=None,
         state=state,
         timeout_s=collective_s,
         device=torch.device("cpu"),
@@ -81,16 +64,14 @@ def main(
                     file.write(
                         json.dumps({"step": step, "digests": [digest for digest, _ in parts], "ids": ids}) + "\n"
                     )
-            if step % interval == 0:
+            if step % 2 == 0:
                 save()
         if state is not None:
             save()
-    if rank == 0:
-        (out / "done").touch()
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     with exit_on_error():
-        place, report, every, seconds, name, limit, collective = sys.argv[1:]
-        main(place, Path(report), int(every), float(seconds), name, float(limit), float(collective))
+        place, report, *seconds = sys.argv[1:]
+        main(place, Path(report), *map(float, seconds))

@@ -1,20 +1,20 @@
-"""Live chunks under kills: either side, at any moment, and what is trained is what an undisturbed run trains."""
+"""Runs on live chunks with a slow producer, damaged chunks, other layouts, a kill and a signal.
+
+Kills of either side at any operation are in tests/unit/protocols and tests/kills.
+"""
 
 from __future__ import annotations
 
-import random
 import re
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from live_streams import some_chats, some_packs, train, write_chats, write_stream
+from live_streams import some_chats, some_packs, train, write_stream
 
 from harness.errors import HarnessError
-from harness.formats import open_writer
 from harness.loader.live.folder import LiveFolder
-from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.prep.tokenize.bpe import train_bpe
 from harness.train.digests import read_digests
 from harness.train.metrics import read_metrics
@@ -24,7 +24,6 @@ from ..integration.live_rank import SIZE
 from ..integration.test_live_processes import Side, Stream, until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
-KILLS, ROWS_PER_CHUNK = 50, 9
 MODEL = (
     *("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=64", "loader.global_batch_size=4"),
     *("schedule=as_packed", "schedule.max_tokens_per_rank=256", "trainer.device=cpu", "trainer.record_digests=true"),
@@ -43,81 +42,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     train_bpe(["question alpha beta gamma delta 0123456789 "] * 20, folder, vocab_size=300)
     return folder
-
-
-def sizes(rows: int) -> list[int]:
-    return [min(ROWS_PER_CHUNK, rows - start) for start in range(0, rows, ROWS_PER_CHUNK)]
-
-
-def kill_at_random(sides: list[Side], stream: Stream, draw: random.Random, *, kills: int = KILLS) -> int:
-    """SIGKILL one side or both at so many moments, and start it again; gives how many came before the end."""
-    made = 0
-    while made < kills and not stream.is_done:
-        # From the middle of starting up to well into a stretch of training.
-        time.sleep(draw.choice([0.3, 1.5, 4.0]) * draw.random())
-        if draw.random() < 0.7:  # at a time when something is trained
-            before = len(stream.trained())
-            until(lambda before=before: len(stream.trained()) != before or stream.is_done, *sides)
-        if stream.is_done:
-            break
-        chosen = draw.choice([sides[:1], sides[1:], sides])
-        for side in chosen:
-            side.kill()
-        made += 1
-        for side in chosen:
-            side.start()
-    return made
-
-
-@pytest.mark.parametrize(("kind", "ranks"), [("packs", 4), ("chat", 2)])
-def test_fifty_kills_change_nothing(stream: Stream, tokenizer: Path, tmp_path: Path, kind: str, ranks: int) -> None:
-    count = 2400
-    rows = some_packs(count) if kind == "packs" else some_chats(count)
-    write_stream(tmp_path / "reference", rows, sizes(count))
-    made = ChatTokenizer(TokenizerConfig(name=str(tokenizer))) if kind == "chat" else None
-    expected = train(tmp_path / "reference", dp_size=ranks, size=SIZE, tokenizer=made)
-    source = write_chats(tmp_path / "source.jsonl", count)
-    if kind == "packs":
-        source = tmp_path / "source"
-        with open_writer(source, format="memmap", pack_size=64) as writer:
-            for pack in rows:
-                writer.append(pack)
-
-    options = (f"chunks.rows={ROWS_PER_CHUNK}", "chunks.max_waiting=4", "chunks.keep=2")
-    producer = stream.producer(source, *options, kind=kind)
-    name = str(tokenizer) if kind == "chat" else ""
-    training = stream.ranks(ranks, interval=7, step_s=0.25 if kind == "packs" else 0.5, tokenizer=name)
-    with producer, training:
-        kills = kill_at_random([producer, training], stream, random.Random(ranks))
-        assert training.wait() == [0] * ranks, training.output()[-3000:]
-        assert producer.wait() == [0], producer.output()[-3000:]
-    assert kills == KILLS
-    assert "Traceback" not in producer.output()
-    assert [line["digests"] for line in stream.trained()] == expected.digests
-    assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences
-    ends = [LiveFolder(folder).end() for folder in (stream.folder, tmp_path / "reference")]
-    assert (ends[0].rows, ends[0].chain) == (ends[1].rows, ends[1].chain)
-
-
-def test_kills_with_another_number_of_ranks_after_each_repeat_and_lose_nothing(stream, tokenizer, tmp_path) -> None:
-    draw = random.Random(0)
-
-    class AnyRanks(Side):
-        def start(self) -> None:
-            self.commands = stream.ranks(
-                draw.choice([1, 2, 4]), interval=5, step_s=0.2, tokenizer=str(tokenizer)
-            ).commands
-            super().start()
-
-    source = write_chats(tmp_path / "source.jsonl", 1500)
-    producer = stream.producer(source, f"chunks.rows={ROWS_PER_CHUNK}", "chunks.max_waiting=4", "chunks.keep=0")
-    training = AnyRanks([], stream.out / "ranks.log")
-    with producer, training:
-        assert kill_at_random([producer, training], stream, draw, kills=20) == 20
-        assert set(training.wait()) == {0}, training.output()[-3000:]
-        assert producer.wait() == [0], producer.output()[-3000:]
-    ids = [id for line in stream.trained() for id in line["ids"]]
-    assert len(ids) == len(set(ids)) == 1500
 
 
 def test_a_slow_producer_keeps_every_rank_waiting_together(stream: Stream, tmp_path: Path) -> None:
