@@ -59,7 +59,7 @@ sft: prepare
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
 
-# The default tests, and those marked `submission`, some of which are nightly too: 12 minutes.
+# The default tests, and those marked `submission`, some of which are nightly too: 14 minutes.
 test-submission: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal \
 		-m '(submission or not nightly) and not (slurm or container or install)' $(TESTS)
