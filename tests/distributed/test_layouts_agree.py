@@ -377,7 +377,7 @@ def test_the_documented_four_steps_show_a_rank_that_divides_by_its_own_tokens(tm
 @pytest.mark.submission
 def test_rows_that_data_parallel_ranks_share_train_as_on_one_rank(tmp_path) -> None:
     # The others in the nightly tests.
-    layouts = [*with_every_value(accepted(SHARED[:2])), *with_every_value(accepted(SHARED[2:4], [2]))]
+    layouts = [*with_every_value(accepted(SHARED[:1])), *with_every_value(accepted(SHARED[1:4], [2]))]
     assert differing(train_all(layouts, tmp_path)) == []
 
 
