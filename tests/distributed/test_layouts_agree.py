@@ -344,6 +344,7 @@ COMPARED_ELSEWHERE = {
 }
 
 
+@pytest.mark.submission
 def test_every_setting_of_a_step_has_all_its_values_or_another_test_that_compares_them() -> None:
     configs = [config_of(kind) for kind in (*KINDS, *LATER, *AVERAGED, *SEQUENCES, *SHARED, *OTHER_VALUES)]
     untried = set()
