@@ -10,12 +10,12 @@ PREPARE ?= data=pack_1k
 # Where the environment forbids bytecode files, every process of a test would compile this project again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup setup-ray setup-msc sft prepare test test-install test-versions test-integrations test-container test-slurm lint format bench scoreboard docs docs-serve release clean
+.PHONY: setup setup-ray setup-msc sft prepare test test-submission test-install test-versions test-integrations test-container test-slurm lint format bench scoreboard docs docs-serve release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make sft     prepare a dataset from Python's own documentation and fine-tune a small GPT on it"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests of every edit; make test-submission runs those that a change needs to land"
 	@echo "make test-install, test-slurm, test-container   run the tests that need the package index, Slurm or podman"
 	@echo "make test-integrations   run other trainers, and their newest releases, in environments of their own"
 	@echo "make test-versions   run tests with Python 3.12 and Megatron-Core 0.19"
@@ -59,6 +59,10 @@ sft: prepare
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
 
+# What a change that lands has to pass beside the default tests; some of these are nightly too.
+test-submission: setup
+	$(BIN)/python -m pytest -n auto --dist worksteal -m submission $(TESTS)
+
 # Builds the wheel and runs the README's quickstart with it in fresh environments, outside this folder. Three minutes; the
 # packages come from the index, as those of `make setup` do.
 test-install: setup
@@ -75,7 +79,7 @@ VERSIONS ?= tests/distributed/test_checksums.py tests/distributed/test_experts.p
 test-versions:
 	code=0; python=$$(.ci/versions) || code=$$?; \
 	if [[ $$code == 3 ]]; then echo "make test-versions: skipped, no Python 3.12 here"; else [[ $$code == 0 ]] && \
-	PYTHONPATH=$(CURDIR) $$python -m pytest -n auto --dist worksteal $(VERSIONS); fi
+	PYTHONPATH=$(CURDIR) $$python -m pytest -n auto --dist worksteal -m 'not nightly' $(VERSIONS); fi
 
 # Megatron-Bridge and torchtitan want other packages than this project: each has an environment outside this folder, which
 # is kept between runs (VERSIONS_DIR names another place). The newest releases of others are installed, too. 10 GB and

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from harness.prep import TokenizerConfig, prepare
 from harness.prep.sources.config import SourceConfig
+
+pytestmark = pytest.mark.submission
 
 NASTY = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} \x1b[2J Grüße, 世界"
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}

@@ -12,6 +12,8 @@ from parity_reports import all_same, cell, one_of_each, reference, report
 from harness.parity.pages import HTML_FILE, render_all
 from harness.parity.result import ParityReport
 
+pytestmark = pytest.mark.submission
+
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 NASTY = "<img src=x onerror=alert(1)> <b>bold</b> &amp; a_name_that_goes_on_and_on_without_a_place_to_break_it"
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from harness.conformance import CHECKS
 from tests.scoreboard.page import write_page
 
 from .conftest import SCREENSHOTS
+
+pytestmark = pytest.mark.submission
 
 
 def make_results() -> dict:

@@ -21,6 +21,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+pytestmark = pytest.mark.submission
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 

@@ -85,6 +85,7 @@ def try_points(disk: Disk, command: Command, folder: Path, kind: str, points: in
     return len(chosen)
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_fault_is_named_and_the_same_command_finishes(disk: Disk, tmp_path: Path, name: str) -> None:
     kind = random.Random(name).choice(list(KINDS))
@@ -124,11 +125,13 @@ def try_memory(disk: Disk, command: Command, folder: Path, points: int | None, s
     return len(chosen)
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_power_failure_leaves_a_whole_dataset_or_none_and_the_same_command_finishes(disk, tmp_path, name) -> None:
     assert try_power(disk, COMMANDS[name], tmp_path, 1, name) == 4
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("name", SAMPLED)
 def test_memory_that_runs_out_is_named_and_the_same_command_finishes(disk: Disk, tmp_path: Path, name: str) -> None:
     assert try_memory(disk, COMMANDS[name], tmp_path, 2, name) == 2
@@ -169,6 +172,7 @@ def try_rooms(commands: Commands, command: Command, folder: Path, rooms: int, me
             attempt_with_room(disk, command, folder / "template", expected, needed * number // rooms)
 
 
+@pytest.mark.submission
 def test_a_real_disk_that_fills_up_is_named_and_the_same_command_finishes(disk: Disk, tmp_path: Path) -> None:
     try_rooms(disk.commands, COMMANDS["convert-parquet"], tmp_path, 2)
 

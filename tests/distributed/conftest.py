@@ -23,6 +23,7 @@ from small_packs import write_small_packs
 from harness.config import compose_config
 from harness.parity.running import free_ports
 from harness.train.metrics import whole_lines
+from tests.samples.warm_python import warm_python
 
 SMALL = (
     *("model.num_layers=4", "model.hidden_size=32", "model.ffn_hidden_size=64", "loader.global_batch_size=6"),
@@ -87,7 +88,9 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def server_of(variables: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
     """Return the process of `forked` that answers requests with these variables; it ends with this one."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen(FORKED, env=dict(variables), cwd=ROOT, text=True, **pipes)
+    # A path may have other packages than those that are imported.
+    python = sys.executable if "PYTHONPATH" in dict(variables) else warm_python()
+    return subprocess.Popen([python, *FORKED[1:]], env=dict(variables), cwd=ROOT, text=True, **pipes)
 
 
 def run_forked(ranks: int, arguments: list[str], timeout_s: float) -> tuple[int, str]:

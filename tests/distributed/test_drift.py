@@ -43,7 +43,7 @@ DRIFTS = {
 
 
 # Of each kind of copies; the others at night.
-DEFAULT = ("distributed", "norms", "stages", "experts")
+SAMPLED = ("distributed", "norms", "stages", "experts")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,8 @@ def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory, request: pytes
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.nightly) for name in DRIFTS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.submission if name in SAMPLED else pytest.mark.nightly) for name in DRIFTS],
 )
 def test_one_bit_on_one_rank_is_named_by_parameter_ranks_and_step(runs, name) -> None:
     _, _, parameter, kind = DRIFTS[name]
@@ -74,6 +75,7 @@ def test_one_bit_on_one_rank_is_named_by_parameter_ranks_and_step(runs, name) ->
     assert [line["step"] for line in read_metrics(runs / name)] == [1, 2]
 
 
+@pytest.mark.submission
 def test_stages_between_the_first_and_the_last_have_no_copies_of_embeddings_after_another_layout(dataset, tmp_path):
     """Megatron-Core remembers the ranks of the embedding group of a layout that the same process left."""
     settings = ("trainer.steps=1", "trainer.drift_interval=1", "trainer.eval_interval=0", "loader.num_workers=0")

@@ -45,7 +45,7 @@ from .test_weights import MODELS, SIZES, settings_of, tensors
 
 STEPS = ("optimizer.decay_steps=4", "trainer.eval_interval=2", "trainer.eval_batches=1", "trainer.record_digests=true")
 SMALLER = ("model.num_layers=2", "loader.num_workers=0", "resume=auto", "trainer.checkpoint_interval=0")
-# In the default run, because it has most parts: latent attention, a bias of experts, shared ones, and further tokens.
+# For every change, because it has most parts: latent attention, a bias of experts, shared ones, and further tokens.
 DEFAULT_KIND = "deepseek_like"
 # Fault, kind of model, layout, and what names it.
 FAULTS = (
@@ -115,6 +115,7 @@ def compare(dataset: Path, place: Path) -> Compare:
     return compare
 
 
+@pytest.mark.submission
 def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(dataset, place, compare) -> None:
     assert differences(compare("deepseek_like", "tp2_ep2", None)) == []
     # The load of experts in a validation, which is compared too, does not count in the steps' own.
@@ -146,7 +147,10 @@ def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(data
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("fault", "kind", "layout", "named"),
-    [pytest.param(*one, marks=() if DEFAULT_KIND in one else pytest.mark.nightly) for one in FAULTS],
+    [
+        pytest.param(*one, marks=pytest.mark.submission if DEFAULT_KIND in one else pytest.mark.nightly)
+        for one in FAULTS
+    ],
 )
 def test_a_fault_planted_in_experts_is_named(compare, fault, kind, layout, named) -> None:
     check = compare(kind, layout, fault)["mtp" if named == "mtp_tokens" else "experts"]

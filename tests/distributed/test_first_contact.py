@@ -14,6 +14,8 @@ from harness.bench.gpu.parts import PARTS
 
 from .conftest import ROOT, environment, run_command
 
+pytestmark = pytest.mark.submission
+
 
 @pytest.mark.timeout(900)  # fourteen starts of processes, on a machine that may be busy
 @pytest.mark.nightly

@@ -132,7 +132,7 @@ def test_a_resume_on_another_number_of_ranks_has_the_same_losses(llama, dataset,
 
     one, two = run(1, "one"), run(2, "two")
     np.testing.assert_allclose(two, one, rtol=1e-5)
-    # The rows of its steps are compared in tests/integrations/global_batches.py.
+    # The rows of its steps are compared in tests/integrations/test_global_batches.py.
     three = run(3, "three", resume=str(tmp_path / "two" / "checkpoint-5"))
     np.testing.assert_allclose(three, one, rtol=1e-5)
 

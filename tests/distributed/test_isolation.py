@@ -42,6 +42,7 @@ def check(found: dict[str, dict[str, list[str]]]) -> None:
             assert any(re.search(FINDINGS[defect], finding) for finding in findings), (layout, defect, findings)
 
 
+@pytest.mark.submission
 def test_documents_are_isolated_on_two_ranks_and_every_planted_defect_is_caught(tmp_path) -> None:
     layouts = ["tp2_sp", "pp2_vpp2 parallel.pipeline_layout=E|t*2|t|tL", "cp2"]
     found = findings_on(2, layouts, tmp_path)
@@ -95,6 +96,7 @@ def test_the_matrix_reports_isolation_on_one_rank_and_two(tmp_path) -> None:
     assert all([check.name for check in cell.checks] == ["isolation"] for cell in report.cells)
 
 
+@pytest.mark.submission
 def test_a_planted_leak_is_a_difference_in_the_report_and_exit_code_1(tmp_path) -> None:
     (tmp_path / "plant").mkdir()
     (tmp_path / "plant" / "sitecustomize.py").write_text(LEAK)
@@ -114,6 +116,7 @@ def test_a_planted_leak_is_a_difference_in_the_report_and_exit_code_1(tmp_path) 
     )
 
 
+@pytest.mark.submission
 def test_a_model_with_biases_of_experts_is_shown_isolated(tmp_path) -> None:
     cell = "1 parallel=data model.num_experts=4 model.expert_ffn_hidden_size=48 model.router_score=sigmoid"
     settings = ["check=isolation", f"folder={tmp_path}", f'isolation=["{cell} model.expert_bias=true"]']

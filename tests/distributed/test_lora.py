@@ -85,8 +85,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     ("name", "targets"),
     [
         ("qwen3", LORA_TARGETS),
-        ("nemotron_h", ("linear_qkv", "linear_fc1", "linear_fc2")),
-        ("qwen3_5", LORA_TARGETS),
+        pytest.param("nemotron_h", ("linear_qkv", "linear_fc1", "linear_fc2"), marks=pytest.mark.submission),
+        pytest.param("qwen3_5", LORA_TARGETS, marks=pytest.mark.submission),
         *(
             pytest.param(*one, marks=pytest.mark.nightly)
             for one in (
@@ -177,7 +177,7 @@ def assert_alike(found: list[dict[str, float]], expected: list[dict[str, float]]
         assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=tolerance)
 
 
-@pytest.mark.parametrize("layout", [("tp2_sp",), *at_night])
+@pytest.mark.parametrize("layout", [pytest.param(("tp2_sp",), marks=pytest.mark.submission), *at_night])
 def test_every_layout_resumes_with_the_adapters_of_one_rank(base, dataset, trained, tmp_path, layout) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)

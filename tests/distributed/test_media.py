@@ -219,6 +219,7 @@ def test_tied_embeddings_are_read_and_written_where_transformers_reads_them(fold
             assert is_tied == settings["tie_embeddings"], (outer, inner, folder)
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_an_export_of_a_run_on_images_generates_in_transformers(folders, tmp_path, name) -> None:
     import transformers
@@ -411,6 +412,7 @@ def wider(encoder: str) -> str:
     return json.dumps(values)
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("name", NAMES)
 def test_the_work_of_an_encoder_is_what_torch_counts_and_keeps(folders, name) -> None:
     """By the numbers of placeholder tokens alone, of media of several sizes."""

@@ -6,6 +6,8 @@ import pytest
 
 from .conftest import SMALL, found_by, read_metrics, run_ranks, run_sft
 
+pytestmark = pytest.mark.submission
+
 PLAIN, SPLIT = "parallel=data", "parallel=data_distributed"
 # name: run that it resumes from, its last step, its settings.
 RUNS = {

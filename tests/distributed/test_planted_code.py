@@ -121,6 +121,7 @@ def refused(action: Callable[[], object], name: str) -> HarnessError:
     return error.value
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize(("plant", "name"), PLANTS, ids=lambda value: getattr(value, "__name__", None))
 def test_export_and_resume_run_no_planted_code(run: Path, dataset: Path, tmp_path: Path, plant, name) -> None:
     folder, model = shutil.copytree(run, tmp_path / "run"), tmp_path / "model"
@@ -143,6 +144,7 @@ def test_export_and_resume_run_no_planted_code(run: Path, dataset: Path, tmp_pat
     assert not (tmp_path / "marker").exists()
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("part", ["weights", "common.pt"])
 def test_a_checkpoint_without_checksums_is_used_when_asked_for_unless_a_bit_of_a_tensor_differs(
     run: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str

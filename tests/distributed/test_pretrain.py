@@ -75,7 +75,13 @@ def stopped_after(whole: Path, folder: Path, step: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("parallel", ["tp2_sp", *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param("tp2_sp", marks=pytest.mark.submission),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT),
+    ],
+)
 def test_a_stopped_run_resumes_with_other_ranks_and_trains_the_same_samples(pretrain, whole, tmp_path, parallel):
     expected = Run(0, "", read_metrics(whole))
     assert expected.column("packs_consumed") == [6, 12, 18, 24, 30, 36]

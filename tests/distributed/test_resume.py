@@ -19,7 +19,7 @@ from harness.recipes import sft as sft_recipe
 from .conftest import ROOT, command, forked, kill_after, overrides_of, read_metrics, run_command, run_here
 
 # Cheaper tests of the same run by default: test_stopping, and tests/unit/megatron/test_checkpoints.
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.submission]
 
 SETTINGS = ("trainer.steps=9", "trainer.eval_interval=4", "trainer.checkpoint_interval=3")
 SAME = (

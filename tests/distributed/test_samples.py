@@ -71,6 +71,7 @@ def train(model: Path, data: Path, folder: Path, *more: str, ranks: int = 1) -> 
     return samples(folder)
 
 
+@pytest.mark.submission
 def test_answers_are_those_of_transformers_and_a_resumed_run_repeats_none(model, data, tmp_path, capsys) -> None:
     found = train(model, data, tmp_path / "run")
     assert [(line["step"], line["prompt"]) for line in found] == [

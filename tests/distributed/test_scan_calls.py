@@ -28,6 +28,8 @@ from tests.samples.warm_python import warm_python
 
 from .conftest import ROOT, found_by, run_command
 
+pytestmark = pytest.mark.submission
+
 GOLDEN = ROOT / "tests/golden/scan_calls.json"
 MODEL = ModelConfig(
     family="nemotron_h", layer_pattern="MM", num_layers=2, hidden_size=64, num_attention_heads=4, dtype="bfloat16",

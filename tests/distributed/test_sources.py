@@ -40,7 +40,10 @@ def test_the_loss_of_a_source_is_that_of_a_run_on_it_alone(dataset, tmp_path) ->
 
 
 # Two data-parallel ranks of two stages; at night two context-parallel ones.
-@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2_cp2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("pp2", marks=pytest.mark.submission), pytest.param("pp2_cp2", marks=pytest.mark.nightly)],
+)
 def test_losses_of_sources_agree_with_one_rank_from_one_checkpoint(dataset, tmp_path, layout) -> None:
     alone, folder = tmp_path / "alone", tmp_path / "run"
     run_here(sft, SftConfig, blended(dataset, alone))

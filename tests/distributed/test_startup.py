@@ -19,6 +19,8 @@ from tests.samples.warm_python import warm_python
 from .conftest import ROOT, command, environment, overrides_of, run_command
 from .test_stopping import started
 
+pytestmark = pytest.mark.submission
+
 
 def handles(process: int, number: signal.Signals) -> bool:
     status = Path(f"/proc/{process}/status").read_text()

@@ -21,6 +21,8 @@ from harness.train.attempts import decide
 from .conftest import ROOT, command, environment, kill_tree, overrides_of, read_metrics, run_command, run_sft
 from .test_resume import SAME
 
+pytestmark = pytest.mark.submission
+
 # Long enough that none ends before its signal.
 SETTINGS = ("trainer.steps=24", "trainer.eval_interval=0", "trainer.checkpoint_interval=4")
 FOREVER = (*SETTINGS, "trainer.steps=100000")

@@ -38,6 +38,7 @@ def found(folder: Path) -> list[list[tuple[Any, ...]]]:
     return [[(s["rank"], s["node"], s["cause"]) for s in line["stragglers"]] for line in read_metrics(folder)]
 
 
+@pytest.mark.submission
 @pytest.mark.nightly
 def test_a_rank_with_slow_data_and_a_stopped_one_are_told_apart_and_a_node_is_left_out(dataset, tmp_path) -> None:
     logs = tmp_path / "stopped" / "logs"

@@ -46,7 +46,7 @@ def loaded(families: tuple[str, ...]) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("tp_size", "families"),
     [
-        (1, ("qwen3", "qwen3_moe", "qwen3_next")),
+        pytest.param(1, ("qwen3", "qwen3_moe", "qwen3_next"), marks=pytest.mark.submission),
         pytest.param(1, ALL, marks=pytest.mark.nightly),
         pytest.param(2, ALL, marks=pytest.mark.nightly),
     ],

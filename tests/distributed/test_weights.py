@@ -151,7 +151,9 @@ def nightly(*case: object) -> Any:
     return pytest.param(*case, marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(2, 3), nightly(1, 1), nightly(2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "share"), [pytest.param(2, 3, marks=pytest.mark.submission), nightly(1, 1), nightly(2, 1)]
+)
 def test_logits_of_a_packed_row_are_those_of_transformers_on_every_layout(models, tmp_path, ranks, share) -> None:
     layouts = {name: sizes for name, sizes in LAYOUTS.items() if max(sizes) == ranks}
     jobs = [
@@ -486,6 +488,7 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(models, 
                     check_weights(weights, model, 300, pretrained.mtp_layers)
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
 def test_the_text_model_of_one_that_encodes_images_is_read_trained_and_exported(dataset, tmp_path, kind) -> None:
     import transformers

@@ -26,6 +26,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ READMES = [
     *(str(Path(folder, "README.md")) for folder in FOLDERS if (ROOT / folder / "README.md").is_file()),
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
 ]
-GENERATED: dict[str, str] = runpy.run_path(str(ROOT / "docs/reference.py"))["write_pages"]()
+# Pages whose blocks train or pack, which takes seconds.
+LONG = ("README.md", "docs/datasets.md", "docs/pretrain.md", "docs/train.md")
 SCHEMAS = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig, "parity": ParityConfig}
 EXPERIMENTS = [path.stem for path in (CONFIGS / "experiment").glob("*.yaml")]
 # Settings of the commands themselves; all others are those of a recipe.
@@ -234,7 +236,9 @@ def run_readme(readme: str, folder: Path, *, nightly: bool, names: dict[str, obj
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
-@pytest.mark.parametrize("readme", READMES)
+@pytest.mark.parametrize(
+    "readme", [pytest.param(name, marks=pytest.mark.submission if name in LONG else ()) for name in READMES]
+)
 def test_every_block_of_a_readme_runs_as_shown(readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_readme(readme, tmp_path, nightly=False)
@@ -246,6 +250,12 @@ def test_every_block_of_a_readme_runs_as_shown(readme: str, tmp_path: Path, monk
 def test_the_long_blocks_of_a_readme_run_too(readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_readme(readme, tmp_path, nightly=True)
+
+
+@cache
+def generated() -> dict[str, str]:
+    """Return the pages of the reference by their paths."""
+    return runpy.run_path(str(ROOT / "docs/reference.py"))["write_pages"]()
 
 
 def anchors_of(page: str) -> set[str]:
@@ -265,6 +275,7 @@ def test_links_between_pages_lead_to_headings_that_exist() -> None:
                 assert anchor in anchors_of(page), f"{readme} links to {path}#{anchor}, which has no such heading"
 
 
+@pytest.mark.submission
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     # `--quiet` would hide warnings from `--strict`.
@@ -281,7 +292,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(tm
     assert "cost_balanced" in (tmp_path / "site/search/search_index.json").read_text()
     reference = (tmp_path / "site/reference/index.html").read_text()
     listed = re.findall(r'<td><a href="(\w+)\.html">', reference)
-    assert [f"reference/{name}.md" for name in listed] == [n for n in GENERATED if re.match(r"reference/\w+\.md", n)]
+    assert [f"reference/{name}.md" for name in listed] == [n for n in generated() if re.match(r"reference/\w+\.md", n)]
 
 
 def test_no_page_by_hand_is_longer_than_a_reader_reads_at_once_and_the_first_is_a_screen_and_a_half() -> None:
@@ -299,7 +310,7 @@ def test_the_reference_is_generated_from_the_code() -> None:
         "errors": "| `FormatError` |",
         "families": "| `qwen3_moe` | `Qwen3MoeForCausalLM` | yes |",
     }.items():
-        assert row in GENERATED[f"reference/{page}.md"]
+        assert row in generated()[f"reference/{page}.md"]
 
 
 def test_the_tree_of_the_house_names_every_package_and_no_other() -> None:

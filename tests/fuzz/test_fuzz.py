@@ -45,6 +45,7 @@ REGRESSIONS = [
 ]
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_files_are_read_or_refused(tmp_path: Path, name: str) -> None:
     target, generator = TARGETS[name](tmp_path / name), np.random.default_rng(1)

@@ -24,6 +24,8 @@ from harness.train.metrics import whole_lines
 from ..distributed.conftest import ROOT, environment
 from .live_rank import SIZE
 
+pytestmark = pytest.mark.submission
+
 HARNESS = Path(sys.executable).parent / "harness"
 
 

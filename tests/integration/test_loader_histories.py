@@ -188,6 +188,7 @@ def run_histories(kind: str, readers: dict[str, PackReader], joined: dict[str, J
     )
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize(("kind", "count"), [("one dataset", 24), ("by weight", 12), ("by size", 12)])
 def test_some_histories_train_every_pack_once_in_order(readers, joined, kind, count) -> None:
     run_histories(kind, readers, joined, count)

@@ -62,6 +62,7 @@ def start(folder: Path, path: Path, *more: str, python: str = sys.executable) ->
     return subprocess.Popen([*command, "source.shard_bytes=1"], stdout=subprocess.DEVNULL, start_new_session=True)
 
 
+@pytest.mark.submission
 def test_a_killed_preparation_by_workers_keeps_its_pieces_and_gives_the_same_bytes(tmp_path, prepared):
     path = tmp_path / "d"
     process = start(prepared, path, "data.num_workers=2")
@@ -111,7 +112,10 @@ def attempt(job: shards.ShardJob, shard: SourceShard, prepare_to_die: Callable[[
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv", "a.arrow", "a.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl.gz", *(pytest.param(name, marks=pytest.mark.submission) for name in ("a.csv", "a.arrow", "a.json"))],
+)
 def test_a_kill_inside_a_shard_loses_no_record_that_was_saved_and_gives_the_same_bytes(tmp_path, monkeypatch, name):
     """The file is one shard, and progress is saved after every batch: no clock decides what is lost."""
     file, tokenizer = tmp_path / name, tmp_path / "tokenizer"
@@ -191,6 +195,7 @@ def test_the_time_left_is_estimated_from_the_work_of_this_run_alone(tmp_path, mo
     ]
 
 
+@pytest.mark.submission
 def test_a_preparation_that_continues_counts_the_shards_of_an_earlier_one_as_such(tmp_path, prepared, monkeypatch):
     path, process = tmp_path / "d", start(prepared, tmp_path / "d", "data.num_workers=0")
     while process.poll() is None and len(receipts(path)) < 2:

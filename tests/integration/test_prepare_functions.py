@@ -86,6 +86,7 @@ def test_a_function_that_cannot_be_loaded_and_names_of_columns_are_refused(here,
         RecordReader("known_chats:to_messages", columns={"messages": "chat"})
 
 
+@pytest.mark.submission
 def test_workers_call_the_function_and_another_one_is_not_taken_for_it(here):
     name = module(here, "worker_chats")
     lines = [record(number, "skip" if number % 3 == 0 else "chat") for number in range(300)] + [{"no": "kind"}]

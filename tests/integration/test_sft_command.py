@@ -48,6 +48,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.submission
 def test_a_killed_command_continues_with_its_checkpoint_to_a_model_and_a_report_and_is_done_once(
     folder, tmp_path, monkeypatch, harness
 ) -> None:

@@ -1,8 +1,8 @@
 """Short jobs on the data path of each trainer, which record what a model is given.
 
-    torchrun --nproc-per-node 2 tests/integrations/probes.py JOB.json
+    torchrun --nproc-per-node 2 -m tests.integrations.probes JOB.json
 
-`global_batches` runs them. A probe reads the steps of its job through one integration, as a user would,
+`test_global_batches` runs them. A probe reads the steps of its job through one integration, as a user would,
 and returns the rows of each step with the position after the last one. A new integration is one function here and one
 line in PROBES.
 """

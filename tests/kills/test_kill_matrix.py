@@ -13,7 +13,11 @@ FINISHED = "finished by the same command after each kill, byte for byte"
 @pytest.mark.parametrize(
     ("case", "kills"),
     [
-        *(pytest.param(case, case.kills, id=f"{case.name}, a tenth") for case in CASES if case.kills),
+        *(
+            pytest.param(case, case.kills, id=f"{case.name}, a tenth", marks=pytest.mark.submission)
+            for case in CASES
+            if case.kills
+        ),
         *(pytest.param(case, 50, id=case.name, marks=pytest.mark.nightly) for case in CASES),
     ],
 )

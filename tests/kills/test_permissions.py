@@ -12,7 +12,7 @@ from .cases import CASES, NOBODY, Case, contents
 
 # Those that need no other command before them.
 ALONE = [
-    pytest.param(case, id=case.name, marks=[] if case.kills > 1 else pytest.mark.nightly)
+    pytest.param(case, id=case.name, marks=pytest.mark.submission if case.kills > 1 else pytest.mark.nightly)
     for case in CASES
     if not case.name.endswith(("another", "merge", "--append"))
 ]
@@ -33,6 +33,7 @@ def test_a_folder_that_cannot_be_written_to_is_a_named_error(commands: Commands,
 
 
 @as_another_user
+@pytest.mark.submission
 @pytest.mark.parametrize("name", ["convert npy", "repack", "import", "indexed convert", "live produce"])
 def test_files_that_another_user_hides_are_a_named_error(commands: Commands, public: Path, name: str) -> None:
     case = next(case for case in CASES if case.name == name)
@@ -53,6 +54,7 @@ def test_files_that_another_user_hides_are_a_named_error(commands: Commands, pub
     assert str(hidden) in ran.output
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("name", ["convert memmap", "indexed family"])
 def test_with_a_umask_that_hides_files_everything_is_written_as_usual(commands, whole_of, name) -> None:
     whole = whole_of(next(case for case in CASES if case.name == name))
@@ -63,6 +65,7 @@ def test_with_a_umask_that_hides_files_everything_is_written_as_usual(commands, 
     assert {path.stat().st_mode & 0o077 for path in whole.out.rglob("*") if path.is_file()} == {0}
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("case", [case for case in CASES if case.kills], ids=lambda case: case.name)
 def test_what_is_written_can_be_read_by_those_whom_the_umask_admits(whole_of, case) -> None:
     whole = whole_of(case)

@@ -17,6 +17,8 @@ from harness.formats import FORMATS, PackReader, open_dataset, open_writer
 from harness.prep.pipeline import repack_store
 from harness.records import Pack
 
+pytestmark = pytest.mark.submission
+
 OLD = some_packs(24)
 # The same lengths, bounds and masks, so that nothing but their tokens tells them apart.
 NEW = [Pack((pack.input_ids + 7) % 300, pack.loss_mask, pack.seq_start_id) for pack in OLD]

@@ -12,7 +12,11 @@ from .cases import CASES, HELD, NOBODY, Whole, contents
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=[] if case.kills > 1 else pytest.mark.nightly) for case in CASES]
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=pytest.mark.submission if case.kills > 1 else pytest.mark.nightly)
+        for case in CASES
+    ],
 )
 def test_the_second_of_two_is_refused_and_the_first_finishes(commands, whole_of, case) -> None:
     whole = whole_of(case)
@@ -43,7 +47,7 @@ def test_at_any_point_of_the_first_the_second_is_refused_or_finds_it_finished(co
 @pytest.mark.parametrize(
     "name",
     [
-        "indexed convert",
+        pytest.param("indexed convert", marks=pytest.mark.submission),
         *(
             pytest.param(name, marks=pytest.mark.nightly)
             for name in ("convert memmap", "import one.parquet", "live produce")

@@ -28,7 +28,7 @@ from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
 from harness.prep.sources.schema import find_schema
 from tests.samples.media_models import picture
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.submission]
 
 
 def chat(number: int, words: int = 8) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from harness.storage.claims import ClaimStore, Lease
 
 from .conftest import OTHER, content
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.submission]
 
 PACKS = [Pack([number, 2, 300], [1, 1, 0], [0]) for number in range(12)]
 

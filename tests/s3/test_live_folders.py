@@ -27,7 +27,7 @@ from harness.train.metrics import whole_lines
 from ..distributed.conftest import ROOT, environment
 from .conftest import OTHER, content
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.submission]
 
 ROWS, SIZES = 30, [4, 5, 3, 6, 2, 4, 6]
 

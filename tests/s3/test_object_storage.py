@@ -29,7 +29,7 @@ from harness.records import Medium, Pack
 from harness.storage import ObjectPath
 from harness.storage.inputs import list_objects
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.submission]
 
 PACK_SIZE = 1024
 

@@ -24,6 +24,8 @@ from harness.storage.bucket import list_below
 from harness.storage.claims import ClaimStore, Lease
 from harness.storage.inputs import list_objects
 
+pytestmark = pytest.mark.submission
+
 # Of the emulator, for everybody.
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

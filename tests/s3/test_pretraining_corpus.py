@@ -29,7 +29,7 @@ from tests.samples.small_packs import batch_digest
 
 from ..distributed.conftest import run_here
 
-pytestmark = [pytest.mark.s3, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.s3, pytest.mark.timeout(600), pytest.mark.submission]
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     *("model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64", "model.vocab_size=300"),

@@ -22,7 +22,7 @@ from harness.storage import bucket as bucket_module
 from harness.storage import open_folder
 from harness.storage.bucket import _PartsDigest
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.submission]
 
 
 @pytest.fixture

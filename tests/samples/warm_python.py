@@ -39,6 +39,7 @@ IMPORTS = (
     *(f"transformers.models.{name}" for name in ("llama.modeling_llama", "mixtral.modeling_mixtral")),
 )
 ROOT = Path(__file__).resolve().parents[2]
+_SERVERS: list[subprocess.Popen[bytes]] = []  # kept, and not waited for: other workers may need it longer
 _CLIENT = """#!{python} -IS
 import json, os, socket, sys
 arguments = {before!r} + sys.argv[1:]
@@ -59,23 +60,40 @@ sys.exit(code)
 
 @cache
 def warm_python() -> str:
-    """Return an executable that runs programs in forks of a process with IMPORTS, which ends with this one.
+    """Return an executable that runs programs in forks of a process with IMPORTS; beside it `harness` and `torchrun`.
 
-    Beside it are `harness` and `torchrun`.
+    All workers of pytest share the process, which ends with the last of them.
     """
-    folder = Path(tempfile.mkdtemp(prefix="warm-"))
-    atexit.register(shutil.rmtree, folder)
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"{os.getpid()}")[:8]
+    folder = Path(tempfile.gettempdir()) / f"warm-{os.getuid()}-{run}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            # It is open until this process ends; there is no reader before the first worker, nor after the last.
+            os.open(folder / "users", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            _start(folder)
+    return str(folder / "python")
+
+
+def _start(folder: Path) -> None:
+    """Start the process, and write the executables into its folder."""
     modules = {"python": [], "python3": [], "harness": ["-m", "harness"], "torchrun": ["-m", "torch.distributed.run"]}
     for name, before in modules.items():
         client, settings = folder / name, {"python": sys.executable, "place": str(folder / "socket")}
         client.write_text(_CLIENT.format(before=before, runs_modules=name == "python3", **settings))
         client.chmod(0o700)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    (folder / "users").unlink(missing_ok=True)
+    os.mkfifo(folder / "users")
+    reader = os.open(folder / "users", os.O_RDONLY | os.O_NONBLOCK)
+    os.open(folder / "users", os.O_WRONLY)
     command = [sys.executable, __file__, str(folder / "socket")]
-    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    atexit.register(server.communicate)  # closes its standard input
+    server = subprocess.Popen(command, env=environment, stdin=reader, stdout=subprocess.PIPE)
+    os.close(reader)
     assert server.stdout.read(1) == b"."
-    return str(folder / "python")
+    _SERVERS.append(server)
 
 
 def run(arguments: list[str]) -> object:
@@ -172,7 +190,7 @@ def main() -> None:
         listener.bind(sys.argv[1])
         listener.listen(64)
         os.write(1, b".")
-        while select.select([listener, 0], [], [])[0] == [listener]:  # until standard input ends, which tests hold
+        while select.select([listener, 0], [], [])[0] == [listener]:  # until standard input ends, which workers hold
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
@@ -181,6 +199,7 @@ def main() -> None:
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
+    shutil.rmtree(Path(sys.argv[1]).parent)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from harness.thd import (
     shared_multiple,
     static_row,
     tokens_ahead,
-    visible_bounds,
     zero_loss_row,
 )
 
@@ -149,15 +148,6 @@ def test_sequences_that_make_no_row_are_refused() -> None:
         rows_from_arrays(np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.uint8), [np.asarray([2, 3])])
 
 
-@pytest.mark.parametrize("pad_to_multiple", [1, 8])
-def test_a_zero_loss_row_is_legal_and_trains_nothing(pad_to_multiple: int) -> None:
-    row = zero_loss_row(pad_to_multiple)
-    assert isinstance(row, ThdBatch)
-    assert len(row) == pad_to_multiple
-    assert row.num_sequences == 1
-    assert row.num_trained_tokens == 0
-
-
 @pytest.mark.parametrize(
     ("cp_size", "tp_size", "sequence_parallel", "multiple"),
     [
@@ -276,13 +266,6 @@ def test_padding_keeps_sources_and_types_and_raises_max_seqlen_if_it_is_the_long
     assert np.diff(pad_row(row, 20).cu_seqlens_padded).max() == pad_row(row, 20).max_seqlen == 14
 
 
-def test_the_bounds_of_a_row_are_int32_whatever_they_are_made_from() -> None:
-    for real, padded, found in (([0, 3], [0, 3], [0, 3]), ([0, 3], [0, 4], [0, 3, 3])):
-        bounds = visible_bounds(real, padded)
-        assert bounds[0].tolist() == found
-        assert [one.dtype for one in bounds] == [np.int32, np.int32]
-
-
 def test_context_parallel_ranks_hold_a_chunk_from_each_end_of_sequences_that_can_be_cut() -> None:
     # One sequence of 8 and one of 4 tokens, two ranks: chunks of 2 and of 1.
     assert context_parallel_indices(np.asarray([0, 8, 12]), cp_size=2, cp_rank=0).tolist() == [0, 1, 6, 7, 8, 11]
@@ -295,20 +278,6 @@ def test_context_parallel_ranks_hold_a_chunk_from_each_end_of_sequences_that_can
     for rank in (2, -1):
         with pytest.raises(ScheduleError, match=f"rank {rank} does not exist among 2"):
             context_parallel_indices(np.asarray([0, 8]), cp_size=2, cp_rank=rank)
-
-
-@settings(deadline=None, max_examples=100)
-@given(chunks=st.lists(st.integers(1, 5), min_size=1, max_size=6), cp_size=st.integers(2, 5))
-def test_context_parallel_ranks_hold_every_token_once(chunks: list[int], cp_size: int) -> None:
-    bounds = np.cumsum([0, *[2 * cp_size * chunk for chunk in chunks]])
-    held = [context_parallel_indices(bounds, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
-    assert sorted(np.concatenate(held).tolist()) == list(range(bounds[-1]))
-    for rank, indices in enumerate(held):
-        expected: list[int] = []
-        for start, chunk in zip(bounds, chunks, strict=False):
-            for number in (rank, 2 * cp_size - 1 - rank):
-                expected += range(start + number * chunk, start + (number + 1) * chunk)
-        assert indices.tolist() == expected
 
 
 @pytest.mark.parametrize("lengths", [[9], [8, 9], [8, 8], [5, 9, 1], [1]])

@@ -19,11 +19,11 @@ from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
 from harness.errors import ConfigError
 from harness.formats import open_dataset
-from tests.benchmarks import reading, scheduling
+from tests.benchmarks import scheduling
 from tests.benchmarks.__main__ import PEERS
 from tests.benchmarks.clocks import rate
 from tests.benchmarks.links import make_dataset
-from tests.benchmarks.scheduling import COST, NEXT_FIT, least_sync_ratio
+from tests.benchmarks.scheduling import NEXT_FIT
 
 ALL = BENCHES | PEERS
 KERNELS = Path(__file__).resolve().parents[2] / "golden" / "kernels.json"
@@ -167,16 +167,6 @@ def test_schedulers_are_compared_on_simulated_batches(tmp_path):
     assert planned.figure("cost_balanced, 8,192 sequences on 64 ranks").at_most == 15
 
 
-def test_live_data_is_read_in_four_ways_and_windows_by_cost_are_the_most_even(tmp_path):
-    report = measure("live", tmp_path, global_batch=32, steps=4)
-    costs = {name: figure.value for figure in report.figures for name in [figure.name] if name.endswith("step cost")}
-    assert len(costs) == 4
-    assert min(costs, key=costs.__getitem__) == "cost_balanced windows, step cost"
-    # A sequence a row, against packs of as many tokens.
-    assert report.figure("modulo, microbatches").value == 8
-    assert report.figure("modulo, filled").value < report.figure("as_packed, filled").value / 2
-
-
 def test_a_microbatch_launches_what_the_golden_table_says(tmp_path):
     """A change of these counts is a change of every step on a GPU: correct the table, and say why in its commit."""
     megatron = pytest.importorskip("megatron.core")
@@ -228,20 +218,3 @@ def test_a_missed_target_is_exit_code_1_only_with_check(monkeypatch):
     done = CliRunner().invoke(app, ["bench", "schedule", "--check"])
     assert done.exit_code == 1
     assert "subject: speed" in done.stderr
-
-
-def test_no_placement_costs_less_than_the_least_that_the_bench_states() -> None:
-    rng, row = np.random.default_rng(34), 8192
-    rows_of = np.indices((4,) * 6).reshape(6, -1)  # every placement of 6 sequences: rows 0 and 1 in one microbatch
-    ratios = []
-    for _ in range(20):
-        lengths = rng.integers(500, row, 6)
-        costs, tokens = np.zeros((4, rows_of.shape[1])), np.zeros((4, rows_of.shape[1]))
-        for sequence, length in enumerate(lengths):
-            for sums, value in ((costs, COST.of(length)), (tokens, length)):
-                np.add.at(sums, (rows_of[sequence], np.arange(rows_of.shape[1])), value)
-        fits = (tokens <= row).all(axis=0)
-        waits = costs.reshape(2, 2, -1).max(axis=1).sum(axis=0)[fits] / COST.of(lengths).sum() * 2
-        ratios += [waits.min() / least_sync_ratio(lengths, 2, 2, row)] if fits.any() else []
-    assert len(ratios) > 5
-    assert 1 - 1e-12 <= min(ratios) < 1.02

@@ -108,7 +108,7 @@ def test_a_path_that_is_something_else_is_recognized(harness, command, what, fix
     assert f"fix:   {fix}" in error
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.submission)])
 def test_a_command_whose_output_is_not_read_ends_quietly(unbuffered):
     closed = "reads, writes = os.pipe()\nos.close(reads)\nos.dup2(writes, 1)\nmain()"
     commands = ("inspect data/mine", "prepare --cfg", "plan --cfg", "verify data/mine", "--help", "plan --help")

@@ -162,6 +162,7 @@ def suggested(recipe: str, asked: str) -> set[str]:
     return found
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("recipe", TRAINED)
 def test_what_is_suggested_for_the_words_of_other_tools_is_accepted(recipe, compose_quickly):
     texts = set().union(*(suggested(recipe, asked) for asked in TRAINED))

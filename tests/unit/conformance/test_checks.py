@@ -30,6 +30,7 @@ def test_a_check_passes_without_a_fault_and_names_its_own(name, tmp_path) -> Non
     assert text
 
 
+@pytest.mark.submission
 def test_checks_of_two_ranks_pass_without_a_fault(tmp_path) -> None:
     asked = {*TOGETHER, "resume-within-an-epoch"}  # which saves what two ranks continue
     assert {one.check: one.outcome for one in run(str(PLAIN), TOGETHER, tmp_path)} == dict.fromkeys(asked, "PASS")

@@ -76,7 +76,7 @@ nightly = partial(pytest.param, marks=[pytest.mark.nightly, pytest.mark.timeout(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("step", "bits"), [(3, 2), nightly(1, 8)])
+@pytest.mark.parametrize(("step", "bits"), [pytest.param(3, 2, marks=pytest.mark.submission), nightly(1, 8)])
 def test_a_flipped_bit_of_a_manifest_is_refused_or_has_no_effect(
     tmp_path: Path, kind: str, step: int, bits: int
 ) -> None:

@@ -116,6 +116,7 @@ def tiny_parquet(path: Path, rows: int, length: int, groups: int, **options: Any
     return path
 
 
+@pytest.mark.submission
 def test_a_tiny_parquet_row_group_or_file_that_expands_to_gigabytes_is_refused(tmp_path: Path) -> None:
     path = tiny_parquet(tmp_path / "bomb.parquet", 1, 1 << 25, 1)
     assert path.stat().st_size < 100_000

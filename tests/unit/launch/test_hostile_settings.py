@@ -133,7 +133,11 @@ SAMPLED = random.Random(0).sample(range(len(CASES)), len(CASES) // 3)
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        pytest.param(config, name, id=f"{kind}-{name}", marks=[] if at in SAMPLED else [pytest.mark.nightly])
+        pytest.param(
+            *(config, name),
+            id=f"{kind}-{name}",
+            marks=pytest.mark.submission if at in SAMPLED else pytest.mark.nightly,
+        )
         for at, (kind, config, name) in enumerate(CASES)
     ],
 )

@@ -139,6 +139,7 @@ class _Inline(Future):
         pass
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(("schedule", "windows"), [("as_packed", 2), ("cost_balanced", 3)])
 def test_a_rank_holds_the_media_of_its_steps_and_not_those_of_its_stream(

@@ -140,6 +140,7 @@ def test_stopping_after_any_step_changes_nothing(folders, tokenizer, kind, size,
         assert rest.state() == whole.state()
 
 
+@pytest.mark.submission
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_over_any_stops_and_changes_of_ranks_schedules_and_windows_every_sequence_is_trained_once(

@@ -70,16 +70,6 @@ def test_a_shuffle_in_windows_moves_numbers_within_them_alone(count: int, window
     assert sorted(shuffled.tolist()) == list(range(count))
 
 
-def test_packs_stay_within_their_window_of_blocks() -> None:
-    order = EpochOrder(config(block=10, window=3), 300, 0)
-    seen = []
-    for start in range(0, 300, 30):
-        blocks = np.unique(order.packs(start, start + 30) // 10)
-        assert blocks.shape[0] == 3
-        seen += blocks.tolist()
-    assert sorted(seen) == list(range(30))
-
-
 def test_epochs_seeds_and_sources_of_a_blend_differ_and_blocks_are_mixed() -> None:
     orders = [
         EpochOrder(config(seed=seed, block=4, window=8), 1000, epoch).packs(0, 1000).tolist()

@@ -76,6 +76,7 @@ def run(program: str, python: str = sys.executable) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.submission
 def test_importing_every_module_leaves_filters_garbage_collection_and_the_compiler_alone() -> None:
     run(IMPORT_ALL, warm_python())
 

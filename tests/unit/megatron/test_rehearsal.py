@@ -59,8 +59,8 @@ EXPERTS = ParallelConfig(expert_parallel_size=32, pipeline_parallel_size=2)
     [
         ("llama3_8b", DENSE, 512, 0.5),
         ("qwen3_30b_a3b", EXPERTS, 64, 0.0),
-        ("nemotron3_super_120b_a12b", EXPERTS, 64, 0.0),
-        ("qwen3_5_35b_a3b", EXPERTS, 64, 0.0),
+        pytest.param("nemotron3_super_120b_a12b", EXPERTS, 64, 0.0, marks=pytest.mark.submission),
+        pytest.param("qwen3_5_35b_a3b", EXPERTS, 64, 0.0, marks=pytest.mark.submission),
     ],
 )
 def test_ranks_of_a_large_job_train_a_step_and_have_the_planned_bytes(preset, parallel, world_size, offload) -> None:
@@ -73,6 +73,7 @@ def test_ranks_of_a_large_job_train_a_step_and_have_the_planned_bytes(preset, pa
     check(done, model, parallel)
 
 
+@pytest.mark.submission
 def test_uneven_stages_of_61_layers_and_their_mtp_layer_have_the_planned_bytes_on_64_ranks() -> None:
     model = compose_config("sft", SftConfig, ["model=deepseek_v3"]).model
     model = replace(model, num_experts=16, mtp_layers=1, num_attention_heads=16, num_query_groups=16)

@@ -230,6 +230,7 @@ def test_a_copy_of_a_run_resumes_as_a_run_of_its_own(tmp_path, data, capsys):
     assert (read_identity(copy).run, read_identity(copy).attempt != of.attempt) == (of.run, True)
 
 
+@pytest.mark.submission
 def test_no_file_of_a_run_ends_a_resume_with_an_error_that_has_no_name(tmp_path, data):
     made = data(vocab_size=96)
     run(tmp_path, made)

@@ -58,6 +58,7 @@ def test_a_meaningless_matrix_is_refused(overrides, what) -> None:
         config(*overrides)
 
 
+@pytest.mark.submission
 def test_cells_use_the_named_datasets_and_versions_and_isolation_is_checked_on_each_layout_by_itself(tmp_path) -> None:
     made = config(
         "check=formats+versions", 'versions=["new=/opt/python"]', 'datasets=["parquet=/data/mine"]', "steps=3"

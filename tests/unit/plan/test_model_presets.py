@@ -122,6 +122,7 @@ def base_of(family: str) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_generated_model_is_refused_or_is_read_back_from_its_config(family: str, tmp_path: Path) -> None:
     draw, accepted = random.Random(30), Counter[bool]()

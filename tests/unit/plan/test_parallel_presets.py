@@ -39,6 +39,7 @@ def test_a_preset_composes_and_its_name_says_its_ranks(name) -> None:
     config.model.check(config.parallel)
 
 
+@pytest.mark.submission
 def test_the_parity_cases_use_every_preset_on_at_least_sixteen_layouts() -> None:
     cases = [parse_case(text) for text in PARITY.layouts]
     experts = [parse_case(text) for text in PARITY.experts]

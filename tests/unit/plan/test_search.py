@@ -106,6 +106,7 @@ def changed(config: SftConfig, overrides: list[str]) -> SftConfig:
     return replace(config, **{group: replace(getattr(config, group), **values) for group, values in groups.items()})
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("model", ["llama3_8b", "llama3_8b model.lora_rank=8", "qwen3_30b_a3b", "moonlight_16b_a3b"])
 def test_a_search_lists_only_layouts_that_training_accepts(model) -> None:
     for ranks in (1, 8):
@@ -118,6 +119,7 @@ def test_a_search_lists_only_layouts_that_training_accepts(model) -> None:
             changed(config, one.overrides).check(ranks)
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_search_lists_only_layouts_that_are_trained_in_the_tests(kind) -> None:
     trained = [(layout.ranks, layout.parallel) for layout in accepted([kind])]

@@ -66,6 +66,7 @@ def test_a_parquet_of_500_bytes_with_a_conversation_of_millions_of_turns_is_refu
     assert packs.startswith("has no column input_ids")
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("unit", [b"[],", b'"ab",'], ids=["lists", "texts"])
 def test_a_line_of_60_mb_is_refused_before_it_is_parsed(tmp_path: Path, unit: bytes) -> None:
     for name in (b"messages", b"input_ids"):
@@ -157,6 +158,7 @@ def write_arrow(path: Path, column: pa.Array, *, opened: Any = pa.ipc.new_stream
     return path
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 @pytest.mark.parametrize("opened", [pa.ipc.new_stream, pa.ipc.new_file])
 def test_a_small_arrow_file_whose_batch_takes_gigabytes_is_refused(tmp_path: Path, opened: Any, codec: str) -> None:
@@ -200,6 +202,7 @@ def test_arrow_values_that_take_no_bytes_count(tmp_path: Path) -> None:
     assert tables.decoded_bytes(lists) >= 2 * len(TEXT)
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize("codec", [None, "zstd"])
 @pytest.mark.parametrize("opened", [pa.ipc.new_stream, pa.ipc.new_file])
 def test_a_damaged_arrow_file_is_read_or_refused(tmp_path: Path, opened: Any, codec: str | None) -> None:

@@ -156,6 +156,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.submission
 def test_a_template_takes_no_more_memory_of_the_process_that_prepares_than_its_records_explain(
     folder: Path, tmp_path: Path
 ) -> None:

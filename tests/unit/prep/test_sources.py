@@ -110,7 +110,13 @@ def parsed(shards):
     return [one for shard in shards for chunk in read_shard(shard) for one in chunk.parse()]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", *PACKED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.jsonl", "a.json", "a.csv", "a.parquet"),
+        *(pytest.param(name, marks=pytest.mark.submission) for name in PACKED),
+    ],
+)
 def test_shards_of_any_size_hold_every_record_once_with_its_number(tmp_path, monkeypatch, name):
     monkeypatch.setattr(delimited, "_CHUNK_BYTES", 1 << 18 if name in PACKED else 300)
     monkeypatch.setattr(text, "_WINDOW_BYTES", 1 << 20 if name in PACKED else 64)

@@ -145,12 +145,11 @@ SAME = ("host-a boot-a", "host-a boot-a")
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"ticks": 2, "kills": 1},
-        {"ticks": 2, "faults": 1},
-        {"ticks": 1, "kills": 1, "hosts": SAME},
+        pytest.param({}, id="pauses", marks=pytest.mark.submission),
+        pytest.param({"ticks": 2, "kills": 1}, id="kills", marks=pytest.mark.submission),
+        pytest.param({"ticks": 2, "faults": 1}, id="faults", marks=pytest.mark.submission),
+        pytest.param({"ticks": 1, "kills": 1, "hosts": SAME}, id="one machine"),
     ],
-    ids=["pauses", "kills", "faults", "one machine"],
 )
 def test_no_process_writes_below_the_lease_of_another_and_the_next_one_gets_it(settings: dict[str, Any]) -> None:
     states, ends = explore(model(**settings), most=20_000)

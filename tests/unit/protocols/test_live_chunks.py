@@ -369,8 +369,12 @@ PRODUCER_KILLED = {"num_rows": 2, "kills": 1, "mortal": "producer", "max_waiting
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, RUN_KILLED, PRODUCER_KILLED, {"ranks": (2, 1), **RUN_KILLED, "num_rows": 2}],
-    ids=["no kills", "run killed", "producer killed", "other ranks"],
+    [
+        pytest.param({}, id="no kills"),
+        pytest.param(RUN_KILLED, id="run killed", marks=pytest.mark.submission),
+        pytest.param(PRODUCER_KILLED, id="producer killed", marks=pytest.mark.submission),
+        pytest.param({"ranks": (2, 1), **RUN_KILLED, "num_rows": 2}, id="other ranks", marks=pytest.mark.submission),
+    ],
 )
 def test_every_row_is_trained_once_and_no_chunk_is_deleted_that_the_checkpoint_needs(settings: dict[str, Any]) -> None:
     states, ends = explore(model(**settings), most=20_000)
@@ -399,6 +403,7 @@ def begin_without_a_mark(self: LiveProducer, state: str, *, writing: int | None 
 DELETE, WRITE_STATUS = LiveFolder.delete_completed, LiveProducer._write_status
 
 
+@pytest.mark.submission
 @pytest.mark.parametrize(
     ("settings", "change", "found"),
     [

@@ -212,6 +212,7 @@ def collections() -> Iterator[Callable[[], int]]:
     gc.freeze()
 
 
+@pytest.mark.submission
 def test_garbage_is_collected_at_the_interval_and_at_no_other_time(collections):
     step, at, heap = Cycles(), [], [[] for _ in range(10_000)]
     hooks = Noted()
@@ -225,8 +226,8 @@ def test_garbage_is_collected_at_the_interval_and_at_no_other_time(collections):
     assert step.most == 4 * Cycles.per_batch
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-@pytest.mark.parametrize("nan_at", [0, 5])
+@pytest.mark.submission
+@pytest.mark.parametrize(("is_enabled", "nan_at"), [(True, 0), (False, 5)])
 def test_the_collector_is_as_before_after_the_last_step_and_after_an_error(collections, is_enabled, nan_at):
     step, kept = Cycles(nan_at=nan_at), Node()
     kept.itself, of_kept = kept, weakref.ref(kept)
@@ -241,6 +242,7 @@ def test_the_collector_is_as_before_after_the_last_step_and_after_an_error(colle
     assert of_kept() is None  # it was alive at the collection of step 3, after which others leave such objects out
 
 
+@pytest.mark.submission
 def test_an_interval_of_zero_leaves_the_collector_alone(collections):
     before, step = collections(), Cycles()
     run(TrainerConfig(steps=3, eval_interval=0, collect_interval=0), step, validation={})
