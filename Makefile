@@ -61,7 +61,7 @@ test: setup
 
 # What a change that lands has to pass beside the default tests; some of these are nightly too.
 test-submission: setup
-	$(BIN)/python -m pytest -n auto --dist worksteal -m submission $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'submission and not install' $(TESTS)
 
 # Builds the wheel and runs the README's quickstart with it in fresh environments, outside this folder. Three minutes; the
 # packages come from the index, as those of `make setup` do.
