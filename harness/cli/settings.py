@@ -50,7 +50,6 @@ class SettingsCommand(TyperCommand):
     """A command with settings; `context.obj` is its schema, filled.
 
     Attributes:
-        schema: dataclass of the settings.
         takes_recipe: settings and flags that are not the command's own are those of a recipe; `context.obj` is then a
             pair of the filled schema and these.
         is_composed: the command composes its own settings from files; they stay a list of `key=value`.

@@ -85,7 +85,6 @@ def convert_tokens(
     Memory does not grow with the data. The pair appears whole or not at all.
 
     Args:
-        sources: Parquet files, folders or patterns.
         source: settings for reading; None reads `input_ids` unchanged.
         progress: called with numbers of documents as they are written.
 
@@ -116,8 +115,6 @@ def merge_indexed(
     every sequence, and merge only with each other.
 
     Args:
-        sources: X, X.bin or X.idx of each.
-        prefix: of the pair to write.
         progress: called with tokens written and tokens in total.
 
     Raises:

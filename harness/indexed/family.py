@@ -85,11 +85,7 @@ def write_family(
     Args:
         sources: Parquet files, folders or patterns to split by hash; or a mapping with the sources of each split.
         folder: OUT. Prefixes in the JSON files begin with this path as given.
-        overwrite: replace an existing family of that name.
         progress: called with numbers of documents as they are written.
-
-    Returns:
-        the report of each split's pair.
 
     Raises:
         PrepError, FormatError: like `convert_tokens`; or a split would have no document.

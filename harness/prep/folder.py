@@ -90,9 +90,6 @@ def upload(
     Args:
         advance: called with the bytes of each file, and `is_earlier` for one that was there.
 
-    Returns:
-        the bytes that were sent.
-
     Raises:
         FormatError: another process is uploading to the folder.
         ConfigError: another process has finished one with other settings, and `overwrite` is not set.

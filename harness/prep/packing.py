@@ -199,7 +199,6 @@ class Member(Generic[Key]):
     """A sequence to be packed.
 
     Attributes:
-        key: identifies its origin.
         size: room that it takes in a pack: its stored tokens, or more if it is padded for training.
     """
 
@@ -216,7 +215,6 @@ class StreamPacker(Generic[Key]):
     wait ten times as long: for thousands of others.)
 
     Args:
-        pack_size: upper bound of the sum of sizes in a pack.
         max_open: packs that may wait for more sequences.
     """
 

@@ -27,7 +27,6 @@ class BinPlacement:
 
     Attributes:
         columns: int64 [4, columns].
-        total_bins: number of bins.
     """
 
     columns: Int64Array
@@ -77,7 +76,6 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
     Args:
         sizes: int64 [distinct], decreasing, each at most `pack_size`.
         counts: int64 [distinct], items of each size.
-        pack_size: room of an empty bin.
     """
     # Room -> runs (first bin, bins, items already in each) with exactly that room.
     runs: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -141,7 +139,6 @@ def next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
 
     Args:
         lengths: int64 [sequences], each at most `pack_size`.
-        pack_size: room of an empty pack.
 
     Returns:
         int64 [packs + 1], first sequence of each pack; the last entry is the number of sequences.
@@ -164,7 +161,6 @@ def first_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
 
     Args:
         lengths: integers [sequences], each at most `pack_size`.
-        pack_size: room of an empty pack.
 
     Returns:
         int64 [sequences], the pack of each sequence.

@@ -382,7 +382,6 @@ class Stages:
     Attributes:
         progress: called with the name of a stage, how much of it is done, and the total (0 where it is unknown); from
             a thread, too.
-        seconds: by stage, once it has ended.
     """
 
     console: Console

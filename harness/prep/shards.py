@@ -68,11 +68,9 @@ class ShardJob:
     """Settings shared by all shards; plain values, so that they can be sent to workers.
 
     Attributes:
-        folder: of the shards.
         tokenizer: of the sequences; `name` is a folder that includes the chat template.
         content: hashes of that folder's content; part of the identity of a loaded tokenizer.
         today: the date that the chat template writes, as YYYY-MM-DD; empty if it writes none.
-        pack_size, over_long, on_bad: as in PackingConfig and SourceConfig.
     """
 
     folder: str
@@ -99,10 +97,6 @@ class Receipt:
     """Input and content of a finished shard.
 
     Attributes:
-        shard: fields of the `SourceShard`.
-        input: the stamp of the file.
-        counts: records, conversations, and what happened to them.
-        conversations, sequences, tokens, trained_tokens: stored.
         was_there: an earlier run made it.
     """
 

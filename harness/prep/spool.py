@@ -131,7 +131,6 @@ def divide(
     Args:
         shares: share of the conversations for each split; a split with share 0 is not made.
         rest: name of the split for the remaining conversations, which comes first in the result.
-        drop_duplicates: leave out all but the first of several conversations with the same hash.
 
     Returns:
         the splits, and the number of conversations left out.

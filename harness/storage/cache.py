@@ -58,7 +58,6 @@ class LocalCache:
 
     Attributes:
         folder: created on first use.
-        max_bytes: bound of its size; the least recently used entries go first.
     """
 
     def __init__(self) -> None:

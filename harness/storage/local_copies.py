@@ -90,7 +90,6 @@ def copy_to_node(
 
     Args:
         path: the original; links in it are followed.
-        local_dir: folder of all copies.
         known: hashes (xxh3_64) that files below `path` must have, by relative path.
         progress: called with numbers of bytes, from several threads.
 

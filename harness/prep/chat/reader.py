@@ -106,7 +106,6 @@ class RecordReader:
         """Parse one decoded JSON object.
 
         Args:
-            where: file and line, kept in the result.
             folder: of relative paths of media; None refuses media that are not in the record itself.
         """
         try:
@@ -300,8 +299,6 @@ def detect_schema(
 
     Args:
         records: decoded ones; the first 100 count.
-        columns, ignore_fields: as in `RecordReader`.
-        where: the source, for the error.
 
     Returns:
         a key of `SCHEMAS`; empty if there are no objects at all.

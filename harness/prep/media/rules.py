@@ -39,9 +39,7 @@ class MediaRules:
     """Numbers by which one model takes media; plain values.
 
     Attributes:
-        family: model type, a key of `FAMILIES`.
         tokens: id of the placeholder token by kind of media.
-        numbers: of the processor.
     """
 
     family: str

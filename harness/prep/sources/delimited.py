@@ -20,7 +20,6 @@ class DelimitedReader:
     """Reader of the rows of one file. A row counts as the line on which it begins; quoted texts may have line ends.
 
     Args:
-        place: the file, for errors.
         stream: at the first line to read.
         first: number of that line; 1 is the header.
         end: offset of a row to stop at; None for the end of the file.

@@ -39,10 +39,6 @@ def list_files(path: str) -> list[Place]:
 def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> SourceFiles:
     """Find the files of a source, and download those of a dataset on the hub.
 
-    Args:
-        source: its path, split and subset; with the kind `pydoc` there are no files.
-        show: receives lines about what is read and what is left out.
-
     Raises:
         PrepError: there are no files, a file has a compression that is not supported, or what to read is ambiguous.
         FormatError: object storage refuses the request.

@@ -84,10 +84,6 @@ def parse_name(path: str) -> HubName | None:
 def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None]) -> SourceFiles:
     """Choose the data files of one split, and download those that are not in the cache.
 
-    Args:
-        split, subset: as in `SourceConfig`.
-        show: receives lines about the choice and the downloads.
-
     Raises:
         PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
         ConfigError: huggingface_hub is not installed.

@@ -20,9 +20,6 @@ class PreparedSource:
     """One source of a preparation.
 
     Attributes:
-        config: settings of this source alone.
-        found: its files.
-        epochs: as in `MixedSource`.
         name: its row of the report; empty for a row for each file.
         reader: parser of its records; `find_schema` completes it.
     """

@@ -76,8 +76,6 @@ class SourceFiles:
     """Files of a source.
 
     Attributes:
-        files: places in the order in which they are read.
-        stamps: size and version of each.
         skipped: files beside them that are not read.
         facts: their origin where the path does not show it: dataset, revision and split.
         names: names of the files under which the source is recognized on another machine; empty for their places.
@@ -110,12 +108,9 @@ class SourceChunk:
     """Consecutive records of one file, not yet parsed.
 
     Attributes:
-        path: the file.
         unit: `line` (counted from 1), `row` of a table or `item` of a list (both counted from 0).
-        first: number of the first record.
         records: lines and items as bytes, or decoded rows; blank where a line of a CSV file begins no row.
         num_bytes: size in the file, for progress; rows share the size of their file evenly.
-        reader: parser of the records.
     """
 
     path: str
@@ -145,11 +140,9 @@ class SourceShard:
     """Consecutive records of one file that are prepared as one unit.
 
     Attributes:
-        path: the file.
         first: number of the first record, as in `SourceChunk`.
         start, end: byte range of the file that holds the records; of a piece of a compressed file, where the reading
             of its beginning and its end came to, for progress.
-        unit: as in `SourceChunk`.
         row_groups: first and past-the-end row group of a Parquet file; None for other files.
         limit: maximum number of records, blank lines not counted; None for all.
         records: number of records of a piece of a compressed file, blank ones counted; None for all that follow.
@@ -186,7 +179,6 @@ def cut_shards(
 
     Args:
         limit: maximum number of records in all shards together; 0 for all.
-        reader: parser of the records; None detects the schema of each.
     """
     reader = reader or RecordReader()
     cut = for_each_file(lambda file: list(_cut(file, shard_bytes)), files)
@@ -292,9 +284,7 @@ def read_chunks(files: Iterable[Place], *, limit: int = 0, reader: RecordReader 
     """Yield the records of whole files in order, like `read_shard`.
 
     Args:
-        files: from `list_files`.
         limit: maximum number of records, blank lines not counted; 0 reads all.
-        reader: parser of the records; None detects the schema of each.
     """
     reader = reader or RecordReader()
     shards = (shard for file in files for shard in _cut(file, 1 << 62))

@@ -161,7 +161,6 @@ def read_parquet(
     """Yield number of the first row, rows, and their even share of the file's bytes.
 
     Args:
-        reader: says what columns are read.
         groups: first and past-the-end row group; None reads all.
         first: number of the first row of the first group.
     """
@@ -351,7 +350,6 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
     """Refuse lists that a few bytes of run lengths expand to gigabytes, and long values that no text can be.
 
     Args:
-        parquet: an open `ParquetFile`.
         size: bytes of the file, of which its footer can claim more.
         groups, columns: row groups and top-level columns that are read.
 

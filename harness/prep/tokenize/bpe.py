@@ -18,7 +18,6 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
     """Train a tokenizer and save it as a Hugging Face tokenizer folder; the same texts give the same tokenizer.
 
     Args:
-        texts: training text.
         folder: receives tokenizer.json and tokenizer_config.json, which holds the chat template.
         vocab_size: number of tokens, including the special ones; a small text gives fewer.
         chat_template: a built-in template, whose special tokens the tokenizer gets, or a Jinja file, for which it gets

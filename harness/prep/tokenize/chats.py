@@ -78,9 +78,6 @@ class RenderedChat:
     """One conversation in one form; renders each of its beginnings once.
 
     Args:
-        template: chat template.
-        conversation: to render.
-        form: in which the template takes it.
         variables: of the template, beside those of the record.
     """
 

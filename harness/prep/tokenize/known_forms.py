@@ -34,7 +34,6 @@ class KnownForm:
     """The form in which a template takes the conversations of one shape, and what it makes of them.
 
     Attributes:
-        form: in which it writes all of them.
         is_ordered: it writes the texts and arguments in the order of the turns.
         has_tags: their contents have marks that the template looks for.
     """
@@ -48,7 +47,6 @@ class KnownForms:
     """The forms in which one template takes conversations, by their shapes.
 
     Args:
-        template: chat template.
         trusts_plain: hand conversations of nothing but roles and texts to it as they are, even where it leaves out one
             of the words that they are tried with.
     """
@@ -158,7 +156,6 @@ def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
     """Return the error about a part of a conversation that the template leaves out.
 
     Args:
-        missing: that part, in words.
         ignorable: fields of records that hold it, if the conversation is still one without.
     """
     detail = f"the chat template does not write {missing}; set one that does"

@@ -59,7 +59,6 @@ class Rendered:
     """One sequence to train on.
 
     Attributes:
-        text: as the chat template writes it.
         spans: first and past-the-end character of each trained part, in order.
         weights: of each part in the loss, in hundredths; empty where `tokenizer.train_on` is not `weighted`.
     """
@@ -73,14 +72,10 @@ class Masker:
     """Renders conversations and finds their trained spans.
 
     Args:
-        template: chat template.
-        config: mask rule and what to train.
         special: texts of the tokenizer's special tokens.
-        where: name of the template, for errors.
 
     Attributes:
         rule: `marks`, `stock`, `served`, `assistant_turns` or `all`.
-        why: reason for the rule, in words.
     """
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:

@@ -30,7 +30,6 @@ def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[in
     These are the end token of the tokenizer, and the tokens that end a turn in the chat template.
 
     Args:
-        tokenizer: of transformers.
         mask: `Provenance.mask` of the data, whose `end_tokens` are taken if there are any; otherwise the template is
             asked what it writes after an answer. (Data that records none was made without tools.)
     """

@@ -133,7 +133,6 @@ class Template:
     """A chat template.
 
     Args:
-        text: Jinja.
         variables: texts that the template may read by name, such as `bos_token`.
         today: date that `strftime_now` gives; None is the date of each rendering.
     """

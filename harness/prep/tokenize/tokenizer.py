@@ -43,7 +43,6 @@ class Encoded:
 
     Attributes:
         view: input_ids int32 [L] and loss_mask uint8 [L], label-aligned: shifted left by one from the trained tokens.
-        text: as the chat template writes it.
         spans: first and past-the-end character of each trained part of the text.
     """
 

@@ -28,8 +28,6 @@ def unwritten_text(
     (`unwritten_reasoning`).
 
     Args:
-        text: of the whole conversation.
-        messages: of the conversation.
         upto: renders the conversation up to and with a turn, in which an answer may say what it says no more later.
         is_ordered: the template writes all texts in the order of the turns, not questions and answers alone.
     """
@@ -66,7 +64,6 @@ def unwritten_reasoning(text: str, turn: int, message: Message) -> str:
     """Return which reasoning of an answer its text leaves out, in words; empty if it holds all of it.
 
     Args:
-        text: of the conversation up to and with the answer.
         turn: its number, from 0.
     """
     inside = [part for part in _parts(message) if "</think>" in part]
