@@ -362,10 +362,10 @@ class Masker:
         left_out: list[Span] = []
         if not config.train_reasoning and (message.reasoning or "</think>" in message.text):
             bare = replace(message, reasoning="", content=_without_reasoning(message.content))
-            left_out.append(_part_before(text, chat.served_with(turn, bare), spans[0][0]))
+            left_out.append(_part_before(text, chat.served(turn, bare), spans[0][0]))
         if not config.train_tool_calls and message.tool_calls:
             bare = replace(message, tool_calls=(), content=message.content or "")
-            left_out.append(self._difference(text, chat.served_with(turn, bare)))
+            left_out.append(self._difference(text, chat.served(turn, bare)))
         if not config.train_end_of_turn:
             start, end = spans[-1]
             core = self._core_end(text, start, end)
