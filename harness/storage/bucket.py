@@ -52,21 +52,19 @@ def check_bucket(place: ObjectPath) -> None:
 
 def read_object(place: ObjectPath, start: int, num_bytes: int) -> bytes:
     """Read exactly these bytes of an object; raises FormatError if it is shorter."""
-    pieces = []
+    return b"".join(read_blocks(place, num_bytes, start))
+
+
+def read_blocks(place: ObjectPath, num_bytes: int, start: int = 0) -> Iterator[bytes]:
+    """Read bytes of an object, a request's worth at a time; raises FormatError if it is shorter."""
     for begin in range(start, start + num_bytes, REQUEST_BYTES):
         count = min(REQUEST_BYTES, start + num_bytes - begin)
         with naming_errors(place):
-            pieces.append(bytes(connect(place).get_range(place.key, start=begin, length=count)))
-        if len(pieces[-1]) != count:
+            block = bytes(connect(place).get_range(place.key, start=begin, length=count))
+        if len(block) != count:
             fix = "open it again; it was replaced with a shorter one"
             raise FormatError(f"the object ends before byte {begin + count:,}", where=str(place), fix=fix)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def read_blocks(place: ObjectPath, num_bytes: int) -> Iterator[bytes]:
-    """Read an object from its start, a request's worth at a time."""
-    for start in range(0, num_bytes, REQUEST_BYTES):
-        yield read_object(place, start, min(REQUEST_BYTES, num_bytes - start))
+        yield block
 
 
 def object_digest(place: ObjectPath, num_bytes: int) -> str:
@@ -225,13 +223,10 @@ class UploadFile(OutputFile):
             self._stream.write(view)
 
     def finish(self) -> None:
-        """Complete the upload, and check what the store has.
+        """Complete the upload, and check what the store has; raise FormatError if it refuses, or has other bytes.
 
         S3 names the hash of the bytes that it stored; where that is of another kind (encrypted buckets), they are read
         back. Of other stores the size is checked.
-
-        Raises:
-            FormatError: the store refuses the upload, or has other bytes.
         """
         if self._done:
             return
