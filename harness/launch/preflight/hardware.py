@@ -118,11 +118,7 @@ def _fabric_faults(gpu: ElementTree.Element) -> Iterator[str]:
 
 
 def read_gpus() -> dict[str, Any]:
-    """Check the GPUs by what `nvidia-smi -q -x`, the kernel's log and DCGM know.
-
-    Returns:
-        `gpus`, none where there is no nvidia-smi, `driver`, and `notes`: what is worth knowing and no fault.
-    """
+    """Check the GPUs by what nvidia-smi, the kernel's log and DCGM know; `notes` are worth knowing and no fault."""
     if shutil.which("nvidia-smi") is None:
         return {"gpus": [], "driver": "none"}
     printed, code = _output("nvidia-smi", "-q", "-x")
@@ -188,10 +184,8 @@ def read_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
     """Return the number of active InfiniBand or RoCE ports and their rates, of those that NCCL_IB_HCA names.
 
     NCCL takes names such as `mlx5` as the beginning of names, and then the ports that are active: those have to be as
-    many on all nodes, which `judge` compares.
-
-    Raises:
-        HarnessError: a port that it names in full is not active, or missing; or none is active of those that it names.
+    many on all nodes, which `judge` compares. Raises HarnessError if a port that it names in full is not active, or
+    none is of those that it names.
     """
     named = os.environ.get("NCCL_IB_HCA", "")
     is_exact = named.startswith("=")
@@ -233,11 +227,11 @@ def _text(path: Path) -> str:
         return ""
 
 
-def read_inodes(folder: Path) -> dict[str, Any]:
-    """Return the number of files that can still be created there; nothing on file systems that do not count them."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    counts = os.statvfs(existing)
-    return {"free": counts.f_favail} if counts.f_files else {}
+def read_free_space(folder: Path) -> dict[str, Any]:
+    """Return the free space where a folder is or will be, and how many files it can get if its file system counts."""
+    counts = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+    space = {"gib": counts.f_bavail * counts.f_frsize / 2**30}
+    return {**space, "free": counts.f_favail} if counts.f_files else space
 
 
 def read_rate(path: str) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def _below_limits(
     for check, name, lowest, what, fix in (
         ("shm", "mib", limits.min_shm_mib, "/dev/shm has {:,} MiB, loader workers need {:,}", _SHM_FIX),
         ("disk", "gib", limits.min_disk_gib, "{:.1f} GiB are free for the run's folder, {:g} are required", _DISK_FIX),
-        ("inodes", "free", limits.min_inodes, "{:,} files can be created for the run, {:,} are required", _DISK_FIX),
+        ("disk", "free", limits.min_inodes, "{:,} files can be created for the run, {:,} are required", _DISK_FIX),
         ("read rate", "mib_s", limits.min_read_mib_s, "{:.3g} MiB/s, {:g} are required", _READ_FIX),
     ):
         for place, found in facts.items():
