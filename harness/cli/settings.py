@@ -147,11 +147,7 @@ def list_experiments() -> list[str]:
 def class_of(
     schema: type[Any], *, section: str = "", takes_recipe: bool = False, is_composed: bool = False
 ) -> type[SettingsCommand]:
-    """Make the class of a command with these settings: `@app.command(cls=class_of(MySettings))`.
-
-    Args:
-        section: the settings are `section.name=value`, and fill an attribute of that name.
-    """
+    """Make the class of a command, `cls=class_of(MySettings)`; with a section, settings are `section.name=value`."""
     if section:
         is_required = any(one.default == REQUIRED for one in explain_settings(schema))
         default: Any = {} if is_required else {"default_factory": schema}

@@ -182,12 +182,7 @@ def family_pairs(path: str) -> list[Path]:
 
 
 def verify_family(path: str, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """Return every problem of a family's pairs, checked against the hashes in its record; [] if there is none.
-
-    Args:
-        path: OUT/NAME.json.
-        progress: called with tokens read and tokens in total, pair by pair.
-    """
+    """Return every problem of a family's pairs, by the hashes in its record OUT/NAME.json; [] if there is none."""
     record, folder = _read_record(Path(path)), Path(path).parent
     if record is None:
         return [Problem("is not a record of a token family", path)]

@@ -38,12 +38,7 @@ INT32: np.dtype[Any] = np.dtype("<i4")
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """The fixed-size start of an index.
-
-    Attributes:
-        num_sequences: S.
-        num_bounds: D, the number of documents plus one.
-    """
+    """The fixed-size start of an index; `num_sequences` is S, and `num_bounds` D, the number of documents plus one."""
 
     dtype: np.dtype[Any]
     num_sequences: int

@@ -72,11 +72,7 @@ class TokenBatch:
 
 
 def list_shards(sources: Iterable[str]) -> list[Path]:
-    """Return the Parquet files that paths, folders and patterns name; those of a folder or pattern in natural order.
-
-    Raises:
-        PrepError: a path names nothing.
-    """
+    """Return the Parquet files of paths, folders and patterns, those of each in natural order; PrepError for none."""
     shards: list[Path] = []
     for source in sources:
         path = Path(source)

@@ -211,11 +211,7 @@ def time_limit_s(text: str) -> int:
 
 
 def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, str], None]]) -> None:
-    """Check every text of a dataclass before it goes into a script.
-
-    Args:
-        checks: check of a field's texts by its name. A field without one holds words of the shell.
-    """
+    """Check every text of a dataclass before it goes into a script, by its field's check or as words of the shell."""
     for one in fields(config):
         value = getattr(config, one.name)
         texts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]

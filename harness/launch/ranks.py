@@ -21,12 +21,7 @@ _SYSTEM = Path("/sys")
 
 @dataclass(frozen=True)
 class NodePlace:
-    """One node of a job.
-
-    Attributes:
-        number: its number, 0 for the first node.
-        attempt: identifies one start of one job.
-    """
+    """One node of a job, by its number from 0; `attempt` identifies one start of one job."""
 
     node: str
     number: int
@@ -81,12 +76,7 @@ def bind_rank(system: Path = _SYSTEM) -> None:
 def cores_of_rank(
     local_rank: int, num_ranks: int, cores: Mapping[int, Sequence[int]], gpu_nodes: Sequence[int] = ()
 ) -> set[int]:
-    """Return the cores of a rank.
-
-    Args:
-        cores: of each NUMA node, threads of a core side by side.
-        gpu_nodes: NUMA node of each GPU, of which each rank has the one of its number; empty if that is unknown.
-    """
+    """Return a rank's cores: `cores` of each NUMA node, threads of one side by side, and `gpu_nodes` of each GPU."""
     own, mates = [core for node in sorted(cores) for core in cores[node]], list(range(num_ranks))
     if len(gpu_nodes) >= num_ranks and all(cores.get(node) for node in gpu_nodes[:num_ranks]):
         node = gpu_nodes[local_rank]

@@ -81,12 +81,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSample:
-    """The text of one sequence.
-
-    Attributes:
-        num_tokens, num_trained: of the whole sequence.
-        runs: pieces of text in order, each with whether it is trained.
-    """
+    """The runs of text of one sequence, each with whether it is trained, and the token counts of the whole sequence."""
 
     num_tokens: int
     num_trained: int

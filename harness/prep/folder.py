@@ -46,11 +46,8 @@ def files_digest(files: list[Path]) -> str:
 def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
     """Return the report of an earlier run with the same settings, or None if there is work to do.
 
-    `overwrite` repeats one with media, whose files are not among the settings.
-
-    Raises:
-        ConfigError: a run with other settings wrote the folder, and `overwrite` is not set.
-        PrepError: the folder holds something else.
+    `overwrite` repeats one with media, whose files are not among the settings. Raises ConfigError if a run with other
+    settings wrote the folder and `overwrite` is not set, and PrepError if the folder holds something else.
     """
     where = folder.where()
     if isinstance(folder.place, Path) and folder.place.exists() and not folder.place.is_dir():

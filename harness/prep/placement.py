@@ -22,11 +22,8 @@ _EXPAND_ITEMS = 1 << 20
 class BinPlacement:
     """Placement of items in bins, in the order of decreasing length.
 
-    A column (first_bin, num_bins, per_bin, before) puts `per_bin` equal items into each of the bins
-    `first_bin ... first_bin + num_bins - 1`, after the `before` items that each of them already holds.
-
-    Attributes:
-        columns: int64 [4, columns].
+    A column (first_bin, num_bins, per_bin, before) of `columns`, int64 [4, columns], puts `per_bin` equal items into
+    each of the bins `first_bin ... first_bin + num_bins - 1`, after the `before` items that each of them already holds.
     """
 
     columns: Int64Array
@@ -71,11 +68,8 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
     """Place every item into the fullest bin that has room for it, longest items first.
 
     Uses exactly as many bins as best-fit decreasing item by item: after an item of length s went into the bin with the
-    least sufficient room r, that bin remains the tightest while it has room, so it takes r // s of them.
-
-    Args:
-        sizes: int64 [distinct], decreasing, each at most `pack_size`.
-        counts: int64 [distinct], items of each size.
+    least sufficient room r, that bin remains the tightest while it has room, so it takes r // s of them. `sizes` are
+    decreasing and at most `pack_size`, and `counts` are the items of each, int64 [distinct].
     """
     # Room -> runs (first bin, bins, items already in each) with exactly that room.
     runs: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)

@@ -297,11 +297,7 @@ def to_markdown(report: PrepareReport) -> str:
 
 
 def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
-    """Return the first samples of each file, as many as a page shows.
-
-    Args:
-        shards: the source file and the folder of each finished shard; folders of which none are needed are not read.
-    """
+    """Return the first samples of each source file, as many as a page shows, given file and folder of each shard."""
     chosen: list[Sample] = []
     counts: dict[str, int] = {}
     for file, folder in shards:
@@ -327,11 +323,7 @@ def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
 
 
 class Stage:
-    """A running stage, shown every half second; `summary` is printed at the end.
-
-    Attributes:
-        measure: returns the progress of what is still running.
-    """
+    """A running stage, shown every half second with what `measure` returns; `summary` is printed at the end."""
 
     def __init__(self, bar: Progress, doing: str, total: float | None, report: Callable[[Stage], None]) -> None:
         self.summary, self.doing, self.left, self.total, self.shown = "", doing, "", int(total or 0), 0.0
@@ -377,12 +369,7 @@ class Stage:
 
 @dataclass
 class Stages:
-    """Shows the stages of a preparation, a bar while one runs and a line when it ends, and keeps their times.
-
-    Attributes:
-        progress: called with the name of a stage, how much of it is done, and the total (0 where it is unknown); from
-            a thread, too.
-    """
+    """Shows the stages of a preparation, a bar while one runs and a line when it ends, and keeps their times."""
 
     console: Console
     progress: Callable[[str, int, int], None] | None = None

@@ -94,11 +94,7 @@ class ShardJob:
 
 @dataclass
 class Receipt:
-    """Input and content of a finished shard.
-
-    Attributes:
-        was_there: an earlier run made it.
-    """
+    """Input and content of a finished shard; `was_there` if an earlier run made it."""
 
     shard: dict[str, Any]
     settings: str
@@ -240,12 +236,7 @@ def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatToken
 
 @dataclass
 class _ShardWriter:
-    """Writes the records of a shard to its open files, by name, and counts them and what is stored.
-
-    Attributes:
-        num_done: first records of the shard that are written and counted already.
-        refused: bad records of the chunk.
-    """
+    """Writes the records of a shard after the first `num_done` to its open files, by name, and counts them."""
 
     job: ShardJob
     files: Mapping[str, BinaryIO]
@@ -261,11 +252,7 @@ class _ShardWriter:
             os.fsync(file.fileno())
 
     def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> Iterator[float]:
-        """Tokenize and write the records of a chunk, and yield the share that is done several times a second.
-
-        Raises:
-            PrepError: some records are bad, and these are refused.
-        """
+        """Write the tokens of a chunk, and yield the share done several times a second; PrepError for bad records."""
         present = [raw for raw in chunk.records if not is_blank(raw)]
         num_written = min(self.num_done, len(present))
         self.num_done -= num_written

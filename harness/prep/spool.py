@@ -26,11 +26,7 @@ MEDIUM = np.dtype(
 
 
 class Spool:
-    """Sequences of all shards, numbered in the order of the shards.
-
-    Args:
-        shards: folder, number of sequences and number of tokens of each.
-    """
+    """Sequences of all shards in order, given the folder, the number of sequences and the number of tokens of each."""
 
     def __init__(self, shards: Iterable[tuple[Path, int, int]]) -> None:
         self._sequences, self._input_ids, self._loss_mask = [], [], []

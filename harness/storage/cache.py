@@ -33,11 +33,7 @@ Download = Callable[[StoredFile, Path], None]
 
 
 class Entry:
-    """Local files that are not evicted until `release`.
-
-    Attributes:
-        folder: has the files under the paths that the manifest gives them.
-    """
+    """Local files in `folder`, under the paths that the manifest gives them, that are not evicted until `release`."""
 
     def __init__(self, folder: Path, descriptor: int = -1) -> None:
         self.folder = folder
@@ -54,11 +50,7 @@ class Entry:
 
 
 class LocalCache:
-    """The cache of this machine's processes, by the settings above; raises ConfigError for a malformed one.
-
-    Attributes:
-        folder: created on first use.
-    """
+    """The cache of this machine's processes, by the settings above; raises ConfigError for a malformed one."""
 
     def __init__(self) -> None:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

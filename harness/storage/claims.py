@@ -139,11 +139,7 @@ class Lease:
         return str(self._store.place / self._name)
 
     def check(self) -> None:
-        """Renew the lease unless it is surely held; call this before each write that it protects.
-
-        Raises:
-            FormatError: another process has taken the lease over, or the store does not answer.
-        """
+        """Renew the lease unless surely held, before each write that it protects; FormatError if it was taken over."""
         if self._lost is not None or _now() >= self._sure_until:
             with self._lock:
                 self._put()
@@ -192,11 +188,7 @@ class Lease:
         return body
 
     def write(self, data: bytes) -> None:
-        """Replace what a later owner finds if this one is killed; one line.
-
-        Raises:
-            FormatError: another process has taken the lease over, or the store does not answer.
-        """
+        """Replace what a later owner finds if this one is killed; one line. FormatError if it was taken over."""
         assert b"\n" not in data
         with self._lock:
             self._body = data
@@ -206,11 +198,7 @@ class Lease:
         """Do nothing: the lease is renewed in the background."""
 
     def release(self, *, remove: bool) -> None:
-        """Give the lease up, if it is still this process's own; a second call does nothing, nor does a forked child.
-
-        Args:
-            remove: leave nothing to the next owner.
-        """
+        """Give the lease up if it is this process's own, not a fork's; `remove` leaves nothing to the next owner."""
         renewing, self._renewing = self._renewing, None
         if renewing is None or self._owner["pid"] != os.getpid():
             return

@@ -36,11 +36,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Stamp:
-    """Identity of a file's content, as far as its storage knows it without reading.
-
-    Attributes:
-        version: modification time in nanoseconds of a file on a disk; ETag of an object, or its time.
-    """
+    """Size and version of a file: its modification time in nanoseconds; of an object its ETag, or its time."""
 
     num_bytes: int
     version: str

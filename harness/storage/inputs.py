@@ -189,12 +189,7 @@ def open_source(place: Path | ObjectPath) -> ByteSource:
 
 
 def read_ranges(source: ByteSource, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """Read ranges of bytes from start to end, and return them in the given order; neighbors take one request.
-
-    Raises:
-        FormatError: the file ends before.
-        OSError: it cannot be read.
-    """
+    """Read ranges from start to end, neighbors at once, in the given order; FormatError if the file ends before."""
     spans: list[tuple[int, int]] = []
     span_of = [0] * len(ranges)
     for position in sorted(range(len(ranges)), key=ranges.__getitem__):

@@ -103,11 +103,7 @@ class RecordReader:
             raise ConfigError(what, where="source.ignore_fields", fix=fix)
 
     def parse(self, record: object, where: str, folder: str | None = None) -> Conversation | BadRecord:
-        """Parse one decoded JSON object.
-
-        Args:
-            folder: of relative paths of media; None refuses media that are not in the record itself.
-        """
+        """Parse one decoded JSON object; relative paths of media are in `folder`, and None refuses all paths."""
         try:
             if not isinstance(record, Mapping):
                 raise BadRecordError(BadReason.NOT_AN_OBJECT, f"a JSON {type(record).__name__}, expected an object")

@@ -50,11 +50,7 @@ class BadReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool by the assistant.
-
-    Attributes:
-        arguments: as the record has them: JSON text, or the decoded object.
-    """
+    """One call of a tool by the assistant; its arguments are JSON text or the decoded object, as in the record."""
 
     name: str
     arguments: str | Mapping[str, Any]

@@ -36,11 +36,7 @@ _IMAGE_NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
-    """Numbers by which one model takes media; plain values.
-
-    Attributes:
-        tokens: id of the placeholder token by kind of media.
-    """
+    """Numbers by which one model takes media, and the ids of placeholder tokens by kind of media; plain values."""
 
     family: str
     tokens: Mapping[str, int]
@@ -100,11 +96,7 @@ class MediaRules:
                 (folder / file).write_text(json.dumps(values, indent=2))
 
     def count_tokens(self, kind: str, size: AudioSize | ImageSize) -> int:
-        """Return the number of placeholder tokens of a medium, as the model's processor does.
-
-        Raises:
-            PrepError: it is too short for a token, or longer than the model takes.
-        """
+        """Count a medium's placeholder tokens as the model's processor does; PrepError if it is too short or long."""
         if kind not in self.tokens:
             what = f"is an {kind}, and a {self.family} model is trained with {' and '.join(self.tokens)} only"
             raise PrepError(what, where="a medium", fix="repair the record, or remove it")

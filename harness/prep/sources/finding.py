@@ -28,11 +28,7 @@ Show = Callable[[str], None]
 
 
 def list_files(path: str) -> list[Place]:
-    """Return the chat files that `path` names; those of a folder or glob in natural order (`part-2` before `part-10`).
-
-    Raises:
-        PrepError: nothing is there, a file has a compression that is not supported, or there are several splits.
-    """
+    """Return the chat files that `path` names, as `find_files` does, in natural order (`part-2` before `part-10`)."""
     return list(find_files(SourceConfig(path=path)).files)
 
 

@@ -17,12 +17,7 @@ from harness.prep.sources.schema import find_schema
 
 @dataclass
 class PreparedSource:
-    """One source of a preparation.
-
-    Attributes:
-        name: its row of the report; empty for a row for each file.
-        reader: parser of its records; `find_schema` completes it.
-    """
+    """One source of a preparation; `name` is its row of the report, empty for a row for each file."""
 
     config: SourceConfig
     found: SourceFiles

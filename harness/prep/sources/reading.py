@@ -175,10 +175,7 @@ def cut_shards(
     """Divide files into shards of about `shard_bytes`, in order, as they are asked for; Arrow files are one shard each.
 
     Scans large JSONL files for line ends and JSON lists for items, so that each shard knows the number of its first
-    record. Compressed files are divided by the bytes of their text.
-
-    Args:
-        limit: maximum number of records in all shards together; 0 for all.
+    record. Compressed files are divided by the bytes of their text. A `limit` counts the records of all shards.
     """
     reader = reader or RecordReader()
     cut = for_each_file(lambda file: list(_cut(file, shard_bytes)), files)
@@ -281,11 +278,7 @@ def read_shard(shard: SourceShard) -> Iterator[SourceChunk]:
 
 
 def read_chunks(files: Iterable[Place], *, limit: int = 0, reader: RecordReader | None = None) -> Iterator[SourceChunk]:
-    """Yield the records of whole files in order, like `read_shard`.
-
-    Args:
-        limit: maximum number of records, blank lines not counted; 0 reads all.
-    """
+    """Yield the records of whole files in order, like `read_shard`; at most `limit` without blank lines, 0 for all."""
     reader = reader or RecordReader()
     shards = (shard for file in files for shard in _cut(file, 1 << 62))
     return _limited((chunk for shard in shards for chunk in _read(replace(shard, reader=reader))), limit or None)

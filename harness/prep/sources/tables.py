@@ -217,10 +217,8 @@ def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str],
     """Refuse a row group that expands to gigabytes; return how many rows, at most `rows`, can be decoded at once.
 
     A few bytes can name a text of the dictionary of their column a million times. Such columns are read as dictionaries
-    first, as far as pages refer to one.
-
-    Raises:
-        PrepError: a page, or a row of texts, is larger than it may be, or pages have more values than the footer says.
+    first, as far as pages refer to one. Raises PrepError for a page or a row of texts that is larger than it may be,
+    and for pages with more values than the footer says.
     """
     group, where = metadata.row_group(number), f"{place}, row group {number}"
     with contextlib.closing(open_source(place)) as source:

@@ -27,11 +27,8 @@ _MASKING = ("mask", *_TEXTS, *(f"train_{part}" for part in _PARTS))
 def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[int]:
     """Return the ids that end an answer, ascending; empty if none is known.
 
-    These are the end token of the tokenizer, and the tokens that end a turn in the chat template.
-
-    Args:
-        mask: `Provenance.mask` of the data, whose `end_tokens` are taken if there are any; otherwise the template is
-            asked what it writes after an answer. (Data that records none was made without tools.)
+    These are the end token of the tokenizer, and the tokens that end a turn: those that a `Provenance.mask` records, or
+    else what the chat template writes after an answer. (Data that records none was made without tools.)
     """
     recorded, where = (mask or {}).get("end_tokens", "[]"), "manifest.json, provenance.mask.end_tokens"
     what, fix = "the dataset records no list of end tokens", "copy the dataset again, or prepare it again"

@@ -129,11 +129,7 @@ class ChatTokenizer:
         return self._renderer.uses_date
 
     def mask_facts(self, schema: str = "") -> dict[str, str]:
-        """Return how masks are made, for the manifest of a dataset.
-
-        Args:
-            schema: of the records; all of plain `text` is trained, whatever the template is.
-        """
+        """Return how masks are made, for a dataset's manifest; of the schema `text`, everything is trained."""
         config = self._config
         weights = {"weights": "hundredths"} if config.train_on == "weighted" else {}
         if schema == "text":
@@ -200,11 +196,9 @@ class ChatTokenizer:
     def encode(self, conversations: Sequence[Conversation]) -> list[SequenceView | BadRecord]:
         """Tokenize conversations; their sequences, or reasons why there are none, come in the same order.
 
-        Most conversations make one sequence; `encode_each` keeps those of one conversation together.
-
-        Returns:
-            input_ids int32 [L] and loss_mask uint8 [L], with L at least 2 and something to train. The mask is
-            label-aligned: shifted left by one from the tokens that the assistant wrote.
+        Most conversations make one sequence; `encode_each` keeps those of one conversation together. A sequence has
+        input_ids int32 [L] and loss_mask uint8 [L], with L at least 2 and something to train. The mask is
+        label-aligned: shifted left by one from the tokens that the assistant wrote.
         """
         results: list[SequenceView | BadRecord] = []
         for made in self.encode_each(conversations):
@@ -212,11 +206,7 @@ class ChatTokenizer:
         return results
 
     def encode_each(self, parsed: Sequence[Conversation | BadRecord]) -> list[list[Encoded] | BadRecord]:
-        """Tokenize parsed records; results are in the same order.
-
-        Returns:
-            for each conversation its sequences, as in `encode`, or the reason why it has none; a bad record itself.
-        """
+        """Tokenize parsed records in order: the sequences of each as in `encode`, or why it has none."""
         rendered = self._render(parsed)
         texts = [sequence.text for made in rendered if not isinstance(made, BadRecord) for sequence in made]
         encodings, results = self._encodings(texts), list[list[Encoded] | BadRecord]()

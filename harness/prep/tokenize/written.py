@@ -61,11 +61,7 @@ def _is_only_then(text: str, own: str, wanted: Any) -> bool:
 
 
 def unwritten_reasoning(text: str, turn: int, message: Message) -> str:
-    """Return which reasoning of an answer its text leaves out, in words; empty if it holds all of it.
-
-    Args:
-        turn: its number, from 0.
-    """
+    """Return which reasoning of a turn the text up to it leaves out, in words; empty if it holds all of it."""
     inside = [part for part in _parts(message) if "</think>" in part]
     pieces = [message.reasoning, *(piece for part in inside for piece in _THINK_TAGS.split(part))]
     for piece in pieces:
