@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import shutil
-import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.launch.preflight.hardware import address_of, output_of
 from harness.launch.queue import ask_slurm
 
 # As in the batch script: below the ports that the kernel gives to outgoing connections.
@@ -99,18 +97,12 @@ def read_cores(allowed: Collection[int], system: Path = _SYSTEM) -> dict[int, li
 
 def read_gpu_nodes(system: Path = _SYSTEM) -> list[int]:
     """Return the NUMA node of each GPU in the order of nvidia-smi; empty if one is unknown."""
-    if shutil.which("nvidia-smi") is None:
+    printed, code = output_of("nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader")
+    try:
+        files = [system / "bus/pci/devices" / f"{address_of(bus)}.{bus[-1]}" / "numa_node" for bus in printed.split()]
+        nodes = [int(file.read_text()) for file in files] if code == 0 else []
+    except (OSError, ValueError):
         return []
-    command = ["nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    nodes = []
-    for bus in printed.split():
-        # nvidia-smi has eight digits for the domain, the kernel four.
-        name = re.sub(r"^0000(?=[0-9A-Fa-f]{4}:)", "", bus).lower()
-        try:
-            nodes.append(int((system / "bus/pci/devices" / name / "numa_node").read_text()))
-        except (OSError, ValueError):
-            return []
     return nodes if min(nodes, default=-1) >= 0 else []
 
 

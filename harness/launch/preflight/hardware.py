@@ -121,7 +121,7 @@ def read_gpus() -> dict[str, Any]:
     """Check the GPUs by what nvidia-smi, the kernel's log and DCGM know; `notes` are worth knowing and no fault."""
     if shutil.which("nvidia-smi") is None:
         return {"gpus": [], "driver": "none"}
-    printed, code = _output("nvidia-smi", "-q", "-x")
+    printed, code = output_of("nvidia-smi", "-q", "-x")
     if code not in (0, _WARNED) and _END not in printed:
         what = f"nvidia-smi -q -x ends with code {code}: {printed.strip()[:300]}"
         raise HarnessError(what, where="nvidia-smi", fix=_DRAIN)
@@ -130,16 +130,16 @@ def read_gpus() -> dict[str, Any]:
     faults = [f"GPU {number} ({gpu['bus']}): {fault}" for number, gpu in enumerate(gpus) for fault in gpu["faults"]]
     if code not in (0, _WARNED) and not faults:
         faults.append(f"nvidia-smi -q -x ends with code {code}")
-    log, code = _output("dmesg")
+    log, code = output_of("dmesg")
     notes += [] if code == 0 else ["the kernel's log is closed to this user: it was not searched for Xid errors"]
     # The log has also what a reset has repaired since; newer drivers know whether there is anything left to do.
-    is_well = {_address(gpu["bus"]): gpu["action"] == "None" for gpu in gpus}
+    is_well = {address_of(gpu["bus"]): gpu["action"] == "None" for gpu in gpus}
     for bus, errors in parse_xids(log).items():
-        if is_well.get(_address(bus), False):
+        if is_well.get(address_of(bus), False):
             notes += [f"{error} (before its last reset: the driver asks for no action)" for error in errors]
         else:
             faults += errors
-    report, code = _output("dcgmi", "health", "--group", "0", "--check")
+    report, code = output_of("dcgmi", "health", "--group", "0", "--check")
     faults += parse_dcgm(report)
     if code not in (0, None) and "Health Monitor Report" not in report:
         notes.append(f"dcgmi health: {report.strip()[:120] or f'code {code}'}")
@@ -149,8 +149,8 @@ def read_gpus() -> dict[str, Any]:
     return {"gpus": shown, "driver": gpus[0]["driver"] if gpus else "none", "notes": notes}
 
 
-def _address(bus: str) -> str:
-    """Return the address of a GPU as the kernel's log has it; that of nvidia-smi has a longer domain and a function."""
+def address_of(bus: str) -> str:
+    """Return the address of a GPU as the kernel has it; that of nvidia-smi has a longer domain and a function."""
     return re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower()).partition(".")[0]
 
 
@@ -172,7 +172,7 @@ def parse_dcgm(text: str) -> list[str]:
     return [f"DCGM reports a failure: {details[:300]}"]
 
 
-def _output(*command: str) -> tuple[str, int | None]:
+def output_of(*command: str) -> tuple[str, int | None]:
     """Return what a command prints, and its exit code; nothing and None where it is not installed."""
     if shutil.which(command[0]) is None:
         return "", None
