@@ -13,7 +13,7 @@ from harness.paths import explain_path, is_run, is_there, near_paths
 from harness.prep.sources import hub
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.delimited import SEPARATORS
-from harness.prep.sources.reading import JSON_SUFFIXES, SUFFIXES, TEXT_SUFFIXES, SourceFiles, is_compressed, suffix_of
+from harness.prep.sources.reading import JSON, SUFFIXES, TEXT_SUFFIXES, SourceFiles, is_compressed, suffix_of
 from harness.prep.sources.schema import holds_chats
 from harness.prep.sources.splits import SPLITS_FILE, STATE_FILE, choose_split, data_files, split_of
 from harness.prep.sources.text import COMPRESSED
@@ -114,7 +114,7 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
             return replace(_choose(root, names, replace(source, split=""), stamp), facts={"split": split})
     data = data_files(names, (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES))
     data = _without_caches(root, names, data)
-    unsure = [name for name in data if suffix_of(Path(name)) in (*JSON_SUFFIXES, *SEPARATORS)]
+    unsure = [name for name in data if suffix_of(Path(name)) in (JSON, *SEPARATORS)]
     others = {name for name in unsure if not holds_chats(root / name, source)}
     # A folder of CSV files alone is refused with the names of their columns.
     tables = [name for name in data if suffix_of(Path(name)) in SEPARATORS]

@@ -22,14 +22,10 @@ from harness.storage import ObjectPath, Place, parse_place, stamp_of
 from harness.storage.files import Stamp
 from harness.storage.inputs import open_stream
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-# One record a line, or one list of records.
-JSON_SUFFIXES = (".json",)
-PARQUET_SUFFIXES = (".parquet",)
-# Written by `save_to_disk` of Hugging Face's datasets.
-ARROW_SUFFIXES = (".arrow",)
-TEXT_SUFFIXES = (*JSONL_SUFFIXES, *JSON_SUFFIXES, *SEPARATORS)
-SUFFIXES = (*TEXT_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES)
+# Of JSON one record a line, or one list of records; of Arrow as `save_to_disk` of Hugging Face's datasets writes it.
+JSON, PARQUET, ARROW = ".json", ".parquet", ".arrow"
+TEXT_SUFFIXES = (".jsonl", ".ndjson", JSON, *SEPARATORS)
+SUFFIXES = (*TEXT_SUFFIXES, PARQUET, ARROW)
 _SCAN_BYTES = 8 << 20
 _THREADS = 16
 T = TypeVar("T")
@@ -57,10 +53,10 @@ def suffix_of(file: Place) -> str:
 
 def columns_of(file: Place) -> list[str]:
     """Return the columns of a table; none of another file."""
-    if suffix_of(file) in PARQUET_SUFFIXES:
+    if suffix_of(file) == PARQUET:
         with open_parquet(file) as parquet:
             return list(parquet.schema_arrow.names)
-    if suffix_of(file) in ARROW_SUFFIXES:
+    if suffix_of(file) == ARROW:
         with open_arrow(file) as (schema, _, _):
             return list(schema.names)
     return []
@@ -223,14 +219,14 @@ def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
     try:
         size = stamp_of(file).num_bytes
         suffix = suffix_of(file)
-        if suffix in PARQUET_SUFFIXES:
+        if suffix == PARQUET:
             for first, start, end, groups in cut_parquet(file, size, shard_bytes):
                 yield SourceShard(str(file), first, start, end, ROW, groups)
             return
-        if suffix in ARROW_SUFFIXES:
+        if suffix == ARROW:
             yield SourceShard(str(file), 0, 0, size, ROW)
             return
-        unit = find_unit(file, is_json=suffix in JSON_SUFFIXES)
+        unit = find_unit(file, is_json=suffix == JSON)
         if is_compressed(file) or size <= shard_bytes:
             yield SourceShard(str(file), 0 if unit == ITEM else 1, 0, size, unit)
         elif suffix in SEPARATORS or unit == ITEM:
@@ -324,14 +320,13 @@ def _unreadable(where: str, error: Exception) -> PrepError:
 def _open(shard: SourceShard) -> Iterator[SourceChunk]:
     file, path = parse_place(shard.path), shard.path
     suffix = suffix_of(file)
-    if suffix in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES):
+    if suffix in (PARQUET, ARROW):
         tables = (
             read_arrow(file, shard.end, shard.reader)
-            if suffix in ARROW_SUFFIXES
+            if suffix == ARROW
             else read_parquet(file, stamp_of(file).num_bytes, shard.reader, shard.row_groups, shard.first)
         )
-        for first, rows, num_bytes in tables:
-            yield SourceChunk(path, ROW, first, rows, num_bytes)
+        yield from (SourceChunk(path, ROW, first, rows, num_bytes) for first, rows, num_bytes in tables)
         return
     before = shard.start
     if shard.is_piece:
