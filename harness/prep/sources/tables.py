@@ -81,24 +81,26 @@ def open_arrow(place: Place) -> Iterator[tuple[Any, Iterator[Any], Any]]:
 def _batches(stream: Any, source: Any, where: str, count: int | None) -> Iterator[Any]:
     """Yield the batches of a stream, of which a file counts some; raise PrepError before one takes gigabytes."""
     dictionaries = number = 0
+
+    def refuse_large(num_bytes: int) -> None:
+        if num_bytes > _MAX_BATCH_BYTES:
+            what = f"the batch decompresses to {num_bytes:,} bytes, more than {_MAX_BATCH_BYTES:,}"
+            raise PrepError(what, where=f"{where}, batch {number}", fix="write the file again in smaller batches")
+
     while True:
         at, last = source.tell(), 0
         with contextlib.suppress(EOFError):
             while (message := pa.ipc.read_message(source)).type == "dictionary":
                 dictionaries += _decompressed_bytes(message)
             last = _decompressed_bytes(message)
-        if dictionaries + last > _MAX_BATCH_BYTES:
-            what = f"the batch decompresses to {dictionaries + last:,} bytes, more than {_MAX_BATCH_BYTES:,}"
-            raise PrepError(what, where=f"{where}, batch {number}", fix="write the file again in smaller batches")
+        refuse_large(dictionaries + last)
         source.seek(at)
         if (batch := next(stream, None)) is None:
             break
         if batch.num_rows > max(_FREE_VALUES, _VALUES_PER_BYTE * (source.tell() - at)):
             raise pa.ArrowInvalid(f"batch {number} declares {batch.num_rows:,} rows in {source.tell() - at:,} bytes")
         batch.validate()
-        if (views := sum(map(_view_bytes, batch.columns))) > _MAX_BATCH_BYTES:
-            what = f"the texts of the batch have {views:,} bytes, more than {_MAX_BATCH_BYTES:,}"
-            raise PrepError(what, where=f"{where}, batch {number}", fix="write the file again in smaller batches")
+        refuse_large(sum(map(_view_bytes, batch.columns)))
         batch.validate(full=True)  # offsets of a damaged file can lead outside its memory
         yield batch
         number += 1
@@ -375,7 +377,6 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
 
 def _rows(batch: Any, values: Sequence[str], presence: Sequence[str]) -> list[Any]:
     """Return the rows of a batch as dicts; a column of `presence` holds True where the row has something there."""
-    marks = {name: _has_any(batch.column(name)) for name in presence}
     chosen = batch.select(list(values))
     try:
         rows: list[Any] = chosen.to_pylist() if values else [{} for _ in range(batch.num_rows)]
@@ -385,8 +386,10 @@ def _rows(batch: Any, values: Sequence[str], presence: Sequence[str]) -> list[An
     for row in rows if coded else ():
         if isinstance(row, dict):
             row.update({field.name: _plain(row[field.name], field.type) for field in coded})
-    for name, column in marks.items():
-        for row, has_any in zip(rows, column, strict=True):
+    for name, column in ((name, batch.column(name)) for name in presence):
+        # A value is there and, if a list, has items.
+        found = pc.list_value_length(column) if _is_list(column.type) else column.is_valid()
+        for row, has_any in zip(rows, found.to_pylist(), strict=True):
             if has_any and isinstance(row, dict):
                 row[name] = True
     return rows
@@ -397,12 +400,6 @@ def _row(row: Any) -> Any:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
         return BadRecord("", BadReason.NOT_UTF8, f"byte {error.start} of a text is not UTF-8")
-
-
-def _has_any(column: Any) -> list[bool]:
-    """Return for each value whether it is there and, if a list, whether it has items."""
-    found = pc.list_value_length(column) if _is_list(column.type) else column.is_valid()
-    return [bool(one) for one in found.to_pylist()]
 
 
 def _is_list(kind: Any) -> bool:
