@@ -64,10 +64,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, config: TokenizerConfig, folder: str = "", *, today: date | None = None) -> None:
-        """Load from `folder` if given, or from `config.name`.
-
-        Args:
-            today: date for templates that write one; None is the date of each rendering.
+        """Load from `folder` if given, or from `config.name`; `today` is for templates that write the date.
 
         Raises:
             ConfigError: it cannot be loaded, is not a fast tokenizer, or its template is not valid Jinja or does not
@@ -234,31 +231,29 @@ class ChatTokenizer:
     def _to_sequences(
         self, conversation: Conversation, rendered: list[Rendered], encodings: Iterable[Any]
     ) -> list[Encoded] | BadRecord:
-        made, where = [], conversation.where
+        made = []
         try:
             media = _Media(self.media_rules, conversation, self._config) if self.media_rules is not None else None
-        except BadRecordError as bad:
-            return BadRecord(where, bad.reason, bad.detail)
-        for sequence, encoding in zip(rendered, encodings, strict=True):
-            numbers = encoding.ids
-            # Twice as fast as an array made of the list.
-            ids = np.frombuffer(bytearray(struct.pack(f"{len(numbers)}i", *numbers)), np.int32)
-            if len(ids) < MIN_SEQUENCE_TOKENS:
-                detail = f"is {len(ids)} token long, so there is nothing to predict"
-                return BadRecord(where, BadReason.TOO_SHORT, detail)
-            mask = np.zeros(len(ids), np.uint8)
-            if sequence.spans:
-                mask[:-1] = self._token_mask(ids, encoding, sequence)[1:]
-            view = SequenceView(ids, mask)
-            if media is not None:
-                try:
+            for sequence, encoding in zip(rendered, encodings, strict=True):
+                numbers = encoding.ids
+                # Twice as fast as an array made of the list.
+                ids = np.frombuffer(bytearray(struct.pack(f"{len(numbers)}i", *numbers)), np.int32)
+                if len(ids) < MIN_SEQUENCE_TOKENS:
+                    detail = f"is {len(ids)} token long, so there is nothing to predict"
+                    raise BadRecordError(BadReason.TOO_SHORT, detail)
+                mask = np.zeros(len(ids), np.uint8)
+                if sequence.spans:
+                    mask[:-1] = self._token_mask(ids, encoding, sequence)[1:]
+                view = SequenceView(ids, mask)
+                if media is not None:
                     view = media.place(view, is_last=sequence is rendered[-1])
-                except BadRecordError as bad:
-                    return BadRecord(where, bad.reason, bad.detail)
-            if view.loss_mask.any():
-                made.append(Encoded(view, sequence.text, sequence.spans))
-        if not made:
-            return BadRecord(where, BadReason.NOTHING_TRAINED, "the chat template writes no trainable assistant token")
+                if view.loss_mask.any():
+                    made.append(Encoded(view, sequence.text, sequence.spans))
+            if not made:
+                detail = "the chat template writes no trainable assistant token"
+                raise BadRecordError(BadReason.NOTHING_TRAINED, detail)
+        except BadRecordError as bad:
+            return BadRecord(conversation.where, bad.reason, bad.detail)
         return made
 
     def _token_mask(self, ids: Int32Array, encoding: Any, sequence: Rendered) -> UInt8Array:

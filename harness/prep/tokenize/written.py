@@ -62,7 +62,7 @@ def _is_only_then(text: str, own: str, wanted: Any) -> bool:
 
 def unwritten_reasoning(text: str, turn: int, message: Message) -> str:
     """Return which reasoning of a turn the text up to it leaves out, in words; empty if it holds all of it."""
-    inside = [part for part in _parts(message) if "</think>" in part]
+    inside = [part for part in message.texts if "</think>" in part]
     pieces = [message.reasoning, *(piece for part in inside for piece in _THINK_TAGS.split(part))]
     for piece in pieces:
         if _find(text, piece.strip(), 0) < 0:
@@ -70,13 +70,9 @@ def unwritten_reasoning(text: str, turn: int, message: Message) -> str:
     return ""
 
 
-def _parts(message: Message) -> Sequence[str]:
-    return message.texts or ("",)
-
-
 def _contents(message: Message) -> Iterator[str]:
     """Yield the pieces of a content that a template has to write, of an answer without the reasoning inside it."""
-    for part in _parts(message):
+    for part in message.texts or ("",):
         if message.role == "assistant" and "</think>" in part:
             yield from (piece.strip() for piece in _THINK_TAGS.split(part.partition("</think>")[2]))
         else:
