@@ -160,14 +160,9 @@ def class_of(
 def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, base: T | None = None) -> T:
     """Fill a dataclass from `key=value` arguments; of a key that is given twice the last one counts.
 
-    Lists are `[a, b]` or `a,b`, records of a map are `key.name=value`, and `null` empties an optional setting.
-
-    Args:
-        base: values of the settings that are not given; omit for the defaults of the dataclass.
-
-    Raises:
-        ConfigError: an argument is not `key=value`, a key is unknown, a value has another type, a required setting is
-            missing, or the dataclass refuses a value.
+    Lists are `[a, b]` or `a,b`, records of a map are `key.name=value`, and `null` empties an optional setting. Those
+    that are not given are as in `base`, or the defaults. Raises ConfigError for an argument that is not `key=value`, an
+    unknown key, a value of another type or that the dataclass refuses, and a required setting that is missing.
     """
     known, settings = KnownSettings(command, schema, []), explain_settings(schema)
     missing = [one.key for one in settings if base is None and one.default == REQUIRED and "[]" not in one.key]

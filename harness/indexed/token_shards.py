@@ -93,9 +93,7 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
 def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, TokenBatch]]:
     """Yield the documents of shards in order, each batch with its file; at most one batch per thread is in memory.
 
-    Raises:
-        PrepError: a shard cannot be read, has no such column or one of another type, or holds an invalid token id;
-            names the file and the row.
+    PrepError names the file, and the row that holds an invalid token id.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         waiting: deque[tuple[Path, Future[list[TokenBatch]]]] = deque()
@@ -184,14 +182,9 @@ def _read_groups(
 
 
 def parse_column(column: pa.Array, *, first_row: int = 0) -> TokenBatch:
-    """Convert a column of token ids, or a slice of one.
+    """Convert a column of token ids, or a slice of one from row `first_row` on: lists of integers or of lists, or text.
 
-    Args:
-        column: lists of integers, lists of such lists, or text.
-        first_row: number of its first row, for errors.
-
-    Raises:
-        FormatError: the column has another type, or a null, or a number that is not a token id; names the row.
+    FormatError names the row that has a null or a number that is no token id, or the type of another column.
     """
     _refuse_nulls(column, "row", first_row)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):

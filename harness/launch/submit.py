@@ -136,10 +136,7 @@ def live_paths(settings: dict[str, Any]) -> list[str]:
 
 
 def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
-    """Return the datasets that a run with these settings opens, by the paths that its ranks will use.
-
-    Live chunks are left out, because they may not exist yet; so are the prefixes of a corpus in a bucket.
-    """
+    """Return the datasets that a run opens: no live chunks, which may not exist yet, and no corpus in a bucket."""
     data = settings["data"]
     if "blend_per_split" in data:
         return tuple(dict.fromkeys(path for path in corpus_paths(data) if path and "://" not in path))
@@ -161,12 +158,8 @@ def refuse_second_job(run_dir: Path) -> None:
 def submit_job(job: Job, text: str, *, is_private: bool) -> str:
     """Write the script to the run's folder, submit it with sbatch, and return the id of the job.
 
-    Args:
-        is_private: the script holds values of the environment: only its owner may read it.
-
-    Raises:
-        HarnessError: sbatch is not installed here, or refuses the job; a new folder is removed again.
-        ConfigError: the run's folder cannot be created.
+    A script that holds values of the environment is private: only its owner may read it. Raises HarnessError if sbatch
+    is not installed here, or refuses the job; a new folder is removed again.
     """
     folder = Path(job.run_dir)
     is_new = not folder.exists()

@@ -25,7 +25,7 @@ from harness.prep import folder as layout
 from harness.prep.chat import BadRecord
 from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
-from harness.prep.folder import PreparedFolder, files_digest, settings_hash
+from harness.prep.folder import PreparedFolder, settings_hash
 from harness.prep.media import MediaLimits
 from harness.prep.packing import PackingConfig, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
@@ -190,7 +190,8 @@ def _settings(config: PrepareConfig, found: list[PreparedSource]) -> dict[str, A
     settings["source_files"] = " ".join(one.found.digest for one in found)
     named = [Path(name) for name in (config.tokenizer.name, config.tokenizer.chat_template) if name]
     inner = [file for path in named for file in ([path] if path.is_file() else sorted(path.glob("*")))]
-    settings["tokenizer_files"] = files_digest([file for file in inner if file.is_file()])
+    stats = {str(file): file.stat() for file in inner if file.is_file()}
+    settings["tokenizer_files"] = settings_hash({name: [one.st_size, one.st_mtime_ns] for name, one in stats.items()})
     return settings
 
 

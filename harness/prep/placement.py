@@ -38,15 +38,7 @@ class BinPlacement:
         return np.cumsum(change[:-1])
 
     def assign(self, items: Int64Array, bin_starts: Int64Array) -> Int64Array:
-        """Lay items out bin by bin.
-
-        Args:
-            items: int64 [n], by decreasing length.
-            bin_starts: int64 [total_bins], position of each bin's first item in the result.
-
-        Returns:
-            int64 [n].
-        """
+        """Lay items, int64 [n] by decreasing length, out bin by bin, each bin from its `bin_starts`, int64 [bins]."""
         placed = np.empty_like(items)
         ends = np.cumsum(self.columns[1] * self.columns[2])
         column = done = 0
@@ -129,13 +121,9 @@ def _ramps(counts: Int64Array) -> Int64Array:
 
 
 def next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
-    """Keep the order, and start a new pack wherever the next sequence does not fit.
+    """Keep the order of sequences of these lengths, and start a new pack wherever the next one does not fit.
 
-    Args:
-        lengths: int64 [sequences], each at most `pack_size`.
-
-    Returns:
-        int64 [packs + 1], first sequence of each pack; the last entry is the number of sequences.
+    Returns int64 [packs + 1], the first sequence of each pack; the last entry is the number of sequences.
     """
     ends = np.cumsum(lengths)
     # For every sequence: the first later one that does not fit into a pack starting with it.
@@ -151,13 +139,8 @@ def next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
 def first_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
     """Place each sequence, in order, into the first opened pack with room for it.
 
-    Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree.
-
-    Args:
-        lengths: integers [sequences], each at most `pack_size`.
-
-    Returns:
-        int64 [sequences], the pack of each sequence.
+    Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree. Returns the
+    pack of each sequence, int64 [sequences].
     """
     leaves = 1
     tree = [pack_size, pack_size]

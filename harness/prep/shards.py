@@ -67,10 +67,7 @@ _MAX_SAMPLES = 2
 class ShardJob:
     """Settings shared by all shards; plain values, so that they can be sent to workers.
 
-    Attributes:
-        tokenizer: of the sequences; `name` is a folder that includes the chat template.
-        content: hashes of that folder's content; part of the identity of a loaded tokenizer.
-        today: the date that the chat template writes, as YYYY-MM-DD; empty if it writes none.
+    `content` has hashes of the tokenizer's folder, and `today` the date that its chat template writes, as YYYY-MM-DD.
     """
 
     folder: str

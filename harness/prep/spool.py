@@ -119,7 +119,7 @@ class Split:
 def divide(
     spool: Spool, shares: Mapping[str, float], *, rest: str, drop_duplicates: bool
 ) -> tuple[dict[str, Split], int]:
-    """Divide sequences among splits by the hashes of their conversations, those of one conversation together.
+    """Divide sequences among splits by the hashes of their conversations; also return how many of these are dropped.
 
     A conversation stays in its split when others are added or removed, but for the one that a split of so few
     conversations that none falls into it takes from the rest.
@@ -127,9 +127,6 @@ def divide(
     Args:
         shares: share of the conversations for each split; a split with share 0 is not made.
         rest: name of the split for the remaining conversations, which comes first in the result.
-
-    Returns:
-        the splits, and the number of conversations left out.
     """
     hashes = spool.hashes()
     # The hash, scaled to 0 to 1, picks the split.

@@ -64,14 +64,7 @@ class LocalCache:
             raise ConfigError(f"{_BYTES_NAME} is {text!r}", where="environment", fix="use a whole number of bytes")
 
     def get(self, files: Sequence[StoredFile], download: Download) -> Entry:
-        """Return the entry of these files, downloaded if missing.
-
-        Args:
-            download: writes one of them to a path.
-
-        Raises:
-            FormatError: the bytes that arrive differ from the manifest, or the disk refuses.
-        """
+        """Return the entry of these files, downloaded if missing; FormatError if others arrive, or the disk refuses."""
         text = "\n".join(f"{stored.path} {stored.num_bytes} {stored.xxh3}" for stored in files)
         name = str(xxhash.xxh3_128_hexdigest(text.encode()))
         try:

@@ -117,10 +117,8 @@ class Lease:
     A process that is killed leaves it; the next one takes it over at once on the same machine, and elsewhere when
     it was not renewed for LEASE_S. No clocks are compared: the taker watches the object for that long. An owner
     that cannot renew it stops at the next `check`. The object is never deleted, because stores that ignore conditions
-    on deletions (MinIO, Ceph before 20) would delete that of the next owner: a lease without an owner is free.
-
-    Attributes:
-        holder: after `acquire` was refused, who holds the lease, for messages.
+    on deletions (MinIO, Ceph before 20) would delete that of the next owner: a lease without an owner is free. After
+    `acquire` was refused, `holder` is who holds it.
     """
 
     def __init__(self, store: ClaimStore, name: str) -> None:
@@ -145,14 +143,9 @@ class Lease:
                 self._put()
 
     def acquire(self, *, wait: bool = False, log: Callable[[str], None] = lambda line: None) -> bytes:
-        """Take the lease; return what an interrupted owner left in it.
+        """Take the lease, and return what an interrupted owner left in it; FormatError if another process holds it.
 
-        Args:
-            wait: until the other owner releases it, however long that takes.
-            log: called with a line that names the owner when the wait begins.
-
-        Raises:
-            FormatError: another process holds it.
+        With `wait`, wait until that process releases it, however long that takes; `log` gets a line that names it.
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._token = uuid.uuid4().hex

@@ -122,11 +122,8 @@ class Marker:
 
     The lock belongs to this process alone: a child that it forks closes its copy, which would otherwise keep the lock
     after this process is killed. The first line of the file names the process, host and time of the last owner; the
-    second is what that owner wrote, and is read as nothing if it is cut short.
-
-    Attributes:
-        holder: after `acquire` was refused, who holds the lock, for messages.
-        was_created: `acquire` found no file.
+    second is what that owner wrote, and is read as nothing if it is cut short. After `acquire` was refused, `holder`
+    is who holds the lock.
     """
 
     def __init__(self, path: Path) -> None:

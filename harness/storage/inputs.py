@@ -212,9 +212,7 @@ def read_ranges(source: ByteSource, ranges: Sequence[tuple[int, int]]) -> list[m
 def ask_hub(name: str) -> str:
     """Ask the Hugging Face hub once for a model, since its own tools retry for many seconds; return what is wrong.
 
-    Returns:
-        `NO_MODEL`, or why the hub cannot be reached; empty if it has the model, or is a mirror that serves files
-        without describing repositories.
+    That is `NO_MODEL`, or why it cannot be reached; nothing of a mirror that serves files without describing them.
     """
     from huggingface_hub import HfApi, errors
 

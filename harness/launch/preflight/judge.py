@@ -305,9 +305,7 @@ def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:
 def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tuple[str, str]], bool]:
     """Return by node what kept it from its part of a step and the fix, and whether srun stopped the others for it.
 
-    Args:
-        lines: the errors of `srun --label` of a step with one task per node.
-        nodes: of the job, in the order of the tasks.
+    Of the errors of `srun --label`, and the node of each task.
     """
     causes: dict[str, tuple[str, str]] = {}
     ends: dict[str, tuple[str, str]] = {}

@@ -202,10 +202,6 @@ class RecordReader:
         return _UNREAD_FIELDS.union((self.columns.get(name, name) for name in fields), self.ignore_fields)
 
     @cached_property
-    def _record_columns(self) -> dict[str, str]:
-        return {name: column for name, column in self.columns.items() if name in _FIELDS}
-
-    @cached_property
     def _turn_columns(self) -> dict[str, str]:
         return {inner: column for name, column in self.columns.items() if (inner := _turn_field(name))}
 
@@ -213,7 +209,7 @@ class RecordReader:
         """Return a record with the names of our fields, and without those that are ignored."""
         if not self.columns and not self.ignore_fields and not self.drop_media:
             return record
-        record = self._renamed(record, self._record_columns)
+        record = self._renamed(record, {name: self.columns[name] for name in self.columns if name in _FIELDS})
         if not self._turn_columns and not self.ignore_fields and not self.drop_media:
             return record
         names = [name for name in LISTS_OF_TURNS if not is_empty(record.get(name))]
@@ -293,14 +289,7 @@ def detect_schema(
 ) -> str:
     """Return the schema of a source from its first records; those that fit none, or are no objects, are passed over.
 
-    Args:
-        records: decoded ones; the first 100 count.
-
-    Returns:
-        a key of `SCHEMAS`; empty if there are no objects at all.
-
-    Raises:
-        PrepError: none fits, several do, or the records differ.
+    The first 100 count. Empty if there are no objects at all; PrepError if none fits, several do, or records differ.
     """
     reader = RecordReader("", columns or {}, ignore_fields)
     found: Counter[str] = Counter()

@@ -85,15 +85,10 @@ class ImageSize:
 
 
 def read_medium(source: object, folder: str | None = "", limits: MediaLimits | None = None) -> bytes:
-    """Return the bytes of a medium.
+    """Return the bytes of a medium: of bytes, base64, a data URI, a path, `file://` or the URI of an object.
 
-    Args:
-        source: bytes, base64, a data URI, a path, `file://` or the URI of an object in a bucket.
-        folder: of the file that names a relative path; None refuses all paths and URIs.
-
-    Raises:
-        PrepError: it is none of these, cannot be read, or exceeds the limit on bytes.
-        FormatError: its store does not answer, or refuses.
+    Relative paths are in `folder`; None refuses all paths and URIs. Raises PrepError if it is none of these, cannot be
+    read, or exceeds the limit on bytes, and FormatError if its store does not answer, or refuses.
     """
     most = (limits or MediaLimits()).num_bytes
     if isinstance(source, (bytes, bytearray, memoryview)):

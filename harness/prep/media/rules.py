@@ -46,11 +46,8 @@ class MediaRules:
     def of(cls, name: str) -> MediaRules | None:
         """Return the rules of a folder or hub id of a model, or of a tokenizer that was saved with a dataset.
 
-        Returns:
-            None for a model that takes no media, or of a family that is not trained with them.
-
-        Raises:
-            ConfigError: the processor's files are missing or damaged, or have numbers that are not supported.
+        None for a model that takes no media, or of a family that is not trained with them; ConfigError if the
+        processor's files are missing or damaged, or have numbers that are not supported.
         """
         if saved := _read_json(name, RULES_FILE):
             return cls.from_text(json.dumps(saved), where=f"{name}/{RULES_FILE}")

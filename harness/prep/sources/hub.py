@@ -82,12 +82,7 @@ def parse_name(path: str) -> HubName | None:
 
 
 def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None]) -> SourceFiles:
-    """Choose the data files of one split, and download those that are not in the cache.
-
-    Raises:
-        PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
-        ConfigError: huggingface_hub is not installed.
-    """
+    """Choose the data files of one split, and download those that are not in the cache; PrepError if it is unclear."""
     api = _client(place)
     with _errors(place):
         revision = place.revision or None

@@ -71,9 +71,6 @@ class Rendered:
 class Masker:
     """Renders conversations and finds their trained spans.
 
-    Args:
-        special: texts of the tokenizer's special tokens.
-
     Attributes:
         rule: `marks`, `stock`, `served`, `assistant_turns` or `all`.
     """
@@ -314,12 +311,8 @@ class Masker:
     ) -> tuple[str, list[Span], int]:
         """Write a turn into a longer text as it is generated, in place of what the template makes of it there.
 
-        Args:
-            spans: of the turn in the text up to it.
-            shown_at: turn up to which the beginning of `text` is rendered.
-
-        Returns:
-            the new text, the spans of the turn in it, and how far what follows has moved.
+        The beginning of `text` is rendered up to the turn `shown_at`, and the spans are those in the text up to the
+        turn. Returns the new text, the spans in it, and how far what follows has moved.
         """
         own, shown = chat.served(turn), chat.upto(shown_at)
         end = self._special.search(shown, len(shown) - chat.shared_after(turn, shown_at))

@@ -70,13 +70,8 @@ def as_prepared(config: TokenizerConfig, folder: str = "") -> tuple[TokenizerCon
     """Return settings that mask more conversations as those of the dataset beside a tokenizer were masked.
 
     They stay as they are if one of them asks for another mask than the default or for another template, if the
-    tokenizer is not the one in the folder of a prepared dataset, or if that dataset does not record its mask.
-
-    Args:
-        folder: of the tokenizer; `config.name` if empty.
-
-    Returns:
-        the settings, and the dataset that they were read from; None if there is none.
+    tokenizer is not the one in the folder of a prepared dataset, or if that dataset does not record its mask. Also
+    returns the dataset; None if there is none.
     """
     # Takes a while, which a tokenizer without a dataset does not need.
     from harness.formats import load_manifest

@@ -64,10 +64,6 @@ class Renderer:
         variables: texts that the template may read by name, such as `bos_token`.
         special: texts of the tokenizer's special tokens.
         today: date that the template writes; None is the date of each rendering.
-
-    Attributes:
-        rule, why, end_tokens: of the `Masker`.
-        uses_date: the template writes the date.
     """
 
     def __init__(
