@@ -188,11 +188,30 @@ class PrepareReport(Counts):
         return Table(("kind", "count", "meaning", "first"), rows, "lrl")
 
     def facts_table(self) -> Table:
-        """Return what was lost, and what the preparation found out."""
-        warnings = (("lost", self.loss()), ("repeated", self.repetition_warning()))
-        lost = [(name, TableCell(text, "warning")) for name, text in warnings if text]
-        facts = [(name, TableCell(text, "code")) for name, text in self.facts().items()]
-        return Table((), [*lost, *facts, ("vocabulary size", f"{self.vocab_size:,}")])
+        """Return what was lost or repeated, and what the preparation found out: schema, mask and unused fields."""
+        # Over those of one rendering of each conversation; duplicates count.
+        tokens = sum(source.tokens for source in self.sources.values())
+        repetition = tokens / (tokens - self.repeated_tokens) if tokens else 1.0
+        repeated = (
+            f"{repetition:.1f} times the tokens of one rendering: the chat template renders a turn differently once "
+            "others follow, so each has a sequence of its own; to write one sequence per conversation, set "
+            "tokenizer.train_on=last_turn, or tokenizer.history=kept (--preview shows how it differs from serving)"
+        ) * (repetition > _MUCH_REPETITION)
+        facts = {"schema": self.schema, "mask": self.mask.get("rule", ""), "because": self.mask.get("why", "")}
+        facts |= {"history": self.mask.get("history", ""), "trained turns": self.mask.get("train_on", "")}
+        if self.media_by_kind:
+            kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(self.media_by_kind.items()))
+            hours = f"; {self.audio_seconds / 3600:.2f} hours of audio" if self.audio_seconds else ""
+            facts["media"] = f"{kinds}{hours}; {self.media_tokens:,} tokens"
+        facts["tokens, relative to one rendering"] = f"{repetition:.2f}"
+        facts["unused fields"] = ", ".join(self.unused)
+        rows: list[Row] = [
+            (name, TableCell(text, kind))
+            for kind, texts in (("warning", {"lost": self.loss(), "repeated": repeated}), ("code", facts))
+            for name, text in texts.items()
+            if text
+        ]
+        return Table((), [*rows, ("vocabulary size", f"{self.vocab_size:,}")])
 
     def source_table(self, most: int) -> Table:
         head = ("file", "records", "bad", "conversations", "sequences", "tokens", "trained")
@@ -232,34 +251,6 @@ class PrepareReport(Counts):
             "to keep them: " + ("" if data.get("over_long") == "split" else "data.over_long=split or ") + "a larger "
             "data.pack_size"
         )
-
-    def repetition(self) -> float:
-        """Return the tokens prepared over those of one rendering of each conversation; duplicates count."""
-        tokens = sum(source.tokens for source in self.sources.values())
-        return tokens / (tokens - self.repeated_tokens) if tokens else 1.0
-
-    def repetition_warning(self) -> str:
-        """Return the settings that avoid much repetition; empty if there is little."""
-        if self.repetition() <= _MUCH_REPETITION:
-            return ""
-        return (
-            f"{self.repetition():.1f} times the tokens of one rendering: the chat template renders a turn differently "
-            "once others follow, so each has a sequence of its own; to write one sequence per conversation, set "
-            "tokenizer.train_on=last_turn, or tokenizer.history=kept (--preview shows how it differs from serving)"
-        )
-
-    def facts(self) -> dict[str, str]:
-        """Return what the preparation found out: schema, mask and unused fields, as text by name."""
-        mask = self.mask
-        facts = {"schema": self.schema, "mask": mask.get("rule", ""), "because": mask.get("why", "")}
-        facts |= {"history": mask.get("history", ""), "trained turns": mask.get("train_on", "")}
-        if self.media_by_kind:
-            kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(self.media_by_kind.items()))
-            hours = f"; {self.audio_seconds / 3600:.2f} hours of audio" if self.audio_seconds else ""
-            facts["media"] = f"{kinds}{hours}; {self.media_tokens:,} tokens"
-        facts["tokens, relative to one rendering"] = f"{self.repetition():.2f}"
-        facts["unused fields"] = ", ".join(self.unused)
-        return {name: text for name, text in facts.items() if text}
 
 
 def render_report(report: PrepareReport) -> RenderableType:
