@@ -439,14 +439,7 @@ class Masker:
 
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:
-        """Special tokens that end a turn of the assistant: those that it writes after an answer and after a call.
-
-        A template that writes none may rely on the header of the next turn (`StockRule.ends`).
-        """
-        given = [self._config.end_of_last_turn] if self._config.end_of_last_turn else []
-        return tuple(dict.fromkeys([*(self._written_ends() or (self._stock.ends if self._stock else ())), *given]))
-
-    def _written_ends(self) -> tuple[str, ...]:
+        """Special tokens that end a turn of the assistant, after an answer or a call, or else `StockRule.ends`."""
         probes = [
             Conversation((_ASK, _ANSWER), ""),
             Conversation((_ASK, Message("assistant", None, tool_calls=_CALL)), "", tools=_TOOLS),
@@ -459,7 +452,8 @@ class Masker:
                 continue
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
-        return tuple(found)
+        given = [self._config.end_of_last_turn] if self._config.end_of_last_turn else []
+        return tuple(dict.fromkeys([*(found or (self._stock.ends if self._stock else ())), *given]))
 
 
 def _without_reasoning(content: str | tuple[str | MediaPart, ...] | None) -> str | tuple[str | MediaPart, ...] | None:

@@ -118,6 +118,9 @@ class Template:
 
     def __init__(self, text: str, variables: Mapping[str, Any], *, today: date | None = None) -> None:
         self.text, self._variables = text, dict(variables)
+        # Token of that role in the tokenizer; empty if it has none.
+        self.end_of_sequence = str(variables.get("eos_token") or "")
+        self.uses_date = "strftime_now" in text
         self._environment = _Environment(datetime(today.year, today.month, today.day) if today is not None else None)
         self._program = self._environment.from_string(text)
         program = self._environment.parse(text)
@@ -125,15 +128,6 @@ class Template:
         # Texts by which it may tell contents apart; reasoning is looked for everywhere.
         self.tags = tuple(sorted({"<think>", "</think>", *_looked_for(program)}))
         self.is_marked = "{% generation" in re.sub(r"\{%[-+]?\s*", "{% ", text)
-
-    @property
-    def end_of_sequence(self) -> str:
-        """Token of that role in the tokenizer; empty if it has none."""
-        return str(self._variables.get("eos_token") or "")
-
-    @property
-    def uses_date(self) -> bool:
-        return "strftime_now" in self.reads or "strftime_now" in self.text
 
     def render_marked(
         self,
