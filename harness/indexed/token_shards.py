@@ -91,10 +91,7 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
 
 
 def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, TokenBatch]]:
-    """Yield the documents of shards in order, each batch with its file; at most one batch per thread is in memory.
-
-    PrepError names the file, and the row that holds an invalid token id.
-    """
+    """Yield the documents of shards in order, with their file, a batch per thread; PrepError names file and row."""
     with ThreadPoolExecutor(_THREADS) as pool:
         waiting: deque[tuple[Path, Future[list[TokenBatch]]]] = deque()
 

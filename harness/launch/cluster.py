@@ -239,10 +239,7 @@ def check_quoted(text: str, where: str, shown: Callable[[str], str] = one_line) 
 
 
 def check_complete(setup: Sequence[str]) -> None:
-    """Raise ConfigError for lines of the shell that would take those after them: an open quote, `if` or here-document.
-
-    Bash parses them, and runs nothing.
-    """
+    """Raise ConfigError for lines of the shell that would take those after them; bash parses them and runs nothing."""
     if not setup:
         return
     lines = "\n".join(setup).split("\n")

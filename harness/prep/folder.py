@@ -117,10 +117,7 @@ class PreparedFolder:
         self._marker = Marker(path / _MARKER)
 
     def begin(self) -> None:
-        """Lock the folder and remove the output of an earlier run, except its shards.
-
-        Raise FormatError if another process is preparing it.
-        """
+        """Lock the folder and remove an earlier run's output except its shards; FormatError if it is in use."""
         fix = "set data.path to a writable folder"
         with os_errors_as(ConfigError, "the folder cannot be created", where=self.path, fix=fix):
             make_folder(self.path)

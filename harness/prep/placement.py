@@ -121,10 +121,7 @@ def _ramps(counts: Int64Array) -> Int64Array:
 
 
 def next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
-    """Keep the order of sequences of these lengths, and start a new pack wherever the next one does not fit.
-
-    Returns int64 [packs + 1], the first sequence of each pack; the last entry is the number of sequences.
-    """
+    """Start a new pack wherever the next sequence does not fit; return the first of each, int64 [packs + 1]."""
     ends = np.cumsum(lengths)
     # For every sequence: the first later one that does not fit into a pack starting with it.
     nexts = np.searchsorted(ends, ends - lengths + pack_size, side="right").tolist()

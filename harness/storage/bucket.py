@@ -98,10 +98,7 @@ def open_upload(place: ObjectPath) -> Any:
 
 
 def list_below(place: ObjectPath) -> dict[str, tuple[Stamp, float]]:
-    """Return all objects below a place, by their keys below it.
-
-    Each has its stamp, with the time of writing as version, and the seconds since then by this machine's clock.
-    """
+    """Return all objects below a place, by key, with their stamps, of times, and the seconds since these times."""
     with naming_errors(place):
         now, found = time.time(), [one for page in connect(place).list(place.key) for one in page]
     start = len(place.key) + 1 if place.key else 0

@@ -65,10 +65,7 @@ class OutputFile(ABC):
 
 
 class AtomicFile(OutputFile):
-    """A file on a disk under a temporary name that gets its real name in `finish`.
-
-    A crash leaves at most `<path>.tmp`, which the next writer of the same path replaces.
-    """
+    """A file on a disk under a temporary name, which writers of the same path replace, until `finish` names it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

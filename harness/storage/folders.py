@@ -268,10 +268,7 @@ Folder = LocalFolder | BucketFolder
 
 @dataclass
 class BucketMarker:
-    """An object that shows a write in progress, with the methods of `Marker`.
-
-    A lease beside it keeps other writers of the prefix away; in msc:// nothing does.
-    """
+    """An object that shows a write in progress, with the methods of `Marker`; a lease beside it except in msc://."""
 
     folder: BucketFolder
     name: str

@@ -122,10 +122,7 @@ class LocalSource:
 
 
 class RemoteSource(io.RawIOBase):
-    """An object with the methods of `LocalSource`, which pyarrow reads as a Python file.
-
-    Bytes that `fetch` got are read from memory.
-    """
+    """An object with the methods of `LocalSource`, a file to pyarrow; bytes that `fetch` got are in memory."""
 
     def __init__(self, place: ObjectPath) -> None:
         self._place = place

@@ -303,10 +303,7 @@ def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:
 
 
 def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tuple[str, str]], bool]:
-    """Return by node what kept it from its part of a step and the fix, and whether srun stopped the others for it.
-
-    Of the errors of `srun --label`, and the node of each task.
-    """
+    """Return by node what kept it from its part of a step, by `srun --label`, and if srun stopped the others for it."""
     causes: dict[str, tuple[str, str]] = {}
     ends: dict[str, tuple[str, str]] = {}
     printed: dict[str, str] = {}

@@ -62,10 +62,7 @@ class HubName:
 
 
 def parse_name(path: str) -> HubName | None:
-    """Return the dataset of the hub that a path names; None for a path of another kind.
-
-    `ORG/NAME` is one where neither it nor a folder `ORG` exists here.
-    """
+    """Return the dataset of the hub that a path names, `ORG/NAME` only if nothing local is meant; None for others."""
     if path.startswith(_SCHEME):
         match = _URI.fullmatch(path)
         if match is None or glob.has_magic(match["name"]):
