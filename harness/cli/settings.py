@@ -33,7 +33,6 @@ from harness.tables import Table
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the destination")]
 T = TypeVar("T")
-# Those that train.
 RECIPES = ("sft", "pretrain")
 _MAP = "map of "
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

@@ -29,7 +29,6 @@ from harness.storage import natural_key
 
 # Decoded tokens in one batch; a larger row group is read in several.
 _BATCH_TOKENS = 1 << 20
-# Bytes of a column that pyarrow reads at a time.
 _READ_BYTES = 1 << 20
 _THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 

@@ -160,7 +160,6 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         quoted = dict.fromkeys(("python", "image", "mounts", "env"), check_quoted)
         directives = dict.fromkeys((*SBATCH_NAMES, "sbatch", "workdir"), check_directive)
         lines = {"setup": partial(check_quoted, shown=printable)}
-        # `%N` stands for the name of the first node.
         address = {"master_addr": lambda text, where: check_word(text.replace("%N", ""), where)}
         check_texts(self, "cluster.", {**quoted, **directives, **lines, **address})
         if not _TIME.fullmatch(self.time):

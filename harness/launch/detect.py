@@ -84,7 +84,6 @@ def find_site(firmware: Path = _FIRMWARE) -> str:
     return ""
 
 
-# The end of a file for GPU nodes.
 _UNKNOWN_FABRIC = """\
 cpu_bind: cores
 exclusive: true

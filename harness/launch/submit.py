@@ -168,7 +168,6 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
         folder.mkdir(parents=True, exist_ok=not is_new)
         # Slurm creates no folders: without this one a job fails before its first line, and without a log.
         Path(job.logs).mkdir(exist_ok=True)
-        # A script with values of cluster.env is not for others.
         script = os.open(job.script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if is_private else 0o666)
         with os.fdopen(script, "w") as file:
             if is_private:

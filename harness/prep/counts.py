@@ -13,7 +13,6 @@ from harness.prep.chat import Conversation
 from harness.prep.media import draw_medium
 from harness.records import SequenceView
 
-# Examples of one kind that are kept.
 _MAX_EXAMPLES = 3
 _MAX_PICTURES = 4
 # Sequences of a conversation that a report keeps, and characters of each.

@@ -26,7 +26,6 @@ Key = TypeVar("Key", bound=Hashable)
 # A single token leaves nothing to predict.
 MIN_SEQUENCE_TOKENS = 2
 
-# Of sequences that are longer than a pack.
 OVER_LONG = ("drop", "cut", "split")
 
 # Names of formats; the last is that of npy in other tools.

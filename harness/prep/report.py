@@ -28,14 +28,11 @@ from harness.settings import from_plain, to_plain
 from harness.storage import join_path
 from harness.tables import Row, Table, TableCell, make_histogram, open_templates
 
-# Rows of the table of source files.
 _MAX_SOURCES = 200
-# Samples of the page, and of one file.
 _MAX_SAMPLES, _MAX_SAMPLES_A_FILE = 24, 3
 # Tokens prepared over those of one rendering, above which the report warns.
 _MUCH_REPETITION = 1.5
 _WATCH_S, _LOG_S = 0.5, 1.0
-# Kinds of conversations that are kept and worth a look.
 _KINDS = {
     "repeated_tokens": ("tokens repeated", "tokens repeat the conversation before a turn with its own sequence"),
     "truncated": ("cut", "conversations were cut"),

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, moved
 
-# Files of a shard.
 SEQUENCES, INPUT_IDS, LOSS_MASK = "sequences.bin", "input_ids.bin", "loss_mask.bin"
 MEDIA, MEDIA_DATA = "media.bin", "media_data.bin"
 # A sequence: offset of its tokens in the shard's files, hash of its conversation, its number among the stored sequences

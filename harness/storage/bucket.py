@@ -27,7 +27,6 @@ from harness.storage.uris import MISSING_OBJECT, ObjectPath
 
 # One ranged request, and one part of an upload; a larger read takes several, so that each has its own time limit.
 REQUEST_BYTES = 8 << 20
-# Parts of one upload that are sent at a time.
 _UPLOADS = 2
 
 

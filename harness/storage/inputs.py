@@ -21,7 +21,6 @@ from harness.storage.uris import ObjectPath, Place, is_uri
 _REQUEST_BYTES = 4 << 20
 # Ranges this near to each other are read at once, up to a size that memory is no question of.
 _GAP_BYTES, _SPAN_BYTES = 256, 8 << 20
-# Requests for ranges of one object that are in flight at a time.
 _REQUESTS = 16
 NO_MODEL = "the hub has no model of this name"
 _HUB_S = 5.0
@@ -81,9 +80,6 @@ def glob_pattern(pattern: str) -> re.Pattern[str]:
         return re.compile(text, re.DOTALL)
     except re.error:
         return re.compile(re.escape(pattern))
-
-
-# ---- ranges
 
 
 class LocalSource:

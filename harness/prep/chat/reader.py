@@ -33,7 +33,6 @@ from harness.prep.chat.turns import (
 from harness.prep.chat.values import MEDIA_FIELDS, SYSTEM_FIELDS, BadRecordError, decoded, is_empty, load_json
 from harness.prep.media import MediaLimits
 
-# Records that tell the schema of a source.
 NUM_DETECTION_RECORDS = 100
 # Fields of a record that change what the model sees or writes, and that no schema reads.
 _UNREAD_FIELDS = frozenset((*MEDIA_FIELDS, "functions"))

@@ -176,9 +176,6 @@ def _processor(name: str, part: str) -> dict[str, Any]:
     return {**whole, **_read_json(name, "preprocessor_config.json"), **(whole.get(part) or {})}
 
 
-# ---- sounds --------------------------------------------------------------------------------------------------------
-
-
 def _read_audio(name: str, config: Mapping[str, Any], family: str, n_window: int = 0) -> MediaRules:
     found = _processor(name, "feature_extractor")
     if found.get("feature_extractor_type", "WhisperFeatureExtractor") != "WhisperFeatureExtractor":
@@ -230,9 +227,6 @@ def _audio_features(rules: MediaRules, media: Sequence[Medium]) -> dict[str, npt
         own = one["input_features"].shape[2]
         features[number, :, :own], mask[number, :own] = one["input_features"][0], one["attention_mask"][0]
     return {"input_features": features, "feature_attention_mask": mask}
-
-
-# ---- images --------------------------------------------------------------------------------------------------------
 
 
 def _image_numbers(name: str, known: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

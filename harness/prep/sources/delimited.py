@@ -11,7 +11,6 @@ from harness.prep.chat import BadReason, BadRecord
 from harness.prep.sources.text import BOM, LINE, MAX_RECORD_BYTES
 from harness.storage import Place
 
-# Suffixes, and the separator of the columns.
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _CHUNK_BYTES = 1 << 18
 

@@ -20,7 +20,6 @@ from harness.storage.inputs import open_stream
 
 # Compressed files: suffix and pyarrow's name of the codec.
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-# Units in which records are counted.
 LINE, ITEM = "line", "item"
 # A longer line or item is a file of another kind, or a damaged one. Parsed it can take 35 times its size: `[],[],...`.
 MAX_RECORD_BYTES = 32 << 20

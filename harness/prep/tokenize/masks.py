@@ -155,8 +155,6 @@ class Masker:
         # A weight of 0 is the record's own word; a weight of 1 adds nothing to turns that are trained anyway.
         return [number for number in turns if conversation.messages[number].weight != 0]
 
-    # ---- rules -------------------------------------------------------------------------------------------------
-
     def _added_span(self, chat: RenderedChat, turn: int) -> Span:
         before, after = chat.prompt(turn), chat.upto(turn)
         if not after.startswith(before) or not chat.whole.startswith(after):
@@ -242,8 +240,6 @@ class Masker:
         before = chat.upto(turn - 1)
         shared = shared_length(before, text)
         return shared if self._core_end(before, shared, len(before)) == shared else None
-
-    # ---- sequences ---------------------------------------------------------------------------------------------
 
     def _sequences_of_turns(
         self, chat: RenderedChat, trained: list[int], spans_of: Callable[[int], list[Span]]
@@ -418,8 +414,6 @@ class Masker:
             if self._special.match(text, end - shift):
                 return start - shift, end - shift
         return start, end
-
-    # ---- facts -------------------------------------------------------------------------------------------------
 
     def _keeping_switch(self) -> dict[str, Any]:
         """Return the variable that makes the template keep earlier reasoning; nothing if it keeps it anyway, or never.
