@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import shutil
+import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.launch.preflight.hardware import address_of, output_of
 from harness.launch.queue import ask_slurm
 
 # As in the batch script: below the ports that the kernel gives to outgoing connections.
@@ -104,6 +106,19 @@ def read_gpu_nodes(system: Path = _SYSTEM) -> list[int]:
     except (OSError, ValueError):
         return []
     return nodes if min(nodes, default=-1) >= 0 else []
+
+
+def output_of(*command: str) -> tuple[str, int | None]:
+    """Return what a command prints, and its exit code; nothing and None where it is not installed."""
+    if shutil.which(command[0]) is None:
+        return "", None
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    return done.stdout or done.stderr, done.returncode
+
+
+def address_of(bus: str) -> str:
+    """Return the address of a GPU as the kernel has it; that of nvidia-smi has a longer domain and a function."""
+    return re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower()).partition(".")[0]
 
 
 def _first(core: int, system: Path) -> int:

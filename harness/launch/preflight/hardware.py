@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from harness.errors import HarnessError
+from harness.launch.ranks import address_of, output_of
 
 # Xid errors after which a GPU has to be reset or replaced (NVIDIA's "GPU Deployment and Management" and "Xid errors"):
 # uncorrectable memory, GSP, NVLink and lost GPUs. Others may be an application's own mistake.
@@ -149,11 +149,6 @@ def read_gpus() -> dict[str, Any]:
     return {"gpus": shown, "driver": gpus[0]["driver"] if gpus else "none", "notes": notes}
 
 
-def address_of(bus: str) -> str:
-    """Return the address of a GPU as the kernel has it; that of nvidia-smi has a longer domain and a function."""
-    return re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower()).partition(".")[0]
-
-
 def parse_xids(log: str) -> dict[str, list[str]]:
     """Return by GPU the errors in the kernel's log after which it has to be reset, one per Xid."""
     found: dict[str, dict[str, str]] = {}
@@ -170,14 +165,6 @@ def parse_dcgm(text: str) -> list[str]:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
     details = " ".join(row[-1] for row in rows if len(row) > 1 and not row[-1].startswith(("Health", "Failure")))
     return [f"DCGM reports a failure: {details[:300]}"]
-
-
-def output_of(*command: str) -> tuple[str, int | None]:
-    """Return what a command prints, and its exit code; nothing and None where it is not installed."""
-    if shutil.which(command[0]) is None:
-        return "", None
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    return done.stdout or done.stderr, done.returncode
 
 
 def read_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
