@@ -22,7 +22,7 @@ from harness.prep.fitting import fit_conversation
 from harness.prep.folder import TOKENIZER
 from harness.prep.pipeline import Preparation, PrepareConfig
 from harness.prep.report import PrepareReport, Stages
-from harness.prep.sources.mix import find_sources
+from harness.prep.sources.finding import find_sources
 from harness.prep.tokenize import ChatTokenizer, Encoded
 from harness.printing import count_of, one_line, open_console
 from harness.tables import Table

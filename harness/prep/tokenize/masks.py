@@ -11,8 +11,7 @@ rules, in this order of preference:
   turn has none, an empty block is closed and trained.
 
 Templates disagree on how they take a turn, and drop what they do not know: `harness.prep.tokenize.known_forms` finds
-the form in which one takes all of a conversation, or refuses it by name. Every rendering is then checked against the
-texts themselves (`harness.prep.tokenize.written`).
+the form in which one takes all of a conversation, or refuses it by name, and checks every rendering for its texts.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, MediaPart, Message, ToolCall
 from harness.prep.tokenize.chats import FORMS, RenderedChat, shared_length
 from harness.prep.tokenize.config import MAX_CHARACTERS, TokenizerConfig
-from harness.prep.tokenize.known_forms import KnownForm, KnownForms, not_written
+from harness.prep.tokenize.known_forms import KnownForm, KnownForms, not_written, unwritten_reasoning, unwritten_text
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule
-from harness.prep.tokenize.written import unwritten_reasoning, unwritten_text
 from harness.records import HUNDREDTHS
 
 if TYPE_CHECKING:
