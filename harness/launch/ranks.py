@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
-import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.launch.queue import ask_slurm
+from harness.launch.queue import ask_slurm, output_of
 
 # As in the batch script: below the ports that the kernel gives to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
@@ -106,14 +104,6 @@ def read_gpu_nodes(system: Path = _SYSTEM) -> list[int]:
     except (OSError, ValueError):
         return []
     return nodes if min(nodes, default=-1) >= 0 else []
-
-
-def output_of(*command: str) -> tuple[str, int | None]:
-    """Return what a command prints, and its exit code; nothing and None where it is not installed."""
-    if shutil.which(command[0]) is None:
-        return "", None
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    return done.stdout or done.stderr, done.returncode
 
 
 def address_of(bus: str) -> str:

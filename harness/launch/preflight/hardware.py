@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from harness.errors import HarnessError
-from harness.launch.ranks import address_of, output_of
+from harness.launch.queue import output_of
+from harness.launch.ranks import address_of
 
 # Xid errors after which a GPU has to be reset or replaced (NVIDIA's "GPU Deployment and Management" and "Xid errors"):
 # uncorrectable memory, GSP, NVLink and lost GPUs. Others may be an application's own mistake.
@@ -119,9 +119,9 @@ def _fabric_faults(gpu: ElementTree.Element) -> Iterator[str]:
 
 def read_gpus() -> dict[str, Any]:
     """Check the GPUs by what nvidia-smi, the kernel's log and DCGM know; `notes` are worth knowing and no fault."""
-    if shutil.which("nvidia-smi") is None:
-        return {"gpus": [], "driver": "none"}
     printed, code = output_of("nvidia-smi", "-q", "-x")
+    if code is None:
+        return {"gpus": [], "driver": "none"}
     if code not in (0, _WARNED) and _END not in printed:
         what = f"nvidia-smi -q -x ends with code {code}: {printed.strip()[:300]}"
         raise HarnessError(what, where="nvidia-smi", fix=_DRAIN)
