@@ -19,9 +19,9 @@ _KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_tur
 _ANSWER = "qzjxkw"
 # Setting of each recorded rule that a template does not decide by itself.
 _RULES = {"marks": "generation", "assistant_turns": "assistant_turns", "all": "all"}
-_PARTS = ("reasoning", "tool_calls", "end_of_turn")
+PARTS = ("reasoning", "tool_calls", "end_of_turn")
 _TEXTS = ("history", "train_on", "end_of_last_turn")
-_MASKING = ("mask", *_TEXTS, *(f"train_{part}" for part in _PARTS))
+_MASKING = ("mask", *_TEXTS, *(f"train_{part}" for part in PARTS))
 
 
 def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[int]:
@@ -96,7 +96,7 @@ def _settings(mask: Mapping[str, str], dataset: Path) -> dict[str, Any]:
         settings["mask"] = _RULES[mask["rule"]]
     try:
         untrained = json.loads(mask.get("untrained", "[]"))
-        settings |= {f"train_{part}": part not in untrained for part in _PARTS}
+        settings |= {f"train_{part}": part not in untrained for part in PARTS}
         TokenizerConfig(**settings)
     except (ValueError, TypeError, RecursionError, HarnessError) as error:
         what = f"the dataset uses an unknown mask: {error}"

@@ -25,7 +25,7 @@ from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.loading import load_tokenizer
 from harness.prep.tokenize.masks import Rendered
 from harness.prep.tokenize.offsets import Span, TokenBytes, token_mask
-from harness.prep.tokenize.recorded import end_tokens
+from harness.prep.tokenize.recorded import PARTS, end_tokens
 from harness.prep.tokenize.renderer import Renderer
 from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template
 from harness.records import HUNDREDTHS, Int32Array, Medium, SequenceView, UInt8Array
@@ -134,17 +134,12 @@ class ChatTokenizer:
             why = "the records are plain text, which is trained completely"
             ends_of_text = json.dumps(ends, ensure_ascii=False)
             return {"rule": "text", "why": why, "end_tokens": ends_of_text, "schema": schema, **weights}
-        parts = {
-            "reasoning": config.train_reasoning,
-            "tool_calls": config.train_tool_calls,
-            "end_of_turn": config.train_end_of_turn,
-        }
         return {
             "rule": self._renderer.rule,
             "why": self._renderer.why,
             "history": config.history,
             "train_on": config.train_on,
-            "untrained": json.dumps([name for name, trained in parts.items() if not trained]),
+            "untrained": json.dumps([part for part in PARTS if not getattr(config, f"train_{part}")]),
             "end_tokens": json.dumps(list(self._renderer.end_tokens), ensure_ascii=False),
             **({"end_of_last_turn": config.end_of_last_turn} if config.end_of_last_turn else {}),
             **({"media": self.media_rules.to_text()} if self.media_rules else {}),
