@@ -226,10 +226,8 @@ class RecordReader:
 
     def _turns(self, value: object) -> object:
         if isinstance(value, str) and value.lstrip().startswith("["):
-            try:
+            with suppress(BadRecordError):  # refused when it is parsed
                 value = decoded(value, "", BadReason.NO_MESSAGES)
-            except BadRecordError:
-                return value
         value = as_list(value)
         if not isinstance(value, list):
             return value

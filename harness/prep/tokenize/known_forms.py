@@ -35,16 +35,11 @@ _WORD = re.compile(r'(\\")?(zq\d+wz)')
 
 @dataclass(frozen=True, slots=True)
 class KnownForm:
-    """The form in which a template takes the conversations of one shape, and what it makes of them.
-
-    Attributes:
-        is_ordered: it writes the texts and arguments in the order of the turns.
-        has_tags: their contents have marks that the template looks for.
-    """
+    """The form in which a template takes the conversations of one shape, and what it makes of them."""
 
     form: Form
-    is_ordered: bool = False
-    has_tags: bool = False
+    is_ordered: bool = False  # it writes the texts and arguments in the order of the turns
+    has_tags: bool = False  # their contents have marks that the template looks for
 
 
 class KnownForms:

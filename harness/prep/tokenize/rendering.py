@@ -109,12 +109,7 @@ def _looked_for(program: jinja2.nodes.Template) -> Iterator[str]:
 
 
 class Template:
-    """A chat template.
-
-    Args:
-        variables: texts that the template may read by name, such as `bos_token`.
-        today: date that `strftime_now` gives; None is the date of each rendering.
-    """
+    """A chat template, with texts that it may read by name, such as `bos_token`, and a date (None: the current one)."""
 
     def __init__(self, text: str, variables: Mapping[str, Any], *, today: date | None = None) -> None:
         self.text, self._variables = text, dict(variables)
