@@ -153,9 +153,8 @@ def divide(
 def repeat(split: Split, epochs: npt.NDArray[np.float64], *, seed: int) -> Split:
     """Return a split with each conversation as often as `epochs` says, all of its sequences equally often.
 
-    Args:
-        epochs: float64 [sequences of the spool]; of a fraction, that share of the conversations is there once more,
-            chosen by their hashes and the seed.
+    Of a fraction in `epochs`, float64 [sequences of the spool], that share of the conversations is there once more,
+    chosen by their hashes and the seed.
     """
     conversations = split.spool.conversations()[split.ids]
     # The splits are chosen by the hash itself.

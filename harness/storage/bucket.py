@@ -176,10 +176,8 @@ def etag_of(path: Path) -> str:
 class UploadFile(OutputFile):
     """An object under way. Bytes go out in parts of REQUEST_BYTES, and their size and hash are known at the end.
 
-    Args:
-        check: called before the object appears; an error that it raises prevents that.
-        is_staged: bytes go to a temporary file first, for formats that go back to a header, and out at the end. Nothing
-            is left on the disk when the process is killed.
+    `check` is called before the object appears; an error that it raises prevents that. Staged bytes go to a temporary
+    file first, for formats that go back to a header, of which nothing is left when the process is killed.
     """
 
     def __init__(self, place: ObjectPath, check: Callable[[], None], *, is_staged: bool) -> None:

@@ -233,14 +233,8 @@ class PlacingClaim:
     """Exclusive use of files on a disk that a writer puts in place at its end, by a marker beside them.
 
     A writer that is killed while it puts them in place leaves a note in the marker: what is there then is nothing
-    finished, and the next writer replaces it.
-
-    Args:
-        marker: None where nothing is locked.
-        refuse_existing: raises an error if there are finished files that must stay.
-
-    Attributes:
-        is_placing: the files are being put in place, or were when the former owner was killed.
+    finished, and the next writer replaces it. Then, and while files are put in place, `is_placing` is true.
+    `refuse_existing` raises an error if there are finished files that must stay; without a marker nothing is locked.
     """
 
     def __init__(self, marker: Marker | None, refuse_existing: Callable[[], None]) -> None:

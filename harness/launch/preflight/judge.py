@@ -102,10 +102,8 @@ def judge_nodes(
 ) -> tuple[list[Fault], str]:
     """Return the faults, causes before the timeouts that they may have caused, and lines about the healthy nodes.
 
-    Args:
-        lines: the JSON lines of `run_checks`; other lines, of whatever else writes there, are skipped.
-        code: digest that the code of every node must have; empty for any.
-        srun: errors of the srun that ran the step, which tell why a node has not answered.
+    Of the lines, those of `run_checks` are read. The code of every node must have the digest `code`, if any; errors of
+    the srun that ran the step tell why a node has not answered.
     """
     answers, errors, timeouts = _read(lines)
     causes, was_stopped = read_srun(srun, [node for node in nodes for _ in range(tasks_per_node)])
