@@ -41,7 +41,7 @@ def plan_job(
     cluster: ClusterConfig,
     run_dir: str | None = None,
 ) -> Job:
-    """Plan the job that runs a recipe on a cluster; ConfigError for a missing run, a hidden path or other ranks."""
+    """Plan the job that runs a recipe; ConfigError for a missing run, a path that no mount shows, or other ranks."""
     _check_ranks(settings, nodes, cluster)
     weights, live = _folder_of(settings["model"]["init_from"]), tuple(live_paths(settings))
     if run_dir is not None and not Path(run_dir).is_dir():

@@ -118,7 +118,7 @@ class Split:
 def divide(
     spool: Spool, shares: Mapping[str, float], *, rest: str, drop_duplicates: bool
 ) -> tuple[dict[str, Split], int]:
-    """Divide sequences among splits by the hashes of their conversations; also return how many of these are dropped.
+    """Divide conversations among splits by their hashes; also return how many of these are dropped as duplicates.
 
     A conversation stays in its split when others are added or removed, but for the one that a split of so few
     conversations that none falls into it takes from the rest.

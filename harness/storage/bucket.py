@@ -97,7 +97,7 @@ def open_upload(place: ObjectPath) -> Any:
 
 
 def list_below(place: ObjectPath) -> dict[str, tuple[Stamp, float]]:
-    """Return all objects below a place, by key, with their stamps, of times, and the seconds since these times."""
+    """Return the objects below a place, by their keys below it: stamps with times as versions, and seconds since."""
     with naming_errors(place):
         now, found = time.time(), [one for page in connect(place).list(place.key) for one in page]
     start = len(place.key) + 1 if place.key else 0

@@ -301,7 +301,7 @@ def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:
 
 
 def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tuple[str, str]], bool]:
-    """Return by node what kept it from its part of a step, by `srun --label`, and if srun stopped the others for it."""
+    """Read from the errors of `srun --label` why nodes missed a step, with the fix, and if srun stopped the others."""
     causes: dict[str, tuple[str, str]] = {}
     ends: dict[str, tuple[str, str]] = {}
     printed: dict[str, str] = {}

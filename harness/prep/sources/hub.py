@@ -79,7 +79,7 @@ def parse_name(path: str) -> HubName | None:
 
 
 def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None]) -> SourceFiles:
-    """Choose the data files of one split, and download those that are not in the cache; PrepError if it is unclear."""
+    """Choose the data files of one split, and download those that are not in the cache; PrepError if that fails."""
     api = _client(place)
     with _errors(place):
         revision = place.revision or None
