@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from harness.prep.chat.records import BadReason, Message
-from harness.prep.chat.values import BadRecordError, check_json, decoded, first_name, is_empty, show
+from harness.prep.chat.values import BadRecordError, check_json, decoded, decoded_object, first_name, is_empty, show
 
 _NAMES = {
     "string": ("str", "string"),
@@ -52,9 +52,7 @@ def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
 
 
 def _parse_tool(value: object, what: str) -> Mapping[str, Any]:
-    tool = decoded(value, what, BadReason.BAD_TOOLS)
-    if not isinstance(tool, Mapping):
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(tool).__name__}, expected an object")
+    tool = decoded_object(value, what, BadReason.BAD_TOOLS)
     check_json(tool, what, BadReason.BAD_TOOLS)
     function = tool.get("function")
     if function is None and tool.get("name") is not None:
@@ -76,9 +74,7 @@ def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any
     if not name:
         return function
     place = f"the {name} of {what} ({show(function['name'])})"
-    given = decoded(function[name], place, BadReason.BAD_TOOLS)
-    if not isinstance(given, Mapping):
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{place} are of type {type(given).__name__}, expected an object")
+    given = decoded_object(function[name], place, BadReason.BAD_TOOLS)
     if _is_schema(given):
         schema = _as_json_schema(given)
     else:
