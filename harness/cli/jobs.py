@@ -127,11 +127,7 @@ def detect(context: typer.Context) -> None:
 
 
 def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
-    """Return the newest log of a run's script or of one rank, and the pattern of the lines that belong to it.
-
-    Raises:
-        ConfigError: there is none, or no such rank.
-    """
+    """Return the newest log of a run's script or rank, and the pattern of its own lines; ConfigError without one."""
     folder = run_dir / "logs"
     named = [(path, match) for path in folder.glob("*.out") if (match := _LOG_NAME.fullmatch(path.name))]
     jobs = {match["job"]: path for path, match in named if match["part"] is None}

@@ -33,7 +33,6 @@ from harness.tables import Table
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the destination")]
 T = TypeVar("T")
-# Those that train.
 RECIPES = ("sft", "pretrain")
 _MAP = "map of "
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -50,7 +49,6 @@ class SettingsCommand(TyperCommand):
     """A command with settings; `context.obj` is its schema, filled.
 
     Attributes:
-        schema: dataclass of the settings.
         takes_recipe: settings and flags that are not the command's own are those of a recipe; `context.obj` is then a
             pair of the filled schema and these.
         is_composed: the command composes its own settings from files; they stay a list of `key=value`.
@@ -148,11 +146,7 @@ def list_experiments() -> list[str]:
 def class_of(
     schema: type[Any], *, section: str = "", takes_recipe: bool = False, is_composed: bool = False
 ) -> type[SettingsCommand]:
-    """Make the class of a command with these settings: `@app.command(cls=class_of(MySettings))`.
-
-    Args:
-        section: the settings are `section.name=value`, and fill an attribute of that name.
-    """
+    """Make the class of a command, `cls=class_of(MySettings)`; with a section, settings are `section.name=value`."""
     if section:
         is_required = any(one.default == REQUIRED for one in explain_settings(schema))
         default: Any = {} if is_required else {"default_factory": schema}
@@ -165,14 +159,9 @@ def class_of(
 def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, base: T | None = None) -> T:
     """Fill a dataclass from `key=value` arguments; of a key that is given twice the last one counts.
 
-    Lists are `[a, b]` or `a,b`, records of a map are `key.name=value`, and `null` empties an optional setting.
-
-    Args:
-        base: values of the settings that are not given; omit for the defaults of the dataclass.
-
-    Raises:
-        ConfigError: an argument is not `key=value`, a key is unknown, a value has another type, a required setting is
-            missing, or the dataclass refuses a value.
+    Lists are `[a, b]` or `a,b`, records of a map are `key.name=value`, and `null` empties an optional setting. Those
+    that are not given are as in `base`, or the defaults. Raises ConfigError for an argument that is not `key=value`, an
+    unknown key, a value of another type or that the dataclass refuses, and a required setting that is missing.
     """
     known, settings = KnownSettings(command, schema, []), explain_settings(schema)
     missing = [one.key for one in settings if base is None and one.default == REQUIRED and "[]" not in one.key]

@@ -85,11 +85,7 @@ def write_family(
     Args:
         sources: Parquet files, folders or patterns to split by hash; or a mapping with the sources of each split.
         folder: OUT. Prefixes in the JSON files begin with this path as given.
-        overwrite: replace an existing family of that name.
-        progress: called with numbers of documents as they are written.
-
-    Returns:
-        the report of each split's pair.
+        progress: called with the number of documents so far.
 
     Raises:
         PrepError, FormatError: like `convert_tokens`; or a split would have no document.
@@ -143,7 +139,7 @@ def _write_pairs(
                     writers[name].append(part.tokens, part.lengths, part.documents)
                 empty += batch.empty_documents
                 if progress is not None:
-                    progress(len(batch.documents))
+                    progress(sum(writer.num_documents for writer in writers.values()))
         for name, writer in writers.items():
             if writer.num_documents == 0:
                 fix = "increase its weight, omit the split, or read more documents"
@@ -186,12 +182,7 @@ def family_pairs(path: str) -> list[Path]:
 
 
 def verify_family(path: str, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """Return every problem of a family's pairs, checked against the hashes in its record; [] if there is none.
-
-    Args:
-        path: OUT/NAME.json.
-        progress: called with tokens read and tokens in total, pair by pair.
-    """
+    """Return every problem of a family's pairs, by the hashes in its record OUT/NAME.json; [] if there is none."""
     record, folder = _read_record(Path(path)), Path(path).parent
     if record is None:
         return [Problem("is not a record of a token family", path)]

@@ -38,12 +38,7 @@ INT32: np.dtype[Any] = np.dtype("<i4")
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """The fixed-size start of an index.
-
-    Attributes:
-        num_sequences: S.
-        num_bounds: D, the number of documents plus one.
-    """
+    """The fixed-size start of an index; `num_sequences` is S, and `num_bounds` D, the number of documents plus one."""
 
     dtype: np.dtype[Any]
     num_sequences: int
@@ -69,14 +64,6 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
 
 
-def _parse_header(data: bytes, *, where: str) -> IndexHeader:
-    magic, version, code, *counts = HEADER.unpack(data) if len(data) == HEADER.size else (None, 0, 0)
-    if (magic, version) != (MAGIC, VERSION) or not 1 <= code <= len(DTYPES):
-        what = f"begins with {data[:18]!r}, not with the header of a Megatron index of version {VERSION}"
-        raise FormatError(what, where=where)
-    return IndexHeader(DTYPES[code - 1], *counts)
-
-
 class MappedIndex:
     """A memory-mapped index: reading an entry touches its page only, and nothing is copied.
 
@@ -95,12 +82,17 @@ class MappedIndex:
         cannot_be_read = os_errors_as(FormatError, "the index cannot be read", where=path, fix="check the path")
         with cannot_be_read, path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
-            self.header = header = _parse_header(file.read(HEADER.size), where=str(path))
+            head = file.read(HEADER.size)
+            magic, version, code, *counts = HEADER.unpack(head) if len(head) == HEADER.size else (None, 0, 0)
+            if (magic, version) != (MAGIC, VERSION) or not 1 <= code <= len(DTYPES):
+                what = f"begins with {head[:18]!r}, not with the header of a Megatron index of version {VERSION}"
+                raise FormatError(what, where=str(path))
+            self.header = header = IndexHeader(DTYPES[code - 1], *counts)
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.has_modes = header.num_sequences > 0 and num_bytes == header.num_bytes + header.num_sequences
         if num_bytes != header.num_bytes and not self.has_modes:
-            counts = f"{header.num_sequences:,} sequences and {header.num_bounds:,} document bounds"
-            what = f"has {num_bytes:,} bytes, but its counts of {counts} require {header.num_bytes:,}"
+            shown = f"{header.num_sequences:,} sequences and {header.num_bounds:,} document bounds"
+            what = f"has {num_bytes:,} bytes, but its counts of {shown} require {header.num_bytes:,}"
             raise FormatError(what, where=str(path))
         count, at = header.num_sequences, HEADER.size
         self.lengths: Int32Array = np.frombuffer(data, "<i4", count, at)

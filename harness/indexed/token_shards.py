@@ -29,7 +29,6 @@ from harness.storage import natural_key
 
 # Decoded tokens in one batch; a larger row group is read in several.
 _BATCH_TOKENS = 1 << 20
-# Bytes of a column that pyarrow reads at a time.
 _READ_BYTES = 1 << 20
 _THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
@@ -72,11 +71,7 @@ class TokenBatch:
 
 
 def list_shards(sources: Iterable[str]) -> list[Path]:
-    """Return the Parquet files that paths, folders and patterns name; those of a folder or pattern in natural order.
-
-    Raises:
-        PrepError: a path names nothing.
-    """
+    """Return the Parquet files of paths, folders and patterns, those of each in natural order; PrepError for none."""
     shards: list[Path] = []
     for source in sources:
         path = Path(source)
@@ -95,12 +90,7 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
 
 
 def read_shards(paths: Iterable[Path], *, column: str) -> Iterator[tuple[Path, TokenBatch]]:
-    """Yield the documents of shards in order, each batch with its file; at most one batch per thread is in memory.
-
-    Raises:
-        PrepError: a shard cannot be read, has no such column or one of another type, or holds an invalid token id;
-            names the file and the row.
-    """
+    """Yield the documents of shards in order, with their file, a batch per thread; PrepError names file and row."""
     with ThreadPoolExecutor(_THREADS) as pool:
         waiting: deque[tuple[Path, Future[list[TokenBatch]]]] = deque()
 
@@ -188,14 +178,9 @@ def _read_groups(
 
 
 def parse_column(column: pa.Array, *, first_row: int = 0) -> TokenBatch:
-    """Convert a column of token ids, or a slice of one.
+    """Convert a column of token ids, or a slice of one from row `first_row` on: lists of integers or of lists, or text.
 
-    Args:
-        column: lists of integers, lists of such lists, or text.
-        first_row: number of its first row, for errors.
-
-    Raises:
-        FormatError: the column has another type, or a null, or a number that is not a token id; names the row.
+    FormatError names the row that has a null or a number that is no token id, or the type of another column.
     """
     _refuse_nulls(column, "row", first_row)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):

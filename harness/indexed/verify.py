@@ -67,11 +67,7 @@ def check_indexed(prefix: Path) -> MappedIndex:
 
 
 def read_lengths(path: Path) -> Int32Array:
-    """Read the lengths of sequences, int32 [S], from the index of a pair of int32 tokens.
-
-    Raises:
-        FormatError: the index is damaged or cut short, or the tokens have another dtype.
-    """
+    """Read the lengths, int32 [S], of a pair of int32 tokens; FormatError if damaged or of another dtype."""
     index = MappedIndex(path)
     problem = None
     if index.header.dtype != INT32 or index.has_modes:

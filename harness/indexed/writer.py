@@ -46,9 +46,7 @@ class IndexedWriter:
         overwrite: replace an existing pair, at the end.
 
     Attributes:
-        dtype: current dtype.
         header: of the index, once the block is left.
-        num_sequences, num_documents, num_tokens: written so far.
     """
 
     def __init__(self, prefix: Path, *, dtype: np.dtype[Any] | None = None, overwrite: bool = False) -> None:

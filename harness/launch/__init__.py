@@ -4,5 +4,3 @@
 experiment's name to a job in the queue, `jobs_of_run` finds the jobs of a run there, and `harness.launch.preflight` has
 the checks that the script runs on every node. Read `script` first: the texts in it are what a job does.
 """
-
-from __future__ import annotations

@@ -160,7 +160,6 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         quoted = dict.fromkeys(("python", "image", "mounts", "env"), check_quoted)
         directives = dict.fromkeys((*SBATCH_NAMES, "sbatch", "workdir"), check_directive)
         lines = {"setup": partial(check_quoted, shown=printable)}
-        # `%N` stands for the name of the first node.
         address = {"master_addr": lambda text, where: check_word(text.replace("%N", ""), where)}
         check_texts(self, "cluster.", {**quoted, **directives, **lines, **address})
         if not _TIME.fullmatch(self.time):
@@ -211,11 +210,7 @@ def time_limit_s(text: str) -> int:
 
 
 def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, str], None]]) -> None:
-    """Check every text of a dataclass before it goes into a script.
-
-    Args:
-        checks: check of a field's texts by its name. A field without one holds words of the shell.
-    """
+    """Check every text of a dataclass before it goes into a script, by its field's check or as words of the shell."""
     for one in fields(config):
         value = getattr(config, one.name)
         texts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
@@ -243,10 +238,7 @@ def check_quoted(text: str, where: str, shown: Callable[[str], str] = one_line) 
 
 
 def check_complete(setup: Sequence[str]) -> None:
-    """Raise ConfigError for lines of the shell that would take those after them: an open quote, `if` or here-document.
-
-    Bash parses them, and runs nothing.
-    """
+    """Raise ConfigError for lines of the shell that would take those after them; bash parses them and runs nothing."""
     if not setup:
         return
     lines = "\n".join(setup).split("\n")

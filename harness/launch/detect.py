@@ -34,11 +34,7 @@ _GPU_GIB = {"h100": 80, "h200": 140, "b200": 179, "gb200": 185}
 
 @dataclass(frozen=True)
 class Partition:
-    """Nodes of one kind in a partition.
-
-    Attributes:
-        cores, memory_mb: of a node; memory is that which Slurm may give to jobs.
-    """
+    """Nodes of one kind in a partition; cores and memory are of a node, memory as far as Slurm gives it to jobs."""
 
     name: str
     time_limit: str
@@ -88,7 +84,6 @@ def find_site(firmware: Path = _FIRMWARE) -> str:
     return ""
 
 
-# The end of a file for GPU nodes.
 _UNKNOWN_FABRIC = """\
 cpu_bind: cores
 exclusive: true

@@ -80,11 +80,7 @@ def explain_reason(reason: str, job_id: str) -> str:
 
 
 def jobs_of_run(run_dir: Path) -> list[QueuedJob]:
-    """Return the jobs of a run that are pending or running: those of its script, and the one that has it.
-
-    Raises:
-        HarnessError: squeue is not installed here, or the controller does not answer.
-    """
+    """Return the pending and running jobs of a run: those of its script, and the one that has it."""
     script = (run_dir / "job.sbatch").resolve()
     jobs = [job for job in _squeue("--me") if Path(job.command).resolve() == script]
     owner = ""
@@ -114,13 +110,21 @@ def read_excluded(run_dir: Path) -> dict[str, str]:
 
 def ask_slurm(*command: str) -> str:
     """Return what a command of Slurm prints; raise HarnessError if it is not installed here, or fails."""
-    if shutil.which(command[0]) is None:
+    printed, code = output_of(*command)
+    if code is None:
         raise HarnessError(f"{command[0]} is not installed here", where="PATH", fix="run the command on a login node")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        what = f"{command[0]} failed: {(done.stderr or done.stdout).strip()}"
-        raise HarnessError(what, where=" ".join(command), fix="try again once the controller answers (`scontrol ping`)")
-    return done.stdout
+    if code:
+        what, fix = f"{command[0]} failed: {printed.strip()}", "try again once the controller answers (`scontrol ping`)"
+        raise HarnessError(what, where=" ".join(command), fix=fix)
+    return printed
+
+
+def output_of(*command: str) -> tuple[str, int | None]:
+    """Return what a command prints, or its errors, and its exit code; nothing and None where it is not installed."""
+    if shutil.which(command[0]) is None:
+        return "", None
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    return done.stdout or done.stderr * bool(done.returncode), done.returncode
 
 
 def _squeue(*options: str) -> list[QueuedJob]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
-import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.launch.queue import ask_slurm
+from harness.launch.queue import ask_slurm, output_of
 
 # As in the batch script: below the ports that the kernel gives to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
@@ -21,12 +19,7 @@ _SYSTEM = Path("/sys")
 
 @dataclass(frozen=True)
 class NodePlace:
-    """One node of a job.
-
-    Attributes:
-        number: its number, 0 for the first node.
-        attempt: identifies one start of one job.
-    """
+    """One node of a job, by its number from 0; `attempt` identifies one start of one job."""
 
     node: str
     number: int
@@ -81,12 +74,7 @@ def bind_rank(system: Path = _SYSTEM) -> None:
 def cores_of_rank(
     local_rank: int, num_ranks: int, cores: Mapping[int, Sequence[int]], gpu_nodes: Sequence[int] = ()
 ) -> set[int]:
-    """Return the cores of a rank.
-
-    Args:
-        cores: of each NUMA node, threads of a core side by side.
-        gpu_nodes: NUMA node of each GPU, of which each rank has the one of its number; empty if that is unknown.
-    """
+    """Return a rank's cores: `cores` of each NUMA node, threads of one side by side, and `gpu_nodes` of each GPU."""
     own, mates = [core for node in sorted(cores) for core in cores[node]], list(range(num_ranks))
     if len(gpu_nodes) >= num_ranks and all(cores.get(node) for node in gpu_nodes[:num_ranks]):
         node = gpu_nodes[local_rank]
@@ -109,19 +97,18 @@ def read_cores(allowed: Collection[int], system: Path = _SYSTEM) -> dict[int, li
 
 def read_gpu_nodes(system: Path = _SYSTEM) -> list[int]:
     """Return the NUMA node of each GPU in the order of nvidia-smi; empty if one is unknown."""
-    if shutil.which("nvidia-smi") is None:
+    printed, code = output_of("nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader")
+    try:
+        files = [system / "bus/pci/devices" / f"{address_of(bus)}.{bus[-1]}" / "numa_node" for bus in printed.split()]
+        nodes = [int(file.read_text()) for file in files] if code == 0 else []
+    except (OSError, ValueError):
         return []
-    command = ["nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    nodes = []
-    for bus in printed.split():
-        # nvidia-smi has eight digits for the domain, the kernel four.
-        name = re.sub(r"^0000(?=[0-9A-Fa-f]{4}:)", "", bus).lower()
-        try:
-            nodes.append(int((system / "bus/pci/devices" / name / "numa_node").read_text()))
-        except (OSError, ValueError):
-            return []
     return nodes if min(nodes, default=-1) >= 0 else []
+
+
+def address_of(bus: str) -> str:
+    """Return the address of a GPU as the kernel has it; that of nvidia-smi has a longer domain and a function."""
+    return re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower()).partition(".")[0]
 
 
 def _first(core: int, system: Path) -> int:

@@ -41,12 +41,7 @@ def plan_job(
     cluster: ClusterConfig,
     run_dir: str | None = None,
 ) -> Job:
-    """Plan the job that runs a recipe on a cluster.
-
-    Raises:
-        ConfigError: there is no such run, a container does not show a path, or the settings are planned for another
-            number of ranks.
-    """
+    """Plan the job that runs a recipe; ConfigError for a missing run, a path that no mount shows, or other ranks."""
     _check_ranks(settings, nodes, cluster)
     weights, live = _folder_of(settings["model"]["init_from"]), tuple(live_paths(settings))
     if run_dir is not None and not Path(run_dir).is_dir():
@@ -141,10 +136,7 @@ def live_paths(settings: dict[str, Any]) -> list[str]:
 
 
 def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
-    """Return the datasets that a run with these settings opens, by the paths that its ranks will use.
-
-    Live chunks are left out, because they may not exist yet; so are the prefixes of a corpus in a bucket.
-    """
+    """Return the datasets that a run opens: no live chunks, which may not exist yet, and no corpus in a bucket."""
     data = settings["data"]
     if "blend_per_split" in data:
         return tuple(dict.fromkeys(path for path in corpus_paths(data) if path and "://" not in path))
@@ -166,12 +158,8 @@ def refuse_second_job(run_dir: Path) -> None:
 def submit_job(job: Job, text: str, *, is_private: bool) -> str:
     """Write the script to the run's folder, submit it with sbatch, and return the id of the job.
 
-    Args:
-        is_private: the script holds values of the environment: only its owner may read it.
-
-    Raises:
-        HarnessError: sbatch is not installed here, or refuses the job; a new folder is removed again.
-        ConfigError: the run's folder cannot be created.
+    A script that holds values of the environment is private: only its owner may read it. Raises HarnessError if sbatch
+    is not installed here, or refuses the job; a new folder is removed again.
     """
     folder = Path(job.run_dir)
     is_new = not folder.exists()
@@ -180,7 +168,6 @@ def submit_job(job: Job, text: str, *, is_private: bool) -> str:
         folder.mkdir(parents=True, exist_ok=not is_new)
         # Slurm creates no folders: without this one a job fails before its first line, and without a log.
         Path(job.logs).mkdir(exist_ok=True)
-        # A script with values of cluster.env is not for others.
         script = os.open(job.script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if is_private else 0o666)
         with os.fdopen(script, "w") as file:
             if is_private:

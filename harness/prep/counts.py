@@ -13,7 +13,6 @@ from harness.prep.chat import Conversation
 from harness.prep.media import draw_medium
 from harness.records import SequenceView
 
-# Examples of one kind that are kept.
 _MAX_EXAMPLES = 3
 _MAX_PICTURES = 4
 # Sequences of a conversation that a report keeps, and characters of each.
@@ -26,10 +25,8 @@ class Counts:
 
     Attributes:
         records: number of records read; each one is kept as a conversation, bad or dropped.
-        bad: bad records by reason.
         dropped: conversations left out for their length, as duplicates or by a function, by reason.
         partial: conversations of which some sequences are kept and others left out for their length.
-        truncated: conversations that were cut and kept.
         split: conversations that were divided because they are longer than a pack.
         lost_tokens: trained tokens that were cut off or left out because their conversation is longer than a pack.
         repeated_tokens: tokens beside those of the longest sequence of each conversation: turns that are served
@@ -37,7 +34,6 @@ class Counts:
         media: kept conversations whose images, audio and videos were left out (`source.drop_media`).
         placeholders: places of these in their text that were removed.
         media_by_kind, media_tokens: media of kept conversations, and their placeholder tokens.
-        audio_seconds: length of the sounds among them.
         user_last: kept conversations that end with a user turn, which is read and never answered.
         tagged_calls: kept conversations with tool calls or results as tags in their text, which templates write too.
         examples: first places by kind: `bad REASON`, `dropped REASON`, `partial`, `truncated` and so on.
@@ -84,13 +80,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSample:
-    """The text of one sequence.
-
-    Attributes:
-        num_tokens, num_trained: of the whole sequence.
-        runs: pieces of text in order, each with whether it is trained.
-        is_whole: nothing is left out of the text.
-    """
+    """The runs of text of one sequence, each with whether it is trained, and the token counts of the whole sequence."""
 
     num_tokens: int
     num_trained: int
@@ -103,9 +93,7 @@ class Sample:
     """One conversation.
 
     Attributes:
-        where: its file and line, or file and row.
         num_messages: of the conversation; 0 for plain text.
-        num_sequences: made from it.
         sequences: the first of them.
         pictures: of the first media of the first sequence, as data URIs.
     """

@@ -39,7 +39,6 @@ def do_shards(
     Args:
         engine: `local`, or `ray` for the cluster at RAY_ADDRESS (one on this machine if that is unset).
         num_workers: processes of the local engine; 0 works in this process, -1 decides by `source_bytes`.
-        source_bytes: size of the source.
     """
     if engine == "ray":
         outcomes = _run_on_ray(job, shards)

@@ -29,8 +29,6 @@ class Fitted:
         reason: for leaving it out: `over_long`, `over_long_media` (media are neither cut nor split), or `untrained`
             where the part that fits has no trained token.
         is_cut: a piece ends in the middle of a turn, and the rest of the turn is left out.
-        is_split: the conversation was divided between turns.
-        is_partial: sequences of it were left out, and others kept.
         num_lost: trained tokens of the conversation that no piece trains.
     """
 
@@ -57,10 +55,6 @@ def fit_conversation(
     An exchange that is too long alone is divided before answers and calls of tools, and each part begins with the
     question, without the calls and results of the parts before it; an answer that is too long with its question is cut.
     Turns after the last answer are left out. Text without turns is divided every `pack_size` tokens.
-
-    Args:
-        sequences: of the conversation, by `tokenizer`.
-        over_long: one of `OVER_LONG`.
     """
     require_choice(over_long, OVER_LONG, setting="over_long")
     views = [one.view for one in sequences]

@@ -37,20 +37,11 @@ def settings_hash(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def files_digest(files: list[Path]) -> str:
-    """Return a hash that changes with a file's name, size or modification time."""
-    stats = [(str(file), file.stat()) for file in files]
-    return settings_hash({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats})
-
-
 def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
     """Return the report of an earlier run with the same settings, or None if there is work to do.
 
-    `overwrite` repeats one with media, whose files are not among the settings.
-
-    Raises:
-        ConfigError: a run with other settings wrote the folder, and `overwrite` is not set.
-        PrepError: the folder holds something else.
+    `overwrite` repeats one with media, whose files are not among the settings. Raises ConfigError if a run with other
+    settings wrote the folder and `overwrite` is not set, and PrepError if the folder holds something else.
     """
     where = folder.where()
     if isinstance(folder.place, Path) and folder.place.exists() and not folder.place.is_dir():
@@ -86,16 +77,8 @@ def upload(
 
     Files that are there whole, from an upload that was interrupted, are not sent again, nor is anything where another
     process has finished the same preparation. Files of an earlier one are removed, its report and its manifests first.
-
-    Args:
-        advance: called with the bytes of each file, and `is_earlier` for one that was there.
-
-    Returns:
-        the bytes that were sent.
-
-    Raises:
-        FormatError: another process is uploading to the folder.
-        ConfigError: another process has finished one with other settings, and `overwrite` is not set.
+    `advance` gets the bytes of each file, and `is_earlier` for one that was there; the bytes sent are returned. Raises
+    FormatError while another process uploads, and ConfigError if one has finished with other settings.
     """
     paths = {path.relative_to(prepared).as_posix(): path for path in prepared.rglob("*") if path.is_file()}
     names = [name for name in paths if name.split("/")[0] in _OWNED and name != REPORT]
@@ -134,10 +117,7 @@ class PreparedFolder:
         self._marker = Marker(path / _MARKER)
 
     def begin(self) -> None:
-        """Lock the folder and remove the output of an earlier run, except its shards.
-
-        Raise FormatError if another process is preparing it.
-        """
+        """Lock the folder and remove an earlier run's output except its shards; FormatError if it is in use."""
         fix = "set data.path to a writable folder"
         with os_errors_as(ConfigError, "the folder cannot be created", where=self.path, fix=fix):
             make_folder(self.path)

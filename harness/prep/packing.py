@@ -26,7 +26,6 @@ Key = TypeVar("Key", bound=Hashable)
 # A single token leaves nothing to predict.
 MIN_SEQUENCE_TOKENS = 2
 
-# Of sequences that are longer than a pack.
 OVER_LONG = ("drop", "cut", "split")
 
 # Names of formats; the last is that of npy in other tools.
@@ -196,12 +195,7 @@ PACKERS: dict[str, Callable[[npt.NDArray[Any], int, int], PackPlan]] = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Member(Generic[Key]):
-    """A sequence to be packed.
-
-    Attributes:
-        key: identifies its origin.
-        size: room that it takes in a pack: its stored tokens, or more if it is padded for training.
-    """
+    """A sequence to be packed, and the room that it takes: its stored tokens, or more if it is padded for training."""
 
     key: Key
     sequence: SequenceView
@@ -214,10 +208,6 @@ class StreamPacker(Generic[Key]):
     A sequence that fits nowhere opens a new pack; beyond `max_open` packs the oldest leaves. (If the fullest left
     instead, lognormal lengths of median 400 would fill packs of 4,096 better by 0.1 percent, but single sequences would
     wait ten times as long: for thousands of others.)
-
-    Args:
-        pack_size: upper bound of the sum of sizes in a pack.
-        max_open: packs that may wait for more sequences.
     """
 
     def __init__(self, pack_size: int, *, max_open: int) -> None:

@@ -25,20 +25,19 @@ from harness.prep import folder as layout
 from harness.prep.chat import BadRecord
 from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
-from harness.prep.folder import PreparedFolder, files_digest, settings_hash
+from harness.prep.folder import PreparedFolder, settings_hash
 from harness.prep.media import MediaLimits
 from harness.prep.packing import PackingConfig, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, Stage, Stages, choose_samples, render_page, render_report, to_markdown
-from harness.prep.shards import PARTIAL, VERSION, Receipt, ShardJob, bytes_in_progress, refuse
+from harness.prep.shards import PARTIAL, VERSION, Receipt, ShardJob, bytes_in_progress, changed_error, refuse
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.mix import PreparedSource, find_sources
+from harness.prep.sources.finding import PreparedSource, find_sources
 from harness.prep.sources.reading import SourceFiles, SourceShard, is_compressed
 from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import count_of, open_console
 from harness.storage import BucketFolder, LocalCache, LocalFolder, Place, open_folder, stamp_of, write_atomically
-from harness.storage.files import Stamp
 
 # More text does not improve a tokenizer, and memory stays bounded.
 _TRAIN_CHARACTERS = 256 << 20
@@ -190,7 +189,8 @@ def _settings(config: PrepareConfig, found: list[PreparedSource]) -> dict[str, A
     settings["source_files"] = " ".join(one.found.digest for one in found)
     named = [Path(name) for name in (config.tokenizer.name, config.tokenizer.chat_template) if name]
     inner = [file for path in named for file in ([path] if path.is_file() else sorted(path.glob("*")))]
-    settings["tokenizer_files"] = files_digest([file for file in inner if file.is_file()])
+    stats = {str(file): file.stat() for file in inner if file.is_file()}
+    settings["tokenizer_files"] = settings_hash({name: [one.st_size, one.st_mtime_ns] for name, one in stats.items()})
     return settings
 
 
@@ -211,17 +211,6 @@ def _fill(
             folder.finish(report.to_dict())
         finally:
             folder.abandon()
-
-
-def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
-    """Return the stamps of files; None for one that is not there."""
-    stamps: list[Stamp | None] = []
-    for file in files:
-        try:
-            stamps.append(stamp_of(file))
-        except OSError:
-            stamps.append(None)
-    return stamps
 
 
 def _remove(folders: Iterable[Path]) -> None:
@@ -403,7 +392,7 @@ class Preparation:
 
     def _do_shards(self, job: ShardJob, stage: Stage) -> list[tuple[SourceShard, Path, Receipt, PreparedSource]]:
         """Tokenize the sources shard by shard, and return each with its folder; raise PrepError if a file changes."""
-        stamps = _stamps(self.files)
+        stamps = {str(file): stamp_of(file) for file in self.files}
         text_bytes = sum(
             stamp.num_bytes * (_EXPANSION if is_compressed(file) else 1)
             for source in self.sources
@@ -426,14 +415,11 @@ class Preparation:
         made = do_shards(job, shards(), engine=engine, num_workers=num_workers, source_bytes=text_bytes)
         for number, receipt in enumerate(made):
             shard, of = cut[number]
+            if receipt.input != stamps[shard.path]:  # between the cutting and the reading of the shard
+                raise changed_error(shard.path)
             done.append((shard, job.shard_folder(number), receipt, of))
             stage.advance(shard.num_bytes, is_earlier=receipt.was_there)
         _remove(set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done})  # of other settings
-        # Between the cutting and the reading of a shard, too.
-        for place, before, after in zip(self.files, stamps, _stamps(self.files), strict=True):
-            if before != after:
-                fix = "prepare it when no program writes to it"
-                raise PrepError("the file changed while it was read", where=str(place), fix=fix)
         return done
 
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:
@@ -499,8 +485,6 @@ def repack_store(
         store: a dataset in the format `virtual`.
         destination: a new or empty folder, which will refer to the store by relative path (by its URI from a disk to a
             bucket, or from one bucket to another).
-        pack_size, algorithm, seed: as for `plan_packs`.
-        overwrite: replace an existing dataset.
 
     Returns:
         the manifest. It has no fingerprint; `open_dataset(destination).fingerprint` reads all packs once to compute it.
@@ -508,7 +492,6 @@ def repack_store(
     Raises:
         FormatError: there is no store, or the destination cannot be written.
         PrepError: a sequence is longer than a pack.
-        ConfigError: a setting is invalid.
     """
     sequences = open_store(store)
     plan = plan_packs(sequences.lengths, pack_size=pack_size, algorithm=algorithm, seed=seed)

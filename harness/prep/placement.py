@@ -15,19 +15,13 @@ import numpy as np
 
 from harness.records import Int64Array
 
-_EXPAND_ITEMS = 1 << 20
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BinPlacement:
     """Placement of items in bins, in the order of decreasing length.
 
-    A column (first_bin, num_bins, per_bin, before) puts `per_bin` equal items into each of the bins
-    `first_bin ... first_bin + num_bins - 1`, after the `before` items that each of them already holds.
-
-    Attributes:
-        columns: int64 [4, columns].
-        total_bins: number of bins.
+    A column (first_bin, num_bins, per_bin, before) of `columns`, int64 [4, columns], puts `per_bin` equal items into
+    each of the bins `first_bin ... first_bin + num_bins - 1`, after the `before` items that each of them already holds.
     """
 
     columns: Int64Array
@@ -42,29 +36,11 @@ class BinPlacement:
         return np.cumsum(change[:-1])
 
     def assign(self, items: Int64Array, bin_starts: Int64Array) -> Int64Array:
-        """Lay items out bin by bin.
-
-        Args:
-            items: int64 [n], by decreasing length.
-            bin_starts: int64 [total_bins], position of each bin's first item in the result.
-
-        Returns:
-            int64 [n].
-        """
-        placed = np.empty_like(items)
-        ends = np.cumsum(self.columns[1] * self.columns[2])
-        column = done = 0
-        while column < len(ends):
-            # About a million items at a time keep temporaries in the cache and memory small.
-            stop = max(int(np.searchsorted(ends, done + _EXPAND_ITEMS, side="right")), column + 1)
-            first_bin, num_bins, per_bin, before = self.columns[:, column:stop]
-            positions = bin_starts[np.repeat(first_bin, num_bins) + _ramps(num_bins)] + np.repeat(before, num_bins)
-            if per_bin.max() > 1:
-                repeats = np.repeat(per_bin, num_bins)
-                positions = np.repeat(positions, repeats) + _ramps(repeats)
-            end = int(ends[stop - 1])
-            placed[positions] = items[done:end]
-            column, done = stop, end
+        """Lay items, int64 [n] by decreasing length, out bin by bin, each bin from its `bin_starts`, int64 [bins]."""
+        first_bin, num_bins, per_bin, before = self.columns
+        positions = bin_starts[np.repeat(first_bin, num_bins) + _ramps(num_bins)] + np.repeat(before, num_bins)
+        repeats, placed = np.repeat(per_bin, num_bins), np.empty_like(items)
+        placed[np.repeat(positions, repeats) + _ramps(repeats)] = items
         return placed
 
 
@@ -72,12 +48,8 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
     """Place every item into the fullest bin that has room for it, longest items first.
 
     Uses exactly as many bins as best-fit decreasing item by item: after an item of length s went into the bin with the
-    least sufficient room r, that bin remains the tightest while it has room, so it takes r // s of them.
-
-    Args:
-        sizes: int64 [distinct], decreasing, each at most `pack_size`.
-        counts: int64 [distinct], items of each size.
-        pack_size: room of an empty bin.
+    least sufficient room r, that bin remains the tightest while it has room, so it takes r // s of them. `sizes` are
+    decreasing and at most `pack_size`, and `counts` are the items of each, int64 [distinct].
     """
     # Room -> runs (first bin, bins, items already in each) with exactly that room.
     runs: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -133,19 +105,11 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
 def _ramps(counts: Int64Array) -> Int64Array:
     """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ...: int64 [sum of counts]."""
     ends = np.cumsum(counts)
-    return np.asarray(np.arange(ends[-1]) - np.repeat(ends - counts, counts))
+    return np.asarray(np.arange(counts.sum()) - np.repeat(ends - counts, counts))
 
 
 def next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
-    """Keep the order, and start a new pack wherever the next sequence does not fit.
-
-    Args:
-        lengths: int64 [sequences], each at most `pack_size`.
-        pack_size: room of an empty pack.
-
-    Returns:
-        int64 [packs + 1], first sequence of each pack; the last entry is the number of sequences.
-    """
+    """Start a new pack wherever the next sequence does not fit; return the first of each, int64 [packs + 1]."""
     ends = np.cumsum(lengths)
     # For every sequence: the first later one that does not fit into a pack starting with it.
     nexts = np.searchsorted(ends, ends - lengths + pack_size, side="right").tolist()
@@ -160,14 +124,8 @@ def next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
 def first_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
     """Place each sequence, in order, into the first opened pack with room for it.
 
-    Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree.
-
-    Args:
-        lengths: integers [sequences], each at most `pack_size`.
-        pack_size: room of an empty pack.
-
-    Returns:
-        int64 [sequences], the pack of each sequence.
+    Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree. Returns the
+    pack of each sequence, int64 [sequences].
     """
     leaves = 1
     tree = [pack_size, pack_size]

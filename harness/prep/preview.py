@@ -22,7 +22,7 @@ from harness.prep.fitting import fit_conversation
 from harness.prep.folder import TOKENIZER
 from harness.prep.pipeline import Preparation, PrepareConfig
 from harness.prep.report import PrepareReport, Stages
-from harness.prep.sources.mix import find_sources
+from harness.prep.sources.finding import find_sources
 from harness.prep.tokenize import ChatTokenizer, Encoded
 from harness.printing import count_of, one_line, open_console
 from harness.tables import Table
@@ -36,13 +36,8 @@ _MAX_LINES = 12
 def show_preview(config: PrepareConfig, *, console: Console | None = None) -> None:
     """Print the first `config.preview` records as they will be trained, refused ones with their reasons.
 
-    Args:
-        config: settings of the preparation; of a mix, so many records of each source are shown.
-        console: receives the text; None is standard output, 80 columns wide if it is no terminal. Without colors,
-            trained text is in double brackets.
-
-    Raises:
-        HarnessError: the source, the tokenizer or a setting is unusable.
+    Of a mix, so many records of each source are shown. The console is standard output by default, 80 columns wide if it
+    is no terminal; without colors, trained text is in double brackets.
     """
     console = console or open_console(width=80)
     config = replace(config, source=config.source.resolve())

@@ -39,10 +39,8 @@ Entry = tuple[str, str]
 def write_pydoc_corpus(path: Path) -> None:
     """Write questions and answers about the standard library as JSONL, the same on every run of one Python.
 
-    A process of its own imports the library's modules, without site packages, display or standard input.
-
-    Args:
-        path: the file to write; it appears whole or not at all.
+    A process of its own imports the library's modules, without site packages, display or standard input. The file
+    appears whole or not at all.
     """
     # Not at the top: the script runs without packages.
     from harness.errors import PrepError

@@ -28,14 +28,11 @@ from harness.settings import from_plain, to_plain
 from harness.storage import join_path
 from harness.tables import Row, Table, TableCell, make_histogram, open_templates
 
-# Rows of the table of source files.
 _MAX_SOURCES = 200
-# Samples of the page, and of one file.
 _MAX_SAMPLES, _MAX_SAMPLES_A_FILE = 24, 3
 # Tokens prepared over those of one rendering, above which the report warns.
 _MUCH_REPETITION = 1.5
 _WATCH_S, _LOG_S = 0.5, 1.0
-# Kinds of conversations that are kept and worth a look.
 _KINDS = {
     "repeated_tokens": ("tokens repeated", "tokens repeat the conversation before a turn with its own sequence"),
     "truncated": ("cut", "conversations were cut"),
@@ -188,11 +185,30 @@ class PrepareReport(Counts):
         return Table(("kind", "count", "meaning", "first"), rows, "lrl")
 
     def facts_table(self) -> Table:
-        """Return what was lost, and what the preparation found out."""
-        warnings = (("lost", self.loss()), ("repeated", self.repetition_warning()))
-        lost = [(name, TableCell(text, "warning")) for name, text in warnings if text]
-        facts = [(name, TableCell(text, "code")) for name, text in self.facts().items()]
-        return Table((), [*lost, *facts, ("vocabulary size", f"{self.vocab_size:,}")])
+        """Return what was lost or repeated, and what the preparation found out: schema, mask and unused fields."""
+        # Over those of one rendering of each conversation; duplicates count.
+        tokens = sum(source.tokens for source in self.sources.values())
+        repetition = tokens / (tokens - self.repeated_tokens) if tokens else 1.0
+        repeated = (
+            f"{repetition:.1f} times the tokens of one rendering: the chat template renders a turn differently once "
+            "others follow, so each has a sequence of its own; to write one sequence per conversation, set "
+            "tokenizer.train_on=last_turn, or tokenizer.history=kept (--preview shows how it differs from serving)"
+        ) * (repetition > _MUCH_REPETITION)
+        facts = {"schema": self.schema, "mask": self.mask.get("rule", ""), "because": self.mask.get("why", "")}
+        facts |= {"history": self.mask.get("history", ""), "trained turns": self.mask.get("train_on", "")}
+        if self.media_by_kind:
+            kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(self.media_by_kind.items()))
+            hours = f"; {self.audio_seconds / 3600:.2f} hours of audio" if self.audio_seconds else ""
+            facts["media"] = f"{kinds}{hours}; {self.media_tokens:,} tokens"
+        facts["tokens, relative to one rendering"] = f"{repetition:.2f}"
+        facts["unused fields"] = ", ".join(self.unused)
+        rows: list[Row] = [
+            (name, TableCell(text, kind))
+            for kind, texts in (("warning", {"lost": self.loss(), "repeated": repeated}), ("code", facts))
+            for name, text in texts.items()
+            if text
+        ]
+        return Table((), [*rows, ("vocabulary size", f"{self.vocab_size:,}")])
 
     def source_table(self, most: int) -> Table:
         head = ("file", "records", "bad", "conversations", "sequences", "tokens", "trained")
@@ -233,34 +249,6 @@ class PrepareReport(Counts):
             "data.pack_size"
         )
 
-    def repetition(self) -> float:
-        """Return the tokens prepared over those of one rendering of each conversation; duplicates count."""
-        tokens = sum(source.tokens for source in self.sources.values())
-        return tokens / (tokens - self.repeated_tokens) if tokens else 1.0
-
-    def repetition_warning(self) -> str:
-        """Return the settings that avoid much repetition; empty if there is little."""
-        if self.repetition() <= _MUCH_REPETITION:
-            return ""
-        return (
-            f"{self.repetition():.1f} times the tokens of one rendering: the chat template renders a turn differently "
-            "once others follow, so each has a sequence of its own; to write one sequence per conversation, set "
-            "tokenizer.train_on=last_turn, or tokenizer.history=kept (--preview shows how it differs from serving)"
-        )
-
-    def facts(self) -> dict[str, str]:
-        """Return what the preparation found out: schema, mask and unused fields, as text by name."""
-        mask = self.mask
-        facts = {"schema": self.schema, "mask": mask.get("rule", ""), "because": mask.get("why", "")}
-        facts |= {"history": mask.get("history", ""), "trained turns": mask.get("train_on", "")}
-        if self.media_by_kind:
-            kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(self.media_by_kind.items()))
-            hours = f"; {self.audio_seconds / 3600:.2f} hours of audio" if self.audio_seconds else ""
-            facts["media"] = f"{kinds}{hours}; {self.media_tokens:,} tokens"
-        facts["tokens, relative to one rendering"] = f"{self.repetition():.2f}"
-        facts["unused fields"] = ", ".join(self.unused)
-        return {name: text for name, text in facts.items() if text}
-
 
 def render_report(report: PrepareReport) -> RenderableType:
     """Return a table with one column per split, and what became of the records."""
@@ -297,11 +285,7 @@ def to_markdown(report: PrepareReport) -> str:
 
 
 def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
-    """Return the first samples of each file, as many as a page shows.
-
-    Args:
-        shards: the source file and the folder of each finished shard; folders of which none are needed are not read.
-    """
+    """Return the first samples of each source file, as many as a page shows, given file and folder of each shard."""
     chosen: list[Sample] = []
     counts: dict[str, int] = {}
     for file, folder in shards:
@@ -327,11 +311,7 @@ def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
 
 
 class Stage:
-    """A running stage, shown every half second; `summary` is printed at the end.
-
-    Attributes:
-        measure: returns the progress of what is still running.
-    """
+    """A running stage, shown every half second with what `measure` returns; `summary` is printed at the end."""
 
     def __init__(self, bar: Progress, doing: str, total: float | None, report: Callable[[Stage], None]) -> None:
         self.summary, self.doing, self.left, self.total, self.shown = "", doing, "", int(total or 0), 0.0
@@ -377,13 +357,7 @@ class Stage:
 
 @dataclass
 class Stages:
-    """Shows the stages of a preparation, a bar while one runs and a line when it ends, and keeps their times.
-
-    Attributes:
-        progress: called with the name of a stage, how much of it is done, and the total (0 where it is unknown); from
-            a thread, too.
-        seconds: by stage, once it has ended.
-    """
+    """Shows the stages of a preparation, a bar while one runs and a line when it ends, and keeps their times."""
 
     console: Console
     progress: Callable[[str, int, int], None] | None = None

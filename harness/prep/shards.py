@@ -67,12 +67,7 @@ _MAX_SAMPLES = 2
 class ShardJob:
     """Settings shared by all shards; plain values, so that they can be sent to workers.
 
-    Attributes:
-        folder: of the shards.
-        tokenizer: of the sequences; `name` is a folder that includes the chat template.
-        content: hashes of that folder's content; part of the identity of a loaded tokenizer.
-        today: the date that the chat template writes, as YYYY-MM-DD; empty if it writes none.
-        pack_size, over_long, on_bad: as in PackingConfig and SourceConfig.
+    `content` has hashes of the tokenizer's folder, and `today` the date that its chat template writes, as YYYY-MM-DD.
     """
 
     folder: str
@@ -96,15 +91,7 @@ class ShardJob:
 
 @dataclass
 class Receipt:
-    """Input and content of a finished shard.
-
-    Attributes:
-        shard: fields of the `SourceShard`.
-        input: the stamp of the file.
-        counts: records, conversations, and what happened to them.
-        conversations, sequences, tokens, trained_tokens: stored.
-        was_there: an earlier run made it.
-    """
+    """Input and content of a finished shard; `was_there` if an earlier run made it."""
 
     shard: dict[str, Any]
     settings: str
@@ -149,6 +136,11 @@ def refuse(bad: list[BadRecord]) -> None:
     raise PrepError(f"there are bad records: {reasons}", where="\n         ".join(shown), fix=fix)
 
 
+def changed_error(path: str) -> PrepError:
+    """Return the error about a source file that another program writes to."""
+    return PrepError("the file changed while it was read", where=path, fix="prepare it when no program writes to it")
+
+
 def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | None:
     """Return the receipt of an intact shard; None if it is missing, damaged, or of other input or settings."""
     folder = job.shard_folder(number)
@@ -186,22 +178,12 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
         _write(job, folder, shard, tokenizer, receipt)
         # Here too: the next shard begins where the file was cut, and would name bad records.
         if stamp_of(parse_place(shard.path)) != stamp:
-            fix = "prepare it when no program writes to it"
-            raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
+            raise changed_error(shard.path)
         receipt.output = digest_files(folder, _FILES)
         write_atomically(folder / RECEIPT, json.dumps(to_plain(receipt)).encode())
-        # Of two concurrent attempts either will do, since they hold the same bytes.
-        for _ in range(3):
-            try:
-                folder.rename(final)
-                break
-            except OSError:
-                # There is one without a valid receipt, or another attempt has just finished.
-                with suppress(OSError):
-                    shutil.rmtree(final)
-        else:
-            fix = "remove the folder, then try again"
-            raise PrepError("the shard cannot be moved into place", where=str(final), fix=fix)
+        # One without a valid receipt, or of another attempt that has just finished, which holds the same bytes.
+        shutil.rmtree(final, ignore_errors=True)
+        folder.rename(final)
         sync_path(final.parent)
         return receipt
     finally:
@@ -246,12 +228,7 @@ def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatToken
 
 @dataclass
 class _ShardWriter:
-    """Writes the records of a shard to its open files, by name, and counts them and what is stored.
-
-    Attributes:
-        num_done: first records of the shard that are written and counted already.
-        refused: bad records of the chunk.
-    """
+    """Writes the records of a shard after the first `num_done` to its open files, by name, and counts them."""
 
     job: ShardJob
     files: Mapping[str, BinaryIO]
@@ -267,11 +244,7 @@ class _ShardWriter:
             os.fsync(file.fileno())
 
     def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> Iterator[float]:
-        """Tokenize and write the records of a chunk, and yield the share that is done several times a second.
-
-        Raises:
-            PrepError: some records are bad, and these are refused.
-        """
+        """Write the tokens of a chunk, and yield the share done several times a second; PrepError for bad records."""
         present = [raw for raw in chunk.records if not is_blank(raw)]
         num_written = min(self.num_done, len(present))
         self.num_done -= num_written

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, moved
 
-# Files of a shard.
 SEQUENCES, INPUT_IDS, LOSS_MASK = "sequences.bin", "input_ids.bin", "loss_mask.bin"
 MEDIA, MEDIA_DATA = "media.bin", "media_data.bin"
 # A sequence: offset of its tokens in the shard's files, hash of its conversation, its number among the stored sequences
@@ -26,11 +25,7 @@ MEDIUM = np.dtype(
 
 
 class Spool:
-    """Sequences of all shards, numbered in the order of the shards.
-
-    Args:
-        shards: folder, number of sequences and number of tokens of each.
-    """
+    """Sequences of all shards in order, given the folder, the number of sequences and the number of tokens of each."""
 
     def __init__(self, shards: Iterable[tuple[Path, int, int]]) -> None:
         self._sequences, self._input_ids, self._loss_mask = [], [], []
@@ -123,7 +118,7 @@ class Split:
 def divide(
     spool: Spool, shares: Mapping[str, float], *, rest: str, drop_duplicates: bool
 ) -> tuple[dict[str, Split], int]:
-    """Divide sequences among splits by the hashes of their conversations, those of one conversation together.
+    """Divide conversations among splits by their hashes; also return how many of these are dropped as duplicates.
 
     A conversation stays in its split when others are added or removed, but for the one that a split of so few
     conversations that none falls into it takes from the rest.
@@ -131,10 +126,6 @@ def divide(
     Args:
         shares: share of the conversations for each split; a split with share 0 is not made.
         rest: name of the split for the remaining conversations, which comes first in the result.
-        drop_duplicates: leave out all but the first of several conversations with the same hash.
-
-    Returns:
-        the splits, and the number of conversations left out.
     """
     hashes = spool.hashes()
     # The hash, scaled to 0 to 1, picks the split.
@@ -162,9 +153,8 @@ def divide(
 def repeat(split: Split, epochs: npt.NDArray[np.float64], *, seed: int) -> Split:
     """Return a split with each conversation as often as `epochs` says, all of its sequences equally often.
 
-    Args:
-        epochs: float64 [sequences of the spool]; of a fraction, that share of the conversations is there once more,
-            chosen by their hashes and the seed.
+    Of a fraction in `epochs`, float64 [sequences of the spool], that share of the conversations is there once more,
+    chosen by their hashes and the seed.
     """
     conversations = split.spool.conversations()[split.ids]
     # The splits are chosen by the hash itself.

@@ -27,7 +27,6 @@ from harness.storage.uris import MISSING_OBJECT, ObjectPath
 
 # One ranged request, and one part of an upload; a larger read takes several, so that each has its own time limit.
 REQUEST_BYTES = 8 << 20
-# Parts of one upload that are sent at a time.
 _UPLOADS = 2
 
 
@@ -52,21 +51,19 @@ def check_bucket(place: ObjectPath) -> None:
 
 def read_object(place: ObjectPath, start: int, num_bytes: int) -> bytes:
     """Read exactly these bytes of an object; raises FormatError if it is shorter."""
-    pieces = []
+    return b"".join(read_blocks(place, num_bytes, start))
+
+
+def read_blocks(place: ObjectPath, num_bytes: int, start: int = 0) -> Iterator[bytes]:
+    """Read bytes of an object, a request's worth at a time; raises FormatError if it is shorter."""
     for begin in range(start, start + num_bytes, REQUEST_BYTES):
         count = min(REQUEST_BYTES, start + num_bytes - begin)
         with naming_errors(place):
-            pieces.append(bytes(connect(place).get_range(place.key, start=begin, length=count)))
-        if len(pieces[-1]) != count:
+            block = bytes(connect(place).get_range(place.key, start=begin, length=count))
+        if len(block) != count:
             fix = "open it again; it was replaced with a shorter one"
             raise FormatError(f"the object ends before byte {begin + count:,}", where=str(place), fix=fix)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def read_blocks(place: ObjectPath, num_bytes: int) -> Iterator[bytes]:
-    """Read an object from its start, a request's worth at a time."""
-    for start in range(0, num_bytes, REQUEST_BYTES):
-        yield read_object(place, start, min(REQUEST_BYTES, num_bytes - start))
+        yield block
 
 
 def object_digest(place: ObjectPath, num_bytes: int) -> str:
@@ -100,10 +97,7 @@ def open_upload(place: ObjectPath) -> Any:
 
 
 def list_below(place: ObjectPath) -> dict[str, tuple[Stamp, float]]:
-    """Return all objects below a place, by their keys below it.
-
-    Each has its stamp, with the time of writing as version, and the seconds since then by this machine's clock.
-    """
+    """Return the objects below a place, by their keys below it: stamps with times as versions, and seconds since."""
     with naming_errors(place):
         now, found = time.time(), [one for page in connect(place).list(place.key) for one in page]
     start = len(place.key) + 1 if place.key else 0
@@ -182,10 +176,8 @@ def etag_of(path: Path) -> str:
 class UploadFile(OutputFile):
     """An object under way. Bytes go out in parts of REQUEST_BYTES, and their size and hash are known at the end.
 
-    Args:
-        check: called before the object appears; an error that it raises prevents that.
-        is_staged: bytes go to a temporary file first, for formats that go back to a header, and out at the end. Nothing
-            is left on the disk when the process is killed.
+    `check` is called before the object appears; an error that it raises prevents that. Staged bytes go to a temporary
+    file first, for formats that go back to a header, of which nothing is left when the process is killed.
     """
 
     def __init__(self, place: ObjectPath, check: Callable[[], None], *, is_staged: bool) -> None:
@@ -225,13 +217,10 @@ class UploadFile(OutputFile):
             self._stream.write(view)
 
     def finish(self) -> None:
-        """Complete the upload, and check what the store has.
+        """Complete the upload, and check what the store has; raise FormatError if it refuses, or has other bytes.
 
         S3 names the hash of the bytes that it stored; where that is of another kind (encrypted buckets), they are read
         back. Of other stores the size is checked.
-
-        Raises:
-            FormatError: the store refuses the upload, or has other bytes.
         """
         if self._done:
             return

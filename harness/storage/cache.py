@@ -33,11 +33,7 @@ Download = Callable[[StoredFile, Path], None]
 
 
 class Entry:
-    """Local files that are not evicted until `release`.
-
-    Attributes:
-        folder: has the files under the paths that the manifest gives them.
-    """
+    """Local files in `folder`, under the paths that the manifest gives them, that are not evicted until `release`."""
 
     def __init__(self, folder: Path, descriptor: int = -1) -> None:
         self.folder = folder
@@ -54,12 +50,7 @@ class Entry:
 
 
 class LocalCache:
-    """The cache of this machine's processes, by the settings above; raises ConfigError for a malformed one.
-
-    Attributes:
-        folder: created on first use.
-        max_bytes: bound of its size; the least recently used entries go first.
-    """
+    """The cache of this machine's processes, by the settings above; raises ConfigError for a malformed one."""
 
     def __init__(self) -> None:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -73,14 +64,7 @@ class LocalCache:
             raise ConfigError(f"{_BYTES_NAME} is {text!r}", where="environment", fix="use a whole number of bytes")
 
     def get(self, files: Sequence[StoredFile], download: Download) -> Entry:
-        """Return the entry of these files, downloaded if missing.
-
-        Args:
-            download: writes one of them to a path.
-
-        Raises:
-            FormatError: the bytes that arrive differ from the manifest, or the disk refuses.
-        """
+        """Return the entry of these files, downloaded if missing; FormatError if others arrive, or the disk refuses."""
         text = "\n".join(f"{stored.path} {stored.num_bytes} {stored.xxh3}" for stored in files)
         name = str(xxhash.xxh3_128_hexdigest(text.encode()))
         try:

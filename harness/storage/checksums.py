@@ -24,12 +24,7 @@ def write_checksums(folder: Path, files: Iterable[StoredFile]) -> None:
 
 
 def read_checksums(folder: Path) -> list[StoredFile] | None:
-    """Return the files that `checksums.json` lists, None if there is none.
-
-    Raises:
-        FormatError: it is damaged: its bytes are not exactly those that were written.
-        OSError: it cannot be read.
-    """
+    """Return the files that `checksums.json` lists, None without one; FormatError if its bytes are not as written."""
     path = folder / CHECKSUMS_FILE
     try:
         data = path.read_bytes()

@@ -52,9 +52,7 @@ class ClaimStore:
     def put(self, name: str, data: bytes | Path, *, only_if: str | None = None) -> str | None:
         """Write an object whole; return its ETag, or None where the condition does not hold and its bytes are others.
 
-        Args:
-            data: its bytes, or the file that has them.
-            only_if: an ETag that the object must still have; "" if it must not exist; None writes in any case.
+        It must still have the ETag `only_if`; "" if it must not exist; None writes in any case.
         """
         if only_if is None:
             return self._put(name, data, "overwrite")
@@ -117,10 +115,8 @@ class Lease:
     A process that is killed leaves it; the next one takes it over at once on the same machine, and elsewhere when
     it was not renewed for LEASE_S. No clocks are compared: the taker watches the object for that long. An owner
     that cannot renew it stops at the next `check`. The object is never deleted, because stores that ignore conditions
-    on deletions (MinIO, Ceph before 20) would delete that of the next owner: a lease without an owner is free.
-
-    Attributes:
-        holder: after `acquire` was refused, who holds the lease, for messages.
+    on deletions (MinIO, Ceph before 20) would delete that of the next owner: a lease without an owner is free. After
+    `acquire` was refused, `holder` is who holds it.
     """
 
     def __init__(self, store: ClaimStore, name: str) -> None:
@@ -139,24 +135,15 @@ class Lease:
         return str(self._store.place / self._name)
 
     def check(self) -> None:
-        """Renew the lease unless it is surely held; call this before each write that it protects.
-
-        Raises:
-            FormatError: another process has taken the lease over, or the store does not answer.
-        """
+        """Renew the lease unless surely held, before each write that it protects; FormatError if it was taken over."""
         if self._lost is not None or _now() >= self._sure_until:
             with self._lock:
                 self._put()
 
     def acquire(self, *, wait: bool = False, log: Callable[[str], None] = lambda line: None) -> bytes:
-        """Take the lease; return what an interrupted owner left in it.
+        """Take the lease, and return what an interrupted owner left in it; FormatError if another process holds it.
 
-        Args:
-            wait: until the other owner releases it, however long that takes.
-            log: called with a line that names the owner when the wait begins.
-
-        Raises:
-            FormatError: another process holds it.
+        With `wait`, wait until that process releases it, however long that takes; `log` gets a line that names it.
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._token = uuid.uuid4().hex
@@ -182,8 +169,6 @@ class Lease:
                 if etag is not None:
                     break
                 continue
-            if owner.get("host") == self._owner["host"] and _was_renewed(owner) and not wait:
-                raise self._refused(owner)
             time.sleep(_LOOK_S)
         self._etag, self._body, self._lost, self._sure_until = etag, body, None, sent + LEASE_S * _SURE_PART
         self._stop = threading.Event()
@@ -192,11 +177,7 @@ class Lease:
         return body
 
     def write(self, data: bytes) -> None:
-        """Replace what a later owner finds if this one is killed; one line.
-
-        Raises:
-            FormatError: another process has taken the lease over, or the store does not answer.
-        """
+        """Replace what a later owner finds if this one is killed; one line. FormatError if it was taken over."""
         assert b"\n" not in data
         with self._lock:
             self._body = data
@@ -206,11 +187,7 @@ class Lease:
         """Do nothing: the lease is renewed in the background."""
 
     def release(self, *, remove: bool) -> None:
-        """Give the lease up, if it is still this process's own; a second call does nothing, nor does a forked child.
-
-        Args:
-            remove: leave nothing to the next owner.
-        """
+        """Give the lease up if it is this process's own, not a fork's; `remove` leaves nothing to the next owner."""
         renewing, self._renewing = self._renewing, None
         if renewing is None or self._owner["pid"] != os.getpid():
             return
@@ -289,15 +266,6 @@ def is_running(pid: int) -> bool:
     except OSError as error:
         return not isinstance(error, ProcessLookupError)
     return True
-
-
-def _was_renewed(owner: dict[str, Any]) -> bool:
-    """Return whether an owner on this machine, whose clock this is, renewed its lease lately.
-
-    Where it did not, its number is that of another process by now: the object is watched, as that of another machine.
-    """
-    renewed = owner.get("renewed")
-    return isinstance(renewed, (int, float)) and abs(time.time() - renewed) < LEASE_S
 
 
 @cache

@@ -36,11 +36,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Stamp:
-    """Identity of a file's content, as far as its storage knows it without reading.
-
-    Attributes:
-        version: modification time in nanoseconds of a file on a disk; ETag of an object, or its time.
-    """
+    """Size and version of a file: its modification time in nanoseconds; of an object its ETag, or its time."""
 
     num_bytes: int
     version: str
@@ -69,10 +65,7 @@ class OutputFile(ABC):
 
 
 class AtomicFile(OutputFile):
-    """A file on a disk under a temporary name that gets its real name in `finish`.
-
-    A crash leaves at most `<path>.tmp`, which the next writer of the same path replaces.
-    """
+    """A file on a disk under a temporary name, which writers of the same path replace, until `finish` names it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,11 +119,8 @@ class Marker:
 
     The lock belongs to this process alone: a child that it forks closes its copy, which would otherwise keep the lock
     after this process is killed. The first line of the file names the process, host and time of the last owner; the
-    second is what that owner wrote, and is read as nothing if it is cut short.
-
-    Attributes:
-        holder: after `acquire` was refused, who holds the lock, for messages.
-        was_created: `acquire` found no file.
+    second is what that owner wrote, and is read as nothing if it is cut short. After `acquire` was refused, `holder`
+    is who holds the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -243,14 +233,8 @@ class PlacingClaim:
     """Exclusive use of files on a disk that a writer puts in place at its end, by a marker beside them.
 
     A writer that is killed while it puts them in place leaves a note in the marker: what is there then is nothing
-    finished, and the next writer replaces it.
-
-    Args:
-        marker: None where nothing is locked.
-        refuse_existing: raises an error if there are finished files that must stay.
-
-    Attributes:
-        is_placing: the files are being put in place, or were when the former owner was killed.
+    finished, and the next writer replaces it. Then, and while files are put in place, `is_placing` is true.
+    `refuse_existing` raises an error if there are finished files that must stay; without a marker nothing is locked.
     """
 
     def __init__(self, marker: Marker | None, refuse_existing: Callable[[], None]) -> None:

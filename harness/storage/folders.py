@@ -155,16 +155,12 @@ class BucketFolder(_Folder):
 
     There are no renames. An upload is invisible until it is complete; the next writer removes what an interrupted one
     left. Uploads of a process that was killed remain invisible, and are billed until a lifecycle rule of the bucket
-    ends them.
-
-    Attributes:
-        is_staged: new files are written to a temporary file first, so that their writers may go back in them.
-        check: called before each change; an error that it raises prevents it. That of a lease, once there is one.
+    ends them. `check`, of the lease once there is one, is called before each change, and prevents it by an error.
     """
 
     def __init__(self, place: ObjectPath) -> None:
         self.place: ObjectPath = place
-        self.is_staged = False
+        self.is_staged = False  # new files are written to a temporary file first, so that writers may go back in them
         self.check: Callable[[], None] = lambda: None
         self._listing: dict[str, int] | None = None
         self._uploads: dict[str, UploadFile] = {}
@@ -268,10 +264,7 @@ Folder = LocalFolder | BucketFolder
 
 @dataclass
 class BucketMarker:
-    """An object that shows a write in progress, with the methods of `Marker`.
-
-    A lease beside it keeps other writers of the prefix away; in msc:// nothing does.
-    """
+    """An object that shows a write in progress, with the methods of `Marker`; a lease beside it except in msc://."""
 
     folder: BucketFolder
     name: str

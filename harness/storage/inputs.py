@@ -21,7 +21,6 @@ from harness.storage.uris import ObjectPath, Place, is_uri
 _REQUEST_BYTES = 4 << 20
 # Ranges this near to each other are read at once, up to a size that memory is no question of.
 _GAP_BYTES, _SPAN_BYTES = 256, 8 << 20
-# Requests for ranges of one object that are in flight at a time.
 _REQUESTS = 16
 NO_MODEL = "the hub has no model of this name"
 _HUB_S = 5.0
@@ -83,9 +82,6 @@ def glob_pattern(pattern: str) -> re.Pattern[str]:
         return re.compile(re.escape(pattern))
 
 
-# ---- ranges
-
-
 class LocalSource:
     """A file on a disk, of `num_bytes`; reading around less than `least_skipped_bytes` takes longer."""
 
@@ -124,10 +120,7 @@ class LocalSource:
 
 
 class RemoteSource(io.RawIOBase):
-    """An object with the methods of `LocalSource`, which pyarrow reads as a Python file.
-
-    Bytes that `fetch` got are read from memory.
-    """
+    """An object with the methods of `LocalSource`, a file to pyarrow; bytes that `fetch` got are in memory."""
 
     least_skipped_bytes = _REQUEST_BYTES
 
@@ -193,12 +186,7 @@ def open_source(place: Path | ObjectPath) -> ByteSource:
 
 
 def read_ranges(source: ByteSource, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """Read ranges of bytes from start to end, and return them in the given order; neighbors take one request.
-
-    Raises:
-        FormatError: the file ends before.
-        OSError: it cannot be read.
-    """
+    """Read ranges from start to end, neighbors at once, in the given order; FormatError if the file ends before."""
     spans: list[tuple[int, int]] = []
     span_of = [0] * len(ranges)
     for position in sorted(range(len(ranges)), key=ranges.__getitem__):
@@ -221,9 +209,7 @@ def read_ranges(source: ByteSource, ranges: Sequence[tuple[int, int]]) -> list[m
 def ask_hub(name: str) -> str:
     """Ask the Hugging Face hub once for a model, since its own tools retry for many seconds; return what is wrong.
 
-    Returns:
-        `NO_MODEL`, or why the hub cannot be reached; empty if it has the model, or is a mirror that serves files
-        without describing repositories.
+    That is `NO_MODEL`, or why it cannot be reached; nothing of a mirror that serves files without describing them.
     """
     from huggingface_hub import HfApi, errors
 

@@ -44,12 +44,7 @@ class CopiedFile:
 
 @dataclass(frozen=True)
 class LocalCopy:
-    """A whole copy.
-
-    Attributes:
-        files: by path below it; of a single file, one whose path is empty.
-        new_bytes: of these, bytes that were copied now.
-    """
+    """A whole copy, its files by path below it (empty for a single file), and how many bytes were copied now."""
 
     path: Path
     files: dict[str, CopiedFile]
@@ -88,14 +83,9 @@ def copy_to_node(
 ) -> LocalCopy:
     """Copy a folder or a file to the disk of this node, as far as that is not done; other processes wait meanwhile.
 
-    Args:
-        path: the original; links in it are followed.
-        local_dir: folder of all copies.
-        known: hashes (xxh3_64) that files below `path` must have, by relative path.
-        progress: called with numbers of bytes, from several threads.
-
-    Raises:
-        HarnessError: the disk is too small or fails, the original cannot be read, or bytes differ from their hash.
+    Links are followed. `known` are hashes (xxh3_64) that files must have, by path below it; `progress` gets numbers of
+    bytes, from several threads. Raises HarnessError if the disk is too small or fails, the original cannot be read, or
+    bytes differ from their hash.
     """
     original = Path(os.path.normpath(Path(path).absolute()))
     copy = _copy_of(original, local_dir)

@@ -13,7 +13,6 @@ from typing import Any
 
 from harness.errors import FormatError
 
-_SHM = "/dev/shm/"
 # From <signal.h>: SA_SIGINFO | SA_RESETHAND, and where siginfo_t has the address on 64-bit systems.
 _FLAGS, _ADDRESS = 0x4 | 0x80000000, 16
 
@@ -33,10 +32,8 @@ def name_bus_errors(*, dies: bool = False) -> None:
     """Print a named error when this process reads a mapped page that is no longer there, and end it with exit code 2.
 
     Another process cut the file short while it was mapped, or the disk failed: the system then sends SIGBUS, which ends
-    a process without a word. Call it once in the main thread of a command; it does nothing except on 64-bit Linux.
-
-    Args:
-        dies: end by the signal instead, for a worker whose parent reports how it ended.
+    a process without a word. Call it once in the main thread of a command; it does nothing except on 64-bit Linux. With
+    `dies` it ends by the signal, for a worker whose parent reports how it ended.
     """
     if sys.platform != "linux" or struct.calcsize("P") != 8:
         return
@@ -64,18 +61,14 @@ def bus_error_at(address: int) -> FormatError:
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         span, _, offset, _, _, *name = line.split(maxsplit=5)
         begin, end = (int(part, 16) for part in span.split("-"))
-        if begin <= address < end and name:
-            return _of_file(name[0], int(offset, 16) + address - begin)
+        if not (begin <= address < end and name):
+            continue
+        if name[0].startswith("/dev/shm/"):
+            what = "a page of shared memory cannot be used: /dev/shm is full, or another process removed the file"
+            return FormatError(what, where=name[0], fix="free space in /dev/shm; for a container, increase --shm-size")
+        missing = f"byte {int(offset, 16) + address - begin:,} is missing"
+        what = f"the file was truncated or removed, or its disk failed, while it was read: {missing}"
+        fix = "copy the file again (check its disk: dmesg), and run `harness verify` and then the same command again"
+        return FormatError(what, where=name[0], fix=fix)
     where = f"address {address:#x} of process {os.getpid()}"
     return FormatError("a memory page cannot be read", where=where, fix="see dmesg")
-
-
-def _of_file(name: str, position: int) -> FormatError:
-    if name.startswith(_SHM):
-        what = "a page of shared memory cannot be used: /dev/shm is full, or another process removed the file"
-        return FormatError(what, where=name, fix="free space in /dev/shm; for a container, increase --shm-size")
-    what = f"the file was truncated or removed, or its disk failed, while it was read: byte {position:,} is missing"
-    fix = (
-        "copy the file again (check its disk: dmesg), run `harness verify` on the dataset, then the same command again"
-    )
-    return FormatError(what, where=name, fix=fix)

@@ -4,5 +4,3 @@
 `judge_nodes` compares the lines of all nodes and reports each fault with its node and its fix (`judge`), from
 what `srun` reports about a node where it did not answer.
 """
-
-from __future__ import annotations

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 from harness.errors import HarnessError
+from harness.launch.queue import output_of
+from harness.launch.ranks import address_of
 
 # Xid errors after which a GPU has to be reset or replaced (NVIDIA's "GPU Deployment and Management" and "Xid errors"):
 # uncorrectable memory, GSP, NVLink and lost GPUs. Others may be an application's own mistake.
@@ -118,14 +118,10 @@ def _fabric_faults(gpu: ElementTree.Element) -> Iterator[str]:
 
 
 def read_gpus() -> dict[str, Any]:
-    """Check the GPUs by what `nvidia-smi -q -x`, the kernel's log and DCGM know.
-
-    Returns:
-        `gpus`, none where there is no nvidia-smi, `driver`, and `notes`: what is worth knowing and no fault.
-    """
-    if shutil.which("nvidia-smi") is None:
+    """Check the GPUs by what nvidia-smi, the kernel's log and DCGM know; `notes` are worth knowing and no fault."""
+    printed, code = output_of("nvidia-smi", "-q", "-x")
+    if code is None:
         return {"gpus": [], "driver": "none"}
-    printed, code = _output("nvidia-smi", "-q", "-x")
     if code not in (0, _WARNED) and _END not in printed:
         what = f"nvidia-smi -q -x ends with code {code}: {printed.strip()[:300]}"
         raise HarnessError(what, where="nvidia-smi", fix=_DRAIN)
@@ -134,16 +130,16 @@ def read_gpus() -> dict[str, Any]:
     faults = [f"GPU {number} ({gpu['bus']}): {fault}" for number, gpu in enumerate(gpus) for fault in gpu["faults"]]
     if code not in (0, _WARNED) and not faults:
         faults.append(f"nvidia-smi -q -x ends with code {code}")
-    log, code = _output("dmesg")
+    log, code = output_of("dmesg")
     notes += [] if code == 0 else ["the kernel's log is closed to this user: it was not searched for Xid errors"]
     # The log has also what a reset has repaired since; newer drivers know whether there is anything left to do.
-    is_well = {_address(gpu["bus"]): gpu["action"] == "None" for gpu in gpus}
+    is_well = {address_of(gpu["bus"]): gpu["action"] == "None" for gpu in gpus}
     for bus, errors in parse_xids(log).items():
-        if is_well.get(_address(bus), False):
+        if is_well.get(address_of(bus), False):
             notes += [f"{error} (before its last reset: the driver asks for no action)" for error in errors]
         else:
             faults += errors
-    report, code = _output("dcgmi", "health", "--group", "0", "--check")
+    report, code = output_of("dcgmi", "health", "--group", "0", "--check")
     faults += parse_dcgm(report)
     if code not in (0, None) and "Health Monitor Report" not in report:
         notes.append(f"dcgmi health: {report.strip()[:120] or f'code {code}'}")
@@ -151,11 +147,6 @@ def read_gpus() -> dict[str, Any]:
         raise HarnessError("; ".join(faults), where="nvidia-smi -q -x, dmesg, dcgmi health", fix=_DRAIN)
     shown = [{name: gpu[name] for name in ("name", "used_mib")} for gpu in gpus]
     return {"gpus": shown, "driver": gpus[0]["driver"] if gpus else "none", "notes": notes}
-
-
-def _address(bus: str) -> str:
-    """Return the address of a GPU as the kernel's log has it; that of nvidia-smi has a longer domain and a function."""
-    return re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower()).partition(".")[0]
 
 
 def parse_xids(log: str) -> dict[str, list[str]]:
@@ -176,22 +167,12 @@ def parse_dcgm(text: str) -> list[str]:
     return [f"DCGM reports a failure: {details[:300]}"]
 
 
-def _output(*command: str) -> tuple[str, int | None]:
-    """Return what a command prints, and its exit code; nothing and None where it is not installed."""
-    if shutil.which(command[0]) is None:
-        return "", None
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    return done.stdout or done.stderr, done.returncode
-
-
 def read_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
     """Return the number of active InfiniBand or RoCE ports and their rates, of those that NCCL_IB_HCA names.
 
     NCCL takes names such as `mlx5` as the beginning of names, and then the ports that are active: those have to be as
-    many on all nodes, which `judge` compares.
-
-    Raises:
-        HarnessError: a port that it names in full is not active, or missing; or none is active of those that it names.
+    many on all nodes, which `judge` compares. Raises HarnessError if a port that it names in full is not active, or
+    none is of those that it names.
     """
     named = os.environ.get("NCCL_IB_HCA", "")
     is_exact = named.startswith("=")
@@ -233,11 +214,11 @@ def _text(path: Path) -> str:
         return ""
 
 
-def read_inodes(folder: Path) -> dict[str, Any]:
-    """Return the number of files that can still be created there; nothing on file systems that do not count them."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    counts = os.statvfs(existing)
-    return {"free": counts.f_favail} if counts.f_files else {}
+def read_free_space(folder: Path) -> dict[str, Any]:
+    """Return the free space where a folder is or will be, and how many files it can get if its file system counts."""
+    counts = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+    space = {"gib": counts.f_bavail * counts.f_frsize / 2**30}
+    return {**space, "free": counts.f_favail} if counts.f_files else space
 
 
 def read_rate(path: str) -> dict[str, Any]:

@@ -102,10 +102,8 @@ def judge_nodes(
 ) -> tuple[list[Fault], str]:
     """Return the faults, causes before the timeouts that they may have caused, and lines about the healthy nodes.
 
-    Args:
-        lines: the JSON lines of `run_checks`; other lines, of whatever else writes there, are skipped.
-        code: digest that the code of every node must have; empty for any.
-        srun: errors of the srun that ran the step, which tell why a node has not answered.
+    Of the lines, those of `run_checks` are read. The code of every node must have the digest `code`, if any; errors of
+    the srun that ran the step tell why a node has not answered.
     """
     answers, errors, timeouts = _read(lines)
     causes, was_stopped = read_srun(srun, [node for node in nodes for _ in range(tasks_per_node)])
@@ -171,7 +169,7 @@ def _below_limits(
     for check, name, lowest, what, fix in (
         ("shm", "mib", limits.min_shm_mib, "/dev/shm has {:,} MiB, loader workers need {:,}", _SHM_FIX),
         ("disk", "gib", limits.min_disk_gib, "{:.1f} GiB are free for the run's folder, {:g} are required", _DISK_FIX),
-        ("inodes", "free", limits.min_inodes, "{:,} files can be created for the run, {:,} are required", _DISK_FIX),
+        ("disk", "free", limits.min_inodes, "{:,} files can be created for the run, {:,} are required", _DISK_FIX),
         ("read rate", "mib_s", limits.min_read_mib_s, "{:.3g} MiB/s, {:g} are required", _READ_FIX),
     ):
         for place, found in facts.items():
@@ -303,12 +301,7 @@ def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:
 
 
 def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tuple[str, str]], bool]:
-    """Return by node what kept it from its part of a step and the fix, and whether srun stopped the others for it.
-
-    Args:
-        lines: the errors of `srun --label` of a step with one task per node.
-        nodes: of the job, in the order of the tasks.
-    """
+    """Read from the errors of `srun --label` why nodes missed a step, with the fix, and if srun stopped the others."""
     causes: dict[str, tuple[str, str]] = {}
     ends: dict[str, tuple[str, str]] = {}
     printed: dict[str, str] = {}

@@ -28,7 +28,7 @@ import harness
 from harness.errors import FormatError, HarnessError, installed_versions, os_errors_as
 from harness.formats import PackReader
 from harness.indexed.index import BIN, IDX, MappedIndex, with_suffix
-from harness.launch.preflight.hardware import read_gpus, read_inodes, read_ports, read_rate
+from harness.launch.preflight.hardware import read_free_space, read_gpus, read_ports, read_rate
 from harness.launch.preflight.judge import COPY_OF
 from harness.launch.ranks import NodePlace
 from harness.loader import DataConfig, open_datasets
@@ -84,7 +84,6 @@ def node_checks(
         "shm": lambda: {"mib": shutil.disk_usage("/dev/shm").total >> 20},
         "infiniband": read_ports,
         "disk": partial(read_free_space, run_dir),
-        "inodes": partial(read_inodes, run_dir),
         "run folder": lambda: share_folder(run_dir, place, timeout_s=timeout_s / 2),
         "own name": lambda: check_own_name(place.num_nodes),
         "first node": lambda: check_rendezvous(address, port, place, timeout_s=timeout_s - 2),
@@ -119,12 +118,6 @@ def code_digest() -> str:
         for path in sorted(folder.rglob(pattern)):
             code.update(f"{folder.name}/{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return code.hexdigest()
-
-
-def read_free_space(folder: Path) -> Facts:
-    """Return the free space where the folder is, or will be created."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return {"gib": shutil.disk_usage(existing).free / 2**30}
 
 
 def share_folder(run_dir: Path, place: NodePlace, *, timeout_s: float) -> Facts:
@@ -223,11 +216,7 @@ def known_hashes(path: str) -> dict[str, str]:
 
 
 def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: float) -> Facts:
-    """Listen if this is the first node, and connect to the first node.
-
-    Returns:
-        `offset_s`, the seconds by which this node's clock is ahead of the first node's.
-    """
+    """Listen if this is the first node, and connect to it; `offset_s` is by how much this node's clock is ahead."""
     if place.number > 0:
         return _connect(address, port, place, timeout_s=timeout_s)
     deadline = time.monotonic() + timeout_s

@@ -22,12 +22,7 @@ SCHEMA = "source.schema"
 
 @dataclass(frozen=True)
 class RecordFunction:
-    """A function of the user.
-
-    Attributes:
-        digest: 16 hex digits of the hash of the module's source file.
-        call: takes a record, and returns one with `messages`, or None to leave it out.
-    """
+    """A user's function: takes a record and returns one with `messages`, or None to leave it out."""
 
     name: str
     digest: str

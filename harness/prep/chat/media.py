@@ -32,10 +32,7 @@ def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
     """Return a record without media and the placeholders of their kinds, and how many of these were removed.
 
     Text is changed only where the record holds media, and only placeholders of these kinds: an HTML tag `<video>` in
-    a record with images stays.
-
-    Returns:
-        the record itself, and 0, where it holds no media. Parts of a turn that are media count as placeholders.
+    a record with images stays. A record without media is returned itself; parts that are media count as placeholders.
     """
     removal = _Removal()
     kept: dict[str, Any] = {}
@@ -61,9 +58,7 @@ def with_media(record: Mapping[str, Any], folder: str | None, limits: MediaLimit
 
     Media are in parts of turns, as OpenAI, Anthropic and Hugging Face write them, or in `audios`, `images`, `audio` or
     `image` beside the turns, with a placeholder for each: `<audio>` or `<image>` in a text, or a part without a medium.
-
-    Returns:
-        the record itself where it has no media, or no list of turns.
+    A record without media, or without a list of turns, is returned itself.
     """
     lists = {name: value for name, value in record.items() if name in MEDIA_FIELDS and not is_empty(value)}
     kinds = {name.removesuffix("s") for name in lists}

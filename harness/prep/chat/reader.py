@@ -20,8 +20,6 @@ from harness.prep.chat.schemas import SCHEMAS
 from harness.prep.chat.schemas.batch import BATCH_FIELDS, REQUESTS, unwrapped
 from harness.prep.chat.schemas.sharegpt import CALL_ROLES
 from harness.prep.chat.turns import (
-    ANSWER_FIELDS,
-    CHAT_FIELDS,
     LISTS_OF_ITEMS,
     LISTS_OF_TURNS,
     TEXT_ALONE,
@@ -33,16 +31,10 @@ from harness.prep.chat.turns import (
 from harness.prep.chat.values import MEDIA_FIELDS, SYSTEM_FIELDS, BadRecordError, decoded, is_empty, load_json
 from harness.prep.media import MediaLimits
 
-# Records that tell the schema of a source.
 NUM_DETECTION_RECORDS = 100
 # Fields of a record that change what the model sees or writes, and that no schema reads.
 _UNREAD_FIELDS = frozenset((*MEDIA_FIELDS, "functions"))
 _FIELDS = frozenset().union(*(schema.fields for schema in SCHEMAS.values()))
-# Schemas that a field of a record may belong to; those of nearly all of them show nothing.
-_SCHEMAS_OF = {
-    name: tuple(key for key, schema in SCHEMAS.items() if name in schema.fields)
-    for name in _FIELDS.difference(CHAT_FIELDS, ANSWER_FIELDS)
-}
 
 
 @dataclass(frozen=True)
@@ -103,12 +95,7 @@ class RecordReader:
             raise ConfigError(what, where="source.ignore_fields", fix=fix)
 
     def parse(self, record: object, where: str, folder: str | None = None) -> Conversation | BadRecord:
-        """Parse one decoded JSON object.
-
-        Args:
-            where: file and line, kept in the result.
-            folder: of relative paths of media; None refuses media that are not in the record itself.
-        """
+        """Parse one decoded JSON object; relative paths of media are in `folder`, and None refuses all paths."""
         try:
             if not isinstance(record, Mapping):
                 raise BadRecordError(BadReason.NOT_AN_OBJECT, f"a JSON {type(record).__name__}, expected an object")
@@ -207,10 +194,6 @@ class RecordReader:
         return _UNREAD_FIELDS.union((self.columns.get(name, name) for name in fields), self.ignore_fields)
 
     @cached_property
-    def _record_columns(self) -> dict[str, str]:
-        return {name: column for name, column in self.columns.items() if name in _FIELDS}
-
-    @cached_property
     def _turn_columns(self) -> dict[str, str]:
         return {inner: column for name, column in self.columns.items() if (inner := _turn_field(name))}
 
@@ -218,7 +201,7 @@ class RecordReader:
         """Return a record with the names of our fields, and without those that are ignored."""
         if not self.columns and not self.ignore_fields and not self.drop_media:
             return record
-        record = self._renamed(record, self._record_columns)
+        record = self._renamed(record, {name: self.columns[name] for name in self.columns if name in _FIELDS})
         if not self._turn_columns and not self.ignore_fields and not self.drop_media:
             return record
         names = [name for name in LISTS_OF_TURNS if not is_empty(record.get(name))]
@@ -236,10 +219,8 @@ class RecordReader:
 
     def _turns(self, value: object) -> object:
         if isinstance(value, str) and value.lstrip().startswith("["):
-            try:
+            with suppress(BadRecordError):  # refused when it is parsed
                 value = decoded(value, "", BadReason.NO_MESSAGES)
-            except BadRecordError:
-                return value
         value = as_list(value)
         if not isinstance(value, list):
             return value
@@ -298,16 +279,7 @@ def detect_schema(
 ) -> str:
     """Return the schema of a source from its first records; those that fit none, or are no objects, are passed over.
 
-    Args:
-        records: decoded ones; the first 100 count.
-        columns, ignore_fields: as in `RecordReader`.
-        where: the source, for the error.
-
-    Returns:
-        a key of `SCHEMAS`; empty if there are no objects at all.
-
-    Raises:
-        PrepError: none fits, several do, or the records differ.
+    The first 100 count. Empty if there are no objects at all; PrepError if none fits, several do, or records differ.
     """
     reader = RecordReader("", columns or {}, ignore_fields)
     found: Counter[str] = Counter()
@@ -358,10 +330,7 @@ def _without_nulls(value: Any) -> Any:
 
 def _detect(record: Mapping[str, Any]) -> str:
     """Return the name of the only schema that fits a record; raise BadRecordError if there is none or a choice."""
-    possible = {name for key in record if key in _SCHEMAS_OF for name in _SCHEMAS_OF[key]}
-    fitting = [name for name in possible if SCHEMAS[name].fits(record)]
-    if len(fitting) > 1:
-        fitting = [name for name in SCHEMAS if name in fitting]
+    fitting = [name for name, schema in SCHEMAS.items() if schema.fits(record)]
     if len(fitting) > 1:
         fitting = [name for name in fitting if SCHEMAS[name].use != "last"] or fitting
     if len(fitting) == 1 and SCHEMAS[fitting[0]].use != "asked":

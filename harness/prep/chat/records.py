@@ -50,12 +50,7 @@ class BadReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool by the assistant.
-
-    Attributes:
-        arguments: as the record has them: JSON text, or the decoded object.
-        id: of the call; empty if the record has none.
-    """
+    """One call of a tool by the assistant; its arguments are JSON text or the decoded object, as in the record."""
 
     name: str
     arguments: str | Mapping[str, Any]
@@ -92,7 +87,6 @@ class Message:
         role: one of `ROLES`.
         content: text, several parts (text and media), or None (an assistant that only calls tools).
         reasoning: text that the assistant thinks before its content; empty if there is none.
-        tool_calls: of the assistant.
         tool_call_id: call that a tool's message answers; empty if the record does not give it.
         name: of the tool or speaker; empty if the record does not give it.
         weight: of the turn in the loss, in hundredths, 0 to 100; None if the record does not give one.
@@ -172,7 +166,6 @@ class Conversation:
 
     Attributes:
         messages: the turns in order; at least one is the assistant's. Empty for plain text.
-        where: its file and line, or file and row.
         tools: descriptions of the tools that the assistant may call, in the form that chat templates take.
         template_kwargs: variables for the chat template, such as `enable_thinking`.
         text: plain text to continue training on, all of it trained, without a template; None for a chat.
@@ -231,13 +224,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that cannot be trained on.
-
-    Attributes:
-        where: its file and line, or file and row.
-        reason: kind of problem, for counting.
-        detail: the problem in words.
-    """
+    """A record that cannot be trained on."""
 
     where: str
     reason: BadReason
@@ -249,8 +236,6 @@ class Schema:
     """One form of chat records.
 
     Attributes:
-        fields: of a record that `parse` reads.
-        fits: tells, from a record's fields, if it is of this schema.
         parse: makes the conversation of a record and its place; raises BadRecordError.
         use: `detected`; `last`, where no other schema fits; or `asked`, only by name.
     """

@@ -6,13 +6,11 @@ Data sets describe parameters in other ways, too: `{"city": {"type": "str", "def
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from harness.prep.chat.records import BadReason, Message
-from harness.prep.chat.values import JSON_ENCODER, BadRecordError, check_json, decoded, first_name, is_empty, show
+from harness.prep.chat.values import BadRecordError, check_json, decoded, decoded_object, first_name, is_empty, show
 
 _NAMES = {
     "string": ("str", "string"),
@@ -50,27 +48,11 @@ def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(items, list):
         raise BadRecordError(BadReason.BAD_TOOLS, f"`tools` is of type {type(items).__name__}, expected a list")
-    try:
-        text = JSON_ENCODER.encode(items)
-    except (TypeError, ValueError, RecursionError):
-        return _parse_list(items)
-    return _parse_text(text)
-
-
-# Most records of a source have the same tools: checked once.
-@lru_cache(maxsize=64)
-def _parse_text(text: str) -> tuple[Mapping[str, Any], ...]:
-    return _parse_list(json.loads(text))
-
-
-def _parse_list(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(_parse_tool(item, f"tool {number}") for number, item in enumerate(items, start=1))
 
 
 def _parse_tool(value: object, what: str) -> Mapping[str, Any]:
-    tool = decoded(value, what, BadReason.BAD_TOOLS)
-    if not isinstance(tool, Mapping):
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(tool).__name__}, expected an object")
+    tool = decoded_object(value, what, BadReason.BAD_TOOLS)
     check_json(tool, what, BadReason.BAD_TOOLS)
     function = tool.get("function")
     if function is None and tool.get("name") is not None:
@@ -92,9 +74,7 @@ def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any
     if not name:
         return function
     place = f"the {name} of {what} ({show(function['name'])})"
-    given = decoded(function[name], place, BadReason.BAD_TOOLS)
-    if not isinstance(given, Mapping):
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{place} are of type {type(given).__name__}, expected an object")
+    given = decoded_object(function[name], place, BadReason.BAD_TOOLS)
     if _is_schema(given):
         schema = _as_json_schema(given)
     else:

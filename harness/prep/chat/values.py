@@ -19,7 +19,6 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MAX_DEPTH = 64
 # Python converts integers of up to 4,300 digits to text.
 _MAX_BITS = 14_000
-JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 # What a chat template gets from elsewhere, or what decides how it is run.
 _RESERVED_KWARGS = {"messages", "conversation", "conversations", "tools", "chat_template", "tokenize", "return_dict"}
 _RESERVED_KWARGS |= {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
@@ -106,6 +105,14 @@ def decoded(value: object, what: str, reason: BadReason) -> object:
         raise BadRecordError(reason, f"{what}: a str that is not JSON: {error}") from None
 
 
+def decoded_object(value: object, what: str, reason: BadReason) -> Mapping[str, Any]:
+    """Return an object that may be given as JSON text; raise BadRecordError for anything else."""
+    item = decoded(value, what, reason)
+    if not isinstance(item, Mapping):
+        raise BadRecordError(reason, f"{what}: a value of type {type(item).__name__}, expected an object")
+    return item
+
+
 def check_json(value: object, what: str, reason: BadReason) -> None:
     """Raise BadRecordError for a value that JSON cannot hold, or that is nested more than 64 levels deep."""
     if problem := _problem_of(value, 0):
@@ -129,12 +136,7 @@ def _problem_of(value: object, depth: int) -> str:
 
 
 def parse_calls(value: object, what: str) -> tuple[ToolCall, ...]:
-    """Return tool calls.
-
-    Args:
-        value: a list of calls, or its JSON text; each a `{"function": {"name", "arguments"}}`, or flat without
-            `function`, or JSON text of it.
-    """
+    """Return tool calls: of a list, or its JSON text, of what `parse_call` takes."""
     items = decoded(value, what, BadReason.BAD_TOOLS)
     if is_empty(items):
         return ()
@@ -145,9 +147,7 @@ def parse_calls(value: object, what: str) -> tuple[ToolCall, ...]:
 
 def parse_call(value: object, what: str) -> ToolCall:
     """Return one tool call, given as an element of the list that `parse_calls` takes."""
-    call = decoded(value, what, BadReason.BAD_TOOLS)
-    if not isinstance(call, Mapping):
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(call).__name__}, expected an object")
+    call = decoded_object(value, what, BadReason.BAD_TOOLS)
     function = call.get("function")
     is_flat = function is None
     if is_flat:
@@ -172,12 +172,9 @@ def parse_call(value: object, what: str) -> ToolCall:
 
 def _parse_arguments(value: object, what: str) -> str | Mapping[str, Any]:
     """Return arguments as the record has them; none at all are the empty object."""
-    arguments = decoded(value, f"the arguments of {what}", BadReason.BAD_TOOLS)
-    if arguments is None and not (isinstance(value, str) and value.strip()):
+    if value is None or (isinstance(value, str) and not value.strip()):
         return {}
-    if not isinstance(arguments, Mapping):
-        kind = type(arguments).__name__
-        raise BadRecordError(BadReason.BAD_TOOLS, f"the arguments of {what} are of type {kind}, expected an object")
+    arguments = decoded_object(value, f"the arguments of {what}", BadReason.BAD_TOOLS)
     check_json(arguments, f"the arguments of {what}", BadReason.BAD_TOOLS)
     return value if isinstance(value, str) else arguments
 
@@ -201,12 +198,9 @@ def refuse_others(item: Mapping[str, Any], known: frozenset[str], what: str, *, 
 def parse_template_kwargs(value: object) -> Mapping[str, Any]:
     """Return variables for the chat template, given as an object or its JSON text."""
     what = "`chat_template_kwargs`"
-    kwargs = decoded(value, what, BadReason.BAD_TEMPLATE_KWARGS)
-    if is_empty(kwargs):
+    if is_empty(decoded(value, what, BadReason.BAD_TEMPLATE_KWARGS)):
         return {}
-    if not isinstance(kwargs, Mapping):
-        kind = type(kwargs).__name__
-        raise BadRecordError(BadReason.BAD_TEMPLATE_KWARGS, f"{what} is of type {kind}, expected an object")
+    kwargs = decoded_object(value, what, BadReason.BAD_TEMPLATE_KWARGS)
     check_json(kwargs, what, BadReason.BAD_TEMPLATE_KWARGS)
     for name in kwargs:
         if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED_KWARGS:

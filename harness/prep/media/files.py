@@ -85,15 +85,10 @@ class ImageSize:
 
 
 def read_medium(source: object, folder: str | None = "", limits: MediaLimits | None = None) -> bytes:
-    """Return the bytes of a medium.
+    """Return the bytes of a medium: of bytes, base64, a data URI, a path, `file://` or the URI of an object.
 
-    Args:
-        source: bytes, base64, a data URI, a path, `file://` or the URI of an object in a bucket.
-        folder: of the file that names a relative path; None refuses all paths and URIs.
-
-    Raises:
-        PrepError: it is none of these, cannot be read, or exceeds the limit on bytes.
-        FormatError: its store does not answer, or refuses.
+    Relative paths are in `folder`; None refuses all paths and URIs. Raises PrepError if it is none of these, cannot be
+    read, or exceeds the limit on bytes, and FormatError if its store does not answer, or refuses.
     """
     most = (limits or MediaLimits()).num_bytes
     if isinstance(source, (bytes, bytearray, memoryview)):
@@ -172,11 +167,7 @@ def kind_of(data: bytes) -> str | None:
 
 
 def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioSize | ImageSize:
-    """Return the size of a medium from its header; raise PrepError if it is of another kind, damaged or too large.
-
-    Args:
-        limits: None for a medium that `check_medium` has checked.
-    """
+    """Return the size of a medium from its header; raise PrepError if it is of another kind, damaged or too large."""
     limits = limits or _HIGHEST
     if (found := kind_of(data)) != kind:
         raise _problem(
@@ -246,11 +237,7 @@ def draw_medium(kind: str, data: bytes) -> str:
 
 
 def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
-    """Return a sound as float32 [samples], its channels averaged.
-
-    Args:
-        rate: samples a second, to which it is resampled; 0 leaves it at its own.
-    """
+    """Return a sound as float32 [samples], its channels averaged, at `rate` samples a second; 0 for its own rate."""
     soundfile = _library("soundfile")
     try:
         with soundfile.SoundFile(io.BytesIO(_with_length(data))) as file:
@@ -309,11 +296,7 @@ def _with_length(data: bytes, seconds: float = math.inf) -> bytes:
 
 
 def _check_pages(data: bytes) -> None:
-    """Refuse an Ogg that was cut or has a second stream after the first, neither of which soundfile reads to its end.
-
-    Raises:
-        PrepError: it is one.
-    """
+    """Raise PrepError for an Ogg that was cut or has a second stream, neither of which soundfile reads to its end."""
     at, has_ended = 0, False
     while data[at : at + 4] == b"OggS" and len(data) > at + 27:
         if has_ended and data[at + 5] & 2:

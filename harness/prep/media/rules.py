@@ -36,13 +36,7 @@ _IMAGE_NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
-    """Numbers by which one model takes media; plain values.
-
-    Attributes:
-        family: model type, a key of `FAMILIES`.
-        tokens: id of the placeholder token by kind of media.
-        numbers: of the processor.
-    """
+    """Numbers by which one model takes media, and the ids of placeholder tokens by kind of media; plain values."""
 
     family: str
     tokens: Mapping[str, int]
@@ -52,11 +46,8 @@ class MediaRules:
     def of(cls, name: str) -> MediaRules | None:
         """Return the rules of a folder or hub id of a model, or of a tokenizer that was saved with a dataset.
 
-        Returns:
-            None for a model that takes no media, or of a family that is not trained with them.
-
-        Raises:
-            ConfigError: the processor's files are missing or damaged, or have numbers that are not supported.
+        None for a model that takes no media, or of a family that is not trained with them; ConfigError if the
+        processor's files are missing or damaged, or have numbers that are not supported.
         """
         if saved := _read_json(name, RULES_FILE):
             return cls.from_text(json.dumps(saved), where=f"{name}/{RULES_FILE}")
@@ -102,11 +93,7 @@ class MediaRules:
                 (folder / file).write_text(json.dumps(values, indent=2))
 
     def count_tokens(self, kind: str, size: AudioSize | ImageSize) -> int:
-        """Return the number of placeholder tokens of a medium, as the model's processor does.
-
-        Raises:
-            PrepError: it is too short for a token, or longer than the model takes.
-        """
+        """Count a medium's placeholder tokens as the model's processor does; PrepError if it is too short or long."""
         if kind not in self.tokens:
             what = f"is an {kind}, and a {self.family} model is trained with {' and '.join(self.tokens)} only"
             raise PrepError(what, where="a medium", fix="repair the record, or remove it")
@@ -189,9 +176,6 @@ def _processor(name: str, part: str) -> dict[str, Any]:
     return {**whole, **_read_json(name, "preprocessor_config.json"), **(whole.get(part) or {})}
 
 
-# ---- sounds --------------------------------------------------------------------------------------------------------
-
-
 def _read_audio(name: str, config: Mapping[str, Any], family: str, n_window: int = 0) -> MediaRules:
     found = _processor(name, "feature_extractor")
     if found.get("feature_extractor_type", "WhisperFeatureExtractor") != "WhisperFeatureExtractor":
@@ -243,9 +227,6 @@ def _audio_features(rules: MediaRules, media: Sequence[Medium]) -> dict[str, npt
         own = one["input_features"].shape[2]
         features[number, :, :own], mask[number, :own] = one["input_features"][0], one["attention_mask"][0]
     return {"input_features": features, "feature_attention_mask": mask}
-
-
-# ---- images --------------------------------------------------------------------------------------------------------
 
 
 def _image_numbers(name: str, known: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

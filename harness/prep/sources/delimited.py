@@ -11,22 +11,15 @@ from harness.prep.chat import BadReason, BadRecord
 from harness.prep.sources.text import BOM, LINE, MAX_RECORD_BYTES
 from harness.storage import Place
 
-# Suffixes, and the separator of the columns.
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _CHUNK_BYTES = 1 << 18
 
 
 class DelimitedReader:
-    """Reader of the rows of one file. A row counts as the line on which it begins; quoted texts may have line ends.
+    """Reader of the rows of one file, from its line `first` (1 is the header) to the row at the offset `end`.
 
-    Args:
-        place: the file, for errors.
-        stream: at the first line to read.
-        first: number of that line; 1 is the header.
-        end: offset of a row to stop at; None for the end of the file.
-
-    Raises:
-        PrepError: a row is longer than 32 MiB, or a quote is not closed.
+    A row counts as the line on which it begins; quoted texts may have line ends. Reading raises PrepError where a row
+    is longer than 32 MiB, or a quote is not closed.
     """
 
     def __init__(self, place: Place, stream: BinaryIO, separator: str, first: int = 1, end: int | None = None) -> None:

@@ -1,20 +1,34 @@
-"""Find the files that a source names: on a disk, in object storage, or of a dataset on the Hugging Face hub."""
+"""Find the sources of a preparation: files on a disk, in object storage or on the Hugging Face hub."""
 
 from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from harness.errors import ConfigError, PrepError
 from harness.paths import explain_path, is_run, is_there, near_paths
+from harness.prep.chat import RecordReader
 from harness.prep.sources import hub
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.delimited import SEPARATORS
-from harness.prep.sources.reading import JSON_SUFFIXES, SUFFIXES, TEXT_SUFFIXES, SourceFiles, is_compressed, suffix_of
-from harness.prep.sources.schema import holds_chats
+from harness.prep.sources.reading import (
+    JSON,
+    SUFFIXES,
+    TEXT_SUFFIXES,
+    SourceChunk,
+    SourceFiles,
+    SourceShard,
+    cut_shards,
+    is_compressed,
+    read_chunks,
+    suffix_of,
+)
+from harness.prep.sources.schema import find_schema, holds_chats
 from harness.prep.sources.splits import SPLITS_FILE, STATE_FILE, choose_split, data_files, split_of
 from harness.prep.sources.text import COMPRESSED
 from harness.storage import ObjectPath, Place, is_uri, natural_key, stamp_of
@@ -27,21 +41,60 @@ _MAX_STATE_BYTES = 16 << 20
 Show = Callable[[str], None]
 
 
-def list_files(path: str) -> list[Place]:
-    """Return the chat files that `path` names; those of a folder or glob in natural order (`part-2` before `part-10`).
+@dataclass
+class PreparedSource:
+    """One source of a preparation; `name` is its row of the report, empty for a row for each file."""
 
-    Raises:
-        PrepError: nothing is there, a file has a compression that is not supported, or there are several splits.
-    """
+    config: SourceConfig
+    found: SourceFiles
+    epochs: float = 1.0
+    name: str = ""
+    reader: RecordReader = field(default_factory=RecordReader)
+
+    def find_schema(self) -> list[str]:
+        """Find the schema of the records; return their fields that are not read."""
+        self.reader, unused = find_schema(self.found.files, self.config)
+        return unused
+
+    def read_media(self) -> None:
+        """Read the media of the records, unless the settings leave them out."""
+        if not self.config.drop_media:
+            self.reader = replace(self.reader, media=self.config.media)
+
+    def chunks(self, limit: int) -> Iterator[SourceChunk]:
+        """Yield the records, at most `limit`; 0 for the limit of the settings."""
+        return read_chunks(self.found.files, limit=limit or self.config.limit, reader=self.reader)
+
+    def shards(self, shard_bytes: int) -> Iterator[SourceShard]:
+        return cut_shards(self.found.files, shard_bytes=shard_bytes, limit=self.config.limit, reader=self.reader)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what the result depends on besides the settings and the files."""
+        digest = RecordReader(self.config.schema).function_digest
+        return {**self.found.facts, **({"schema_digest": digest} if digest else {})}
+
+
+def find_sources(source: SourceConfig, show: Show) -> list[PreparedSource]:
+    """Find the files of every source like `find_files`; raise PrepError if a file belongs to two sources."""
+    sources = [PreparedSource(config, find_files(config, show=show)) for config in source.each()]
+    for one, mixed in zip(sources, source.mix, strict=bool(source.mix)):
+        one.epochs = mixed.epochs
+        words = [mixed.path, mixed.subset, mixed.split, "" if mixed.epochs == 1 else f"({mixed.epochs:g} epochs)"]
+        one.name = " ".join(filter(None, words))
+    files = Counter(str(file) for one in sources for file in one.found.files)
+    if source.mix and (twice := [file for file, count in files.items() if count > 1]):
+        fix = "remove it from one of them; use epochs to repeat a source"
+        raise PrepError("the file belongs to two sources of source.mix", where=twice[0], fix=fix)
+    return sources
+
+
+def list_files(path: str) -> list[Place]:
+    """Return the chat files that `path` names, as `find_files` does, in natural order (`part-2` before `part-10`)."""
     return list(find_files(SourceConfig(path=path)).files)
 
 
 def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> SourceFiles:
     """Find the files of a source, and download those of a dataset on the hub.
-
-    Args:
-        source: its path, split and subset; with the kind `pydoc` there are no files.
-        show: receives lines about what is read and what is left out.
 
     Raises:
         PrepError: there are no files, a file has a compression that is not supported, or what to read is ambiguous.
@@ -122,7 +175,7 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
             return replace(_choose(root, names, replace(source, split=""), stamp), facts={"split": split})
     data = data_files(names, (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES))
     data = _without_caches(root, names, data)
-    unsure = [name for name in data if suffix_of(Path(name)) in (*JSON_SUFFIXES, *SEPARATORS)]
+    unsure = [name for name in data if suffix_of(Path(name)) in (JSON, *SEPARATORS)]
     others = {name for name in unsure if not holds_chats(root / name, source)}
     # A folder of CSV files alone is refused with the names of their columns.
     tables = [name for name in data if suffix_of(Path(name)) in SEPARATORS]

@@ -62,10 +62,7 @@ class HubName:
 
 
 def parse_name(path: str) -> HubName | None:
-    """Return the dataset of the hub that a path names; None for a path of another kind.
-
-    `ORG/NAME` is one where neither it nor a folder `ORG` exists here.
-    """
+    """Return the dataset of the hub that a path names, `ORG/NAME` only if nothing local is meant; None for others."""
     if path.startswith(_SCHEME):
         match = _URI.fullmatch(path)
         if match is None or glob.has_magic(match["name"]):
@@ -82,16 +79,7 @@ def parse_name(path: str) -> HubName | None:
 
 
 def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None]) -> SourceFiles:
-    """Choose the data files of one split, and download those that are not in the cache.
-
-    Args:
-        split, subset: as in `SourceConfig`.
-        show: receives lines about the choice and the downloads.
-
-    Raises:
-        PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
-        ConfigError: huggingface_hub is not installed.
-    """
+    """Choose the data files of one split, and download those that are not in the cache; PrepError if that fails."""
     api = _client(place)
     with _errors(place):
         revision = place.revision or None

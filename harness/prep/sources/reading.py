@@ -22,14 +22,10 @@ from harness.storage import ObjectPath, Place, parse_place, stamp_of
 from harness.storage.files import Stamp
 from harness.storage.inputs import open_stream
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-# One record a line, or one list of records.
-JSON_SUFFIXES = (".json",)
-PARQUET_SUFFIXES = (".parquet",)
-# Written by `save_to_disk` of Hugging Face's datasets.
-ARROW_SUFFIXES = (".arrow",)
-TEXT_SUFFIXES = (*JSONL_SUFFIXES, *JSON_SUFFIXES, *SEPARATORS)
-SUFFIXES = (*TEXT_SUFFIXES, *PARQUET_SUFFIXES, *ARROW_SUFFIXES)
+# Of JSON one record a line, or one list of records; of Arrow as `save_to_disk` of Hugging Face's datasets writes it.
+JSON, PARQUET, ARROW = ".json", ".parquet", ".arrow"
+TEXT_SUFFIXES = (".jsonl", ".ndjson", JSON, *SEPARATORS)
+SUFFIXES = (*TEXT_SUFFIXES, PARQUET, ARROW)
 _SCAN_BYTES = 8 << 20
 _THREADS = 16
 T = TypeVar("T")
@@ -57,10 +53,10 @@ def suffix_of(file: Place) -> str:
 
 def columns_of(file: Place) -> list[str]:
     """Return the columns of a table; none of another file."""
-    if suffix_of(file) in PARQUET_SUFFIXES:
+    if suffix_of(file) == PARQUET:
         with open_parquet(file) as parquet:
             return list(parquet.schema_arrow.names)
-    if suffix_of(file) in ARROW_SUFFIXES:
+    if suffix_of(file) == ARROW:
         with open_arrow(file) as (schema, _, _):
             return list(schema.names)
     return []
@@ -76,8 +72,6 @@ class SourceFiles:
     """Files of a source.
 
     Attributes:
-        files: places in the order in which they are read.
-        stamps: size and version of each.
         skipped: files beside them that are not read.
         facts: their origin where the path does not show it: dataset, revision and split.
         names: names of the files under which the source is recognized on another machine; empty for their places.
@@ -110,12 +104,9 @@ class SourceChunk:
     """Consecutive records of one file, not yet parsed.
 
     Attributes:
-        path: the file.
         unit: `line` (counted from 1), `row` of a table or `item` of a list (both counted from 0).
-        first: number of the first record.
         records: lines and items as bytes, or decoded rows; blank where a line of a CSV file begins no row.
         num_bytes: size in the file, for progress; rows share the size of their file evenly.
-        reader: parser of the records.
     """
 
     path: str
@@ -145,11 +136,9 @@ class SourceShard:
     """Consecutive records of one file that are prepared as one unit.
 
     Attributes:
-        path: the file.
         first: number of the first record, as in `SourceChunk`.
         start, end: byte range of the file that holds the records; of a piece of a compressed file, where the reading
             of its beginning and its end came to, for progress.
-        unit: as in `SourceChunk`.
         row_groups: first and past-the-end row group of a Parquet file; None for other files.
         limit: maximum number of records, blank lines not counted; None for all.
         records: number of records of a piece of a compressed file, blank ones counted; None for all that follow.
@@ -182,11 +171,7 @@ def cut_shards(
     """Divide files into shards of about `shard_bytes`, in order, as they are asked for; Arrow files are one shard each.
 
     Scans large JSONL files for line ends and JSON lists for items, so that each shard knows the number of its first
-    record. Compressed files are divided by the bytes of their text.
-
-    Args:
-        limit: maximum number of records in all shards together; 0 for all.
-        reader: parser of the records; None detects the schema of each.
+    record. Compressed files are divided by the bytes of their text. A `limit` counts the records of all shards.
     """
     reader = reader or RecordReader()
     cut = for_each_file(lambda file: list(_cut(file, shard_bytes)), files)
@@ -234,14 +219,14 @@ def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
     try:
         size = stamp_of(file).num_bytes
         suffix = suffix_of(file)
-        if suffix in PARQUET_SUFFIXES:
+        if suffix == PARQUET:
             for first, start, end, groups in cut_parquet(file, size, shard_bytes):
                 yield SourceShard(str(file), first, start, end, ROW, groups)
             return
-        if suffix in ARROW_SUFFIXES:
+        if suffix == ARROW:
             yield SourceShard(str(file), 0, 0, size, ROW)
             return
-        unit = find_unit(file, is_json=suffix in JSON_SUFFIXES)
+        unit = find_unit(file, is_json=suffix == JSON)
         if is_compressed(file) or size <= shard_bytes:
             yield SourceShard(str(file), 0 if unit == ITEM else 1, 0, size, unit)
         elif suffix in SEPARATORS or unit == ITEM:
@@ -289,13 +274,7 @@ def read_shard(shard: SourceShard) -> Iterator[SourceChunk]:
 
 
 def read_chunks(files: Iterable[Place], *, limit: int = 0, reader: RecordReader | None = None) -> Iterator[SourceChunk]:
-    """Yield the records of whole files in order, like `read_shard`.
-
-    Args:
-        files: from `list_files`.
-        limit: maximum number of records, blank lines not counted; 0 reads all.
-        reader: parser of the records; None detects the schema of each.
-    """
+    """Yield the records of whole files in order, like `read_shard`; at most `limit` without blank lines, 0 for all."""
     reader = reader or RecordReader()
     shards = (shard for file in files for shard in _cut(file, 1 << 62))
     return _limited((chunk for shard in shards for chunk in _read(replace(shard, reader=reader))), limit or None)
@@ -341,14 +320,13 @@ def _unreadable(where: str, error: Exception) -> PrepError:
 def _open(shard: SourceShard) -> Iterator[SourceChunk]:
     file, path = parse_place(shard.path), shard.path
     suffix = suffix_of(file)
-    if suffix in (*PARQUET_SUFFIXES, *ARROW_SUFFIXES):
+    if suffix in (PARQUET, ARROW):
         tables = (
             read_arrow(file, shard.end, shard.reader)
-            if suffix in ARROW_SUFFIXES
+            if suffix == ARROW
             else read_parquet(file, stamp_of(file).num_bytes, shard.reader, shard.row_groups, shard.first)
         )
-        for first, rows, num_bytes in tables:
-            yield SourceChunk(path, ROW, first, rows, num_bytes)
+        yield from (SourceChunk(path, ROW, first, rows, num_bytes) for first, rows, num_bytes in tables)
         return
     before = shard.start
     if shard.is_piece:

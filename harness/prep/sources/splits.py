@@ -39,7 +39,6 @@ def split_of(name: str, *, loosely: bool = False) -> str | None:
     """Return the split that a file's name, or one of the folders that it is in, stands for; None if none.
 
     Args:
-        name: path in the dataset.
         loosely: the split's name may be a part of the file's: `train_sft-00000-of-00002.parquet`, `chat-test.jsonl`.
     """
     path = PurePosixPath(name.lower())
@@ -58,13 +57,7 @@ def split_of(name: str, *, loosely: bool = False) -> str | None:
 
 
 def choose_split(names: Sequence[str], split: str, *, where: str, loosely: bool = False) -> tuple[list[str], str]:
-    """Return the names that belong to a split, and its name.
-
-    Args:
-        names: files of a dataset.
-        split: empty chooses `train` among several, or the only one.
-        loosely: as in `split_of`.
-    """
+    """Return the names of a split, and its name; an empty one is `train`, or the only one of all."""
     splits: dict[str, list[str]] = {}
     for name in names:
         splits.setdefault(split_of(name, loosely=loosely) or "", []).append(name)

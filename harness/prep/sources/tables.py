@@ -81,24 +81,26 @@ def open_arrow(place: Place) -> Iterator[tuple[Any, Iterator[Any], Any]]:
 def _batches(stream: Any, source: Any, where: str, count: int | None) -> Iterator[Any]:
     """Yield the batches of a stream, of which a file counts some; raise PrepError before one takes gigabytes."""
     dictionaries = number = 0
+
+    def refuse_large(num_bytes: int) -> None:
+        if num_bytes > _MAX_BATCH_BYTES:
+            what = f"the batch decompresses to {num_bytes:,} bytes, more than {_MAX_BATCH_BYTES:,}"
+            raise PrepError(what, where=f"{where}, batch {number}", fix="write the file again in smaller batches")
+
     while True:
         at, last = source.tell(), 0
         with contextlib.suppress(EOFError):
             while (message := pa.ipc.read_message(source)).type == "dictionary":
                 dictionaries += _decompressed_bytes(message)
             last = _decompressed_bytes(message)
-        if dictionaries + last > _MAX_BATCH_BYTES:
-            what = f"the batch decompresses to {dictionaries + last:,} bytes, more than {_MAX_BATCH_BYTES:,}"
-            raise PrepError(what, where=f"{where}, batch {number}", fix="write the file again in smaller batches")
+        refuse_large(dictionaries + last)
         source.seek(at)
         if (batch := next(stream, None)) is None:
             break
         if batch.num_rows > max(_FREE_VALUES, _VALUES_PER_BYTE * (source.tell() - at)):
             raise pa.ArrowInvalid(f"batch {number} declares {batch.num_rows:,} rows in {source.tell() - at:,} bytes")
         batch.validate()
-        if (views := sum(map(_view_bytes, batch.columns))) > _MAX_BATCH_BYTES:
-            what = f"the texts of the batch have {views:,} bytes, more than {_MAX_BATCH_BYTES:,}"
-            raise PrepError(what, where=f"{where}, batch {number}", fix="write the file again in smaller batches")
+        refuse_large(sum(map(_view_bytes, batch.columns)))
         batch.validate(full=True)  # offsets of a damaged file can lead outside its memory
         yield batch
         number += 1
@@ -158,13 +160,7 @@ def _start_of(column: Any) -> int:
 def read_parquet(
     place: Place, size: int, reader: RecordReader, groups: tuple[int, int] | None, first: int
 ) -> Iterator[tuple[int, list[Any], int]]:
-    """Yield number of the first row, rows, and their even share of the file's bytes.
-
-    Args:
-        reader: says what columns are read.
-        groups: first and past-the-end row group; None reads all.
-        first: number of the first row of the first group.
-    """
+    """Yield number of the first row, rows, and their even share of the file's bytes, of row groups from row `first`."""
     with open_parquet(place) as parquet:
         schema, metadata = parquet.schema_arrow, parquet.metadata
         values, presence = _present(schema.names, reader)
@@ -182,22 +178,14 @@ def read_parquet(
         num_rows = sum(metadata.row_group(number).num_rows for number in numbers)
         cost = sum(num for path, num in costs.items() if any(_is_in(path, name) for name in columns))
         rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_BYTES / max(cost / max(num_rows, 1), 1))))
-        failed: Exception | None = None
-        for at, number in enumerate(numbers):
-            try:
-                if isinstance(place, Path):  # in object storage each header would be a request
-                    rows = check_pages(place, metadata, number, columns, rows)
-            except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-                # Raised once the groups before it are read.
-                numbers, failed = numbers[:at], error
-                break
-        for batch in parquet.iter_batches(batch_size=rows, row_groups=numbers, columns=columns):
-            for piece in _pieces(batch, values, str(place), first):
-                records = _rows(piece, values, presence)
-                yield first, records, int(row_bytes * len(records))
-                first += len(records)
-        if failed is not None:
-            raise failed
+        for number in numbers:
+            if isinstance(place, Path):  # in object storage each header would be a request
+                rows = check_pages(place, metadata, number, columns, rows)
+            for batch in parquet.iter_batches(batch_size=rows, row_groups=[number], columns=columns):
+                for piece in _pieces(batch, values, str(place), first):
+                    records = _rows(piece, values, presence)
+                    yield first, records, int(row_bytes * len(records))
+                    first += len(records)
 
 
 def read_arrow(place: Place, size: int, reader: RecordReader) -> Iterator[tuple[int, list[Any], int]]:
@@ -218,10 +206,8 @@ def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str],
     """Refuse a row group that expands to gigabytes; return how many rows, at most `rows`, can be decoded at once.
 
     A few bytes can name a text of the dictionary of their column a million times. Such columns are read as dictionaries
-    first, as far as pages refer to one.
-
-    Raises:
-        PrepError: a page, or a row of texts, is larger than it may be, or pages have more values than the footer says.
+    first, as far as pages refer to one. Raises PrepError for a page or a row of texts that is larger than it may be,
+    and for pages with more values than the footer says.
     """
     group, where = metadata.row_group(number), f"{place}, row group {number}"
     with contextlib.closing(open_source(place)) as source:
@@ -351,7 +337,6 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
     """Refuse lists that a few bytes of run lengths expand to gigabytes, and long values that no text can be.
 
     Args:
-        parquet: an open `ParquetFile`.
         size: bytes of the file, of which its footer can claim more.
         groups, columns: row groups and top-level columns that are read.
 
@@ -379,7 +364,6 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
 
 def _rows(batch: Any, values: Sequence[str], presence: Sequence[str]) -> list[Any]:
     """Return the rows of a batch as dicts; a column of `presence` holds True where the row has something there."""
-    marks = {name: _has_any(batch.column(name)) for name in presence}
     chosen = batch.select(list(values))
     try:
         rows: list[Any] = chosen.to_pylist() if values else [{} for _ in range(batch.num_rows)]
@@ -389,8 +373,10 @@ def _rows(batch: Any, values: Sequence[str], presence: Sequence[str]) -> list[An
     for row in rows if coded else ():
         if isinstance(row, dict):
             row.update({field.name: _plain(row[field.name], field.type) for field in coded})
-    for name, column in marks.items():
-        for row, has_any in zip(rows, column, strict=True):
+    for name, column in ((name, batch.column(name)) for name in presence):
+        # A value is there and, if a list, has items.
+        found = pc.list_value_length(column) if _is_list(column.type) else column.is_valid()
+        for row, has_any in zip(rows, found.to_pylist(), strict=True):
             if has_any and isinstance(row, dict):
                 row[name] = True
     return rows
@@ -401,12 +387,6 @@ def _row(row: Any) -> Any:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
         return BadRecord("", BadReason.NOT_UTF8, f"byte {error.start} of a text is not UTF-8")
-
-
-def _has_any(column: Any) -> list[bool]:
-    """Return for each value whether it is there and, if a list, whether it has items."""
-    found = pc.list_value_length(column) if _is_list(column.type) else column.is_valid()
-    return [bool(one) for one in found.to_pylist()]
 
 
 def _is_list(kind: Any) -> bool:

@@ -20,7 +20,6 @@ from harness.storage.inputs import open_stream
 
 # Compressed files: suffix and pyarrow's name of the codec.
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-# Units in which records are counted.
 LINE, ITEM = "line", "item"
 # A longer line or item is a file of another kind, or a damaged one. Parsed it can take 35 times its size: `[],[],...`.
 MAX_RECORD_BYTES = 32 << 20
@@ -99,12 +98,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield lines without their ends, about 256 KiB at a time, with the number of the first of them.
-
-    Args:
-        first: number of the line at the stream's position.
-        end: position to stop at, which is the end of a line; None for the end of the file.
-    """
+    """Yield lines without their ends, 256 KiB at a time, with the number of the first, up to position `end`."""
     left = end - stream.tell() if end is not None else None
     while data := stream.read(_CHUNK_BYTES if left is None else min(left, _CHUNK_BYTES)):
         if not data.endswith(b"\n"):
@@ -126,12 +120,7 @@ def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> I
 def read_items(
     place: Place, stream: BinaryIO, first: int, end: int | None = None
 ) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
-    """Yield the items of a JSON list with the offsets of their first bytes, about 256 KiB at a time, not yet parsed.
-
-    Args:
-        first: number of the item at the stream's position; 0 at the start of the file.
-        end: offset of a later item to stop at; None for the end of the file.
-    """
+    """Yield unparsed items of a JSON list with offsets, 256 KiB at a time, from number `first` to offset `end`."""
     scanner = _ItemScanner(place, stream, first, end)
     group: list[tuple[int, bytes]] = []
     size = 0

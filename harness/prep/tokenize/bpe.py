@@ -18,15 +18,12 @@ def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_templ
     """Train a tokenizer and save it as a Hugging Face tokenizer folder; the same texts give the same tokenizer.
 
     Args:
-        texts: training text.
-        folder: receives tokenizer.json and tokenizer_config.json, which holds the chat template.
         vocab_size: number of tokens, including the special ones; a small text gives fewer.
         chat_template: a built-in template, whose special tokens the tokenizer gets, or a Jinja file, for which it gets
             those that its text spells, such as `<|user|>`, or those of `chatml` if it spells none.
 
     Raises:
         PrepError: there are no texts.
-        ConfigError: there is no such template.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 

@@ -75,14 +75,7 @@ def _as_text(arguments: str | Mapping[str, Any]) -> str:
 
 
 class RenderedChat:
-    """One conversation in one form; renders each of its beginnings once.
-
-    Args:
-        template: chat template.
-        conversation: to render.
-        form: in which the template takes it.
-        variables: of the template, beside those of the record.
-    """
+    """One conversation in one form; renders each of its beginnings once. `variables` are those beside the record's."""
 
     def __init__(
         self, template: Template, conversation: Conversation, form: Form, variables: Mapping[str, Any]
@@ -108,18 +101,12 @@ class RenderedChat:
             self._texts[turn] = self._render(self.messages[: turn + 1])
         return self._texts[turn]
 
-    def served(self, turn: int) -> str:
-        """Return the text up to and with a turn, as `begin_as_served` begins it and `added_ends` ends it."""
-        return self._as_served(turn, self.upto(turn))
-
-    def served_with(self, turn: int, message: Message) -> str:
-        """Return `served` with another message in place of the turn."""
-        return self._as_served(turn, self._with_last(turn, message))
-
     def _with_last(self, turn: int, message: Message) -> str:
         return self._render([*self.messages[:turn], self.form.turn(message)])
 
-    def _as_served(self, turn: int, text: str) -> str:
+    def served(self, turn: int, message: Message | None = None) -> str:
+        """Return the text up to and with a turn, or a message in its place, begun and ended as the turn is served."""
+        text = self.upto(turn) if message is None else self._with_last(turn, message)
         beginning, replaced = self._beginnings.get(turn, ("", 0))
         end = self.added_ends.get(turn, "")
         return beginning + (text[replaced:].rstrip() + end if end else text[replaced:])
@@ -128,9 +115,7 @@ class RenderedChat:
         """Begin a turn with its prompt where the template writes earlier turns differently once the turn follows.
 
         For example, Qwen3 writes the empty reasoning of the last answer alone, also in the prompt of a second answer.
-
-        Returns:
-            first character of the turn in `served`; None if its text does not have the end of any prompt.
+        Returns the first character of the turn in `served`; None if its text does not have the end of any prompt.
         """
         before = self._render(self.messages[:turn])
         shared = shared_length(self.upto(turn), self._with_last(turn, _OTHER_ANSWER))
@@ -147,10 +132,8 @@ class RenderedChat:
         """Begin a turn without reasoning with its prompt, and close the reasoning that the prompt opens.
 
         For example, MiniMax-M2's prompt ends in an opened block, and its turns without reasoning have none: a server
-        can only get such an answer from the model after the end of an empty block.
-
-        Returns:
-            first character that the model generates in `served`; None if no prompt of the turn opens its reasoning.
+        can only get such an answer from the model after the end of an empty block. Returns the first character that the
+        model generates in `served`; None if no prompt of the turn opens its reasoning.
         """
         for prompt in self.prompts(turn):
             header, tag, space = prompt.rpartition("<think>")

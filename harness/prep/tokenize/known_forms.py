@@ -2,27 +2,31 @@
 
 Templates disagree on how they take a turn (text or parts, arguments as text or object), and drop what they do not
 know. Before a shape of conversation is rendered for the first time, the same shape is rendered with unique words in
-place of its texts, in each form, until every word is written; if none does, the conversation is refused by name.
+place of its texts, in each form, until every word is written; if none does, the conversation is refused by name. A few
+texts can still change what is written: a template may look for a word, cut at a length, or leave a value of one type
+out. So each rendered conversation is checked for the texts of its messages, too (`unwritten_text`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
 from harness.prep.chat.tools import map_schemas
 from harness.prep.tokenize.chats import FORMS, REASONING_KEYS, Form, RenderedChat, as_object, template_failure
-from harness.prep.tokenize.written import unwritten_text
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
 
 _MAX_SHAPES = 8192
+_THINK_TAGS = re.compile(r"</?think>")
+_SHOWN_CHARACTERS = 40
 # What a conversation is still one without, and the fields of records that hold it.
 _OPTIONAL = {"tools": ("tools",), "reasoning": REASONING_KEYS}
 # A word of `with_unique_words`; after \" the template has written JSON text as a JSON string of that text.
@@ -31,24 +35,16 @@ _WORD = re.compile(r'(\\")?(zq\d+wz)')
 
 @dataclass(frozen=True, slots=True)
 class KnownForm:
-    """The form in which a template takes the conversations of one shape, and what it makes of them.
-
-    Attributes:
-        form: in which it writes all of them.
-        is_ordered: it writes the texts and arguments in the order of the turns.
-        has_tags: their contents have marks that the template looks for.
-    """
+    """The form in which a template takes the conversations of one shape, and what it makes of them."""
 
     form: Form
-    is_ordered: bool = False
-    has_tags: bool = False
+    is_ordered: bool = False  # it writes the texts and arguments in the order of the turns
 
 
 class KnownForms:
     """The forms in which one template takes conversations, by their shapes.
 
     Args:
-        template: chat template.
         trusts_plain: hand conversations of nothing but roles and texts to it as they are, even where it leaves out one
             of the words that they are tried with.
     """
@@ -56,9 +52,8 @@ class KnownForms:
     def __init__(self, template: Template, *, trusts_plain: bool) -> None:
         self._template, self._trusts_plain = template, trusts_plain
         self._known: dict[Any, KnownForm | BadRecordError] = {}
-        # What is left out of tools, by their JSON; and those that were looked up last.
+        # What is left out of tools, by their JSON.
         self._tried_tools: dict[str, BadRecordError | None] = {}
-        self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
 
     def find(self, conversation: Conversation) -> KnownForm:
         """Return how the template takes conversations of this shape."""
@@ -85,9 +80,6 @@ class KnownForms:
 
     def _check_tools(self, conversation: Conversation, known: KnownForm) -> KnownForm | BadRecordError:
         """Return `known`, or the error about what the template leaves out of these tools, tried once for each list."""
-        # Nearly always the tools of the conversation before.
-        if conversation.tools is self._tools[0]:
-            return self._tools[1] or known
         spelled = json.dumps(conversation.tools)
         if spelled not in self._tried_tools:
             probe, words = with_unique_words(conversation, self._template.tags)
@@ -95,8 +87,7 @@ class KnownForms:
             if len(self._tried_tools) >= _MAX_SHAPES:
                 self._tried_tools.clear()
             self._tried_tools[spelled] = self._try_form(RenderedChat(self._template, probe, known.form, {}), of_tools)
-        self._tools = conversation.tools, self._tried_tools[spelled]
-        return self._tools[1] or known
+        return self._tried_tools[spelled] or known
 
     def _probe(self, conversation: Conversation) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:
@@ -108,7 +99,6 @@ class KnownForms:
         probe, words = with_unique_words(conversation, self._template.tags)
         words = [word for word in words if word[0] is not None]  # `_check_tools` tries these, which are of no shape
         tried = set()
-        has_tags = _has_tags(conversation, self._template.tags)
         for form in FORMS:
             turns = [form.turn(message) for message in probe.messages]
             if (key := json.dumps(turns)) in tried:
@@ -118,7 +108,7 @@ class KnownForms:
             refused = self._try_form(chat, words)
             if refused is None:
                 is_ordered = not unwritten_text(chat.whole, probe.messages, chat.upto, is_ordered=True)
-                return KnownForm(form, is_ordered=is_ordered, has_tags=has_tags)
+                return KnownForm(form, is_ordered=is_ordered)
             # What a template leaves out is more to the point than its failure on another form.
             if first is None or (first.reason == BadReason.TEMPLATE_FAILED != refused.reason):
                 first = refused
@@ -155,12 +145,7 @@ class KnownForms:
 
 
 def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
-    """Return the error about a part of a conversation that the template leaves out.
-
-    Args:
-        missing: that part, in words.
-        ignorable: fields of records that hold it, if the conversation is still one without.
-    """
+    """Return the error about a part that the template leaves out, and that the fields `ignorable` hold, if any."""
     detail = f"the chat template does not write {missing}; set one that does"
     if not ignorable:
         return BadRecordError(BadReason.NOT_WRITTEN, f"{detail} with tokenizer.chat_template")
@@ -180,11 +165,7 @@ def _is_plain(conversation: Conversation, tags: tuple[str, ...]) -> bool:
         return False
     turns = conversation.messages
     has_texts = all(type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in turns)
-    return has_texts and not _has_tags(conversation, tags)
-
-
-def _has_tags(conversation: Conversation, tags: tuple[str, ...]) -> bool:
-    return any(len(pieces_of(turn.text, tags)) > 1 for turn in conversation.messages)
+    return has_texts and all(len(pieces_of(turn.text, tags)) == 1 for turn in turns)
 
 
 def pieces_of(text: str, tags: tuple[str, ...]) -> list[str]:
@@ -192,16 +173,10 @@ def pieces_of(text: str, tags: tuple[str, ...]) -> list[str]:
 
     For Qwen3, a user's `<tool_response>...</tool_response>` is the result of a tool.
     """
-    for tag in tags:
-        if tag in text:
-            return _pattern(tags).split(text)
-    return [text]
-
-
-@lru_cache(maxsize=8)
-def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
+    if not any(tag in text for tag in tags):
+        return [text]
     # Longest first: a mark may begin with another.
-    return re.compile(f"({'|'.join(map(re.escape, sorted(tags, key=len, reverse=True)))})")
+    return re.split(f"({'|'.join(map(re.escape, sorted(tags, key=len, reverse=True)))})", text)
 
 
 def _kinds(message: Message, tags: tuple[str, ...]) -> tuple[tuple[bool | str | None, ...], ...]:
@@ -239,11 +214,7 @@ def shape_of(conversation: Conversation, tags: tuple[str, ...] = ()) -> tuple[An
 def with_unique_words(
     conversation: Conversation, tags: tuple[str, ...] = ()
 ) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
-    """Return a conversation of the same shape whose texts are unique words, between the same marks.
-
-    Returns:
-        the conversation, and of each word the number of its message (None for tools), the word and its field's name.
-    """
+    """Return the same shape with unique words as texts, and each word with its message (None: tools) and field."""
     words: list[tuple[int | None, str, str]] = []
 
     def word(number: int | None, name: str) -> str:
@@ -309,3 +280,113 @@ def _renamed(schema: Any, word: Callable[[str], str], path: str = "") -> Any:
     if isinstance(made.get("required"), list):
         made["required"] = [names.get(str(name), name) for name in made["required"]]
     return made
+
+
+def unwritten_text(
+    text: str, messages: Sequence[Message], upto: Callable[[int], str], *, is_ordered: bool = False
+) -> str:
+    """Return what a rendered conversation leaves out, in words; empty if it holds every text.
+
+    Texts have to be written one after another, each with its white space or other, also as JSON spells it; a short one
+    that is missing is thus not found inside another. The reasoning of a turn is checked where the turn is trained
+    (`unwritten_reasoning`).
+
+    Args:
+        upto: renders the conversation up to and with a turn, in which an answer may say what it says no more later.
+        is_ordered: the template writes all texts in the order of the turns, not questions and answers alone.
+    """
+    place = 0
+    for number, message in enumerate(messages):
+        is_answer = message.role == "assistant"
+        in_order = is_ordered or is_answer or message.role == "user"
+        for piece in _contents(message):
+            found = _find(text, piece, place if in_order else 0)
+            if found < 0 and not (is_answer and _is_only_then(text, upto(number), piece)):
+                # It may stand where the search for an earlier text, which is missing, has found that.
+                turns = f"turns 1 to {number + 1}" if _find(text, piece, 0) >= 0 else f"turn {number + 1}"
+                return f"all of the content of {turns} ({message.role}): {_shown(piece)}"
+            if in_order:
+                place = max(place, found)
+        end = place
+        for call in message.tool_calls:
+            found, missing = _find_arguments(text, call.arguments, place if is_ordered else 0)
+            if missing and not _is_only_then(text, upto(number), call.arguments):
+                return f"all of the tool call's arguments of turn {number + 1} ({message.role}): {_shown(missing)}"
+            end = max(end, found)
+        place = end if is_ordered else place
+    return ""
+
+
+def _is_only_then(text: str, own: str, wanted: Any) -> bool:
+    """Return whether a turn has a content or arguments at the end of a conversation (`own`) and no more in `text`."""
+    if text.startswith(own.rstrip()):
+        return False
+    return _find(own, wanted, 0) >= 0 if isinstance(wanted, str) else not _find_arguments(own, wanted, 0)[1]
+
+
+def unwritten_reasoning(text: str, turn: int, message: Message) -> str:
+    """Return which reasoning of a turn the text up to it leaves out, in words; empty if it holds all of it."""
+    inside = [part for part in message.texts if "</think>" in part]
+    pieces = [message.reasoning, *(piece for part in inside for piece in _THINK_TAGS.split(part))]
+    for piece in pieces:
+        if _find(text, piece.strip(), 0) < 0:
+            return f"all of the reasoning of turn {turn + 1} ({message.role}): {_shown(piece.strip())}"
+    return ""
+
+
+def _contents(message: Message) -> Iterator[str]:
+    """Yield the pieces of a content that a template has to write, of an answer without the reasoning inside it."""
+    for part in message.texts or ("",):
+        if message.role == "assistant" and "</think>" in part:
+            yield from (piece.strip() for piece in _THINK_TAGS.split(part.partition("</think>")[2]))
+        else:
+            yield part.strip()
+
+
+def _find(text: str, piece: str, start: int) -> int:
+    """Return the first end of a piece in a text, from `start` on; -1 if it is not there."""
+    plain = json.dumps(piece)[1:-1]
+    spelled = {piece, plain, json.dumps(piece, ensure_ascii=False)[1:-1]}
+    if ends := [found + len(form) for form in spelled if (found := text.find(form, start)) >= 0]:
+        return min(ends)
+    for word in piece.split():
+        found = text.find(word, start)
+        if found < 0:
+            return -1
+        start = found + len(word)
+    return start
+
+
+def _find_arguments(text: str, arguments: Any, start: int) -> tuple[int, str]:
+    """Return the end of a call's arguments in a text, from `start` on, and the first of them that is not there."""
+    if isinstance(arguments, str):
+        if (found := text.find(arguments, start)) >= 0:
+            return found + len(arguments), ""
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    end = start
+    for leaf in _leaves(arguments):
+        found = _find(text, leaf.strip(), start)
+        if found < 0:
+            return start, leaf
+        end = max(end, found)
+    return end, ""
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yield the names, texts and numbers inside a value of JSON; templates spell the other values in several ways."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield str(key)
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield json.dumps(value)
+
+
+def _shown(piece: str) -> str:
+    return repr(piece if len(piece) <= _SHOWN_CHARACTERS else piece[:_SHOWN_CHARACTERS] + "...")

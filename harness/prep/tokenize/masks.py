@@ -11,14 +11,13 @@ rules, in this order of preference:
   turn has none, an empty block is closed and trained.
 
 Templates disagree on how they take a turn, and drop what they do not know: `harness.prep.tokenize.known_forms` finds
-the form in which one takes all of a conversation, or refuses it by name. Every rendering is then checked against the
-texts themselves (`harness.prep.tokenize.written`).
+the form in which one takes all of a conversation, or refuses it by name, and checks every rendering for its texts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -26,12 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, MediaPart, Message, ToolCall
-from harness.prep.tokenize.chats import FORMS, RenderedChat, shared_length
+from harness.prep.tokenize.chats import RenderedChat, shared_length
 from harness.prep.tokenize.config import MAX_CHARACTERS, TokenizerConfig
-from harness.prep.tokenize.known_forms import KnownForm, KnownForms, not_written
+from harness.prep.tokenize.known_forms import KnownForm, KnownForms, not_written, unwritten_reasoning, unwritten_text
 from harness.prep.tokenize.offsets import Span
 from harness.prep.tokenize.stock import StockRule, stock_rule
-from harness.prep.tokenize.written import unwritten_reasoning, unwritten_text
 from harness.records import HUNDREDTHS
 
 if TYPE_CHECKING:
@@ -59,7 +57,6 @@ class Rendered:
     """One sequence to train on.
 
     Attributes:
-        text: as the chat template writes it.
         spans: first and past-the-end character of each trained part, in order.
         weights: of each part in the loss, in hundredths; empty where `tokenizer.train_on` is not `weighted`.
     """
@@ -72,15 +69,8 @@ class Rendered:
 class Masker:
     """Renders conversations and finds their trained spans.
 
-    Args:
-        template: chat template.
-        config: mask rule and what to train.
-        special: texts of the tokenizer's special tokens.
-        where: name of the template, for errors.
-
     Attributes:
         rule: `marks`, `stock`, `served`, `assistant_turns` or `all`.
-        why: reason for the rule, in words.
     """
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
@@ -138,10 +128,8 @@ class Masker:
             text = chat.served(last)
             parts = [self._weighed(text, chat, turn, [span]) for turn, span in zip(trained, spans, strict=True)]
             found = [Rendered(text, *map(list, map(chain.from_iterable, zip(*parts, strict=True))))]
-        elif self.rule == "marks":
-            found = self._marked_sequences(chat, trained, has_tags=known.has_tags)
         else:
-            found = self._sequences_of_turns(chat, trained, lambda turn: [self._served_turn(chat, turn)])
+            found = self._sequences_of_turns(chat, trained)
         self._check_written(chat, known)
         return found
 
@@ -163,51 +151,12 @@ class Masker:
         # A weight of 0 is the record's own word; a weight of 1 adds nothing to turns that are trained anyway.
         return [number for number in turns if conversation.messages[number].weight != 0]
 
-    # ---- rules -------------------------------------------------------------------------------------------------
-
     def _added_span(self, chat: RenderedChat, turn: int) -> Span:
         before, after = chat.prompt(turn), chat.upto(turn)
         if not after.startswith(before) or not chat.whole.startswith(after):
             detail = f"it writes turn {turn + 1} differently once later turns follow; use tokenizer.mask=auto"
             raise BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {detail}")
         return len(before), len(after)
-
-    def _marked_sequences(self, chat: RenderedChat, trained: list[int], *, has_tags: bool) -> list[Rendered]:
-        text, spans = chat.marked(len(chat.messages))
-        config = self._config
-        messages = chat.conversation.messages
-        roles = [message.role for message in messages]
-        every = len(trained) == roles.count("assistant")
-        plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
-        # A template may write a system prompt that follows other turns before them.
-        is_usual = {"system", "developer"}.isdisjoint(roles[1:]) and ("assistant", "assistant") not in pairwise(roles)
-        is_usual &= not any(message.reasoning or "</think>" in message.text for message in messages)
-        has_end = bool(spans) and self._has_end(text, *spans[-1])
-        if plain and not self._has_weights and is_usual and has_end and not has_tags and self._keeps_turns:
-            return [Rendered(text, spans)]
-        return self._sequences_of_turns(chat, trained, lambda turn: self._marked_turn(chat, turn))
-
-    @cached_property
-    def _keeps_turns(self) -> bool:
-        """A turn without reasoning is marked and written alike at the end of a conversation and inside it."""
-        called = Message("assistant", "", tool_calls=_CALL)
-        result = Message("tool", "c", tool_call_id=_CALL[0].id, name="f")
-        probes = [
-            Conversation((_ASK, _ANSWER, _ASK, _ANSWER), ""),
-            Conversation((_ASK, called, result, _ANSWER, _ASK, _ANSWER), "", tools=_TOOLS),
-        ]
-        for probe in probes:
-            chat = RenderedChat(self._template, probe, FORMS[0], {})
-            turns = [number for number, turn in enumerate(probe.messages[:-1]) if turn.role == "assistant"]
-            try:
-                whole, marks = chat.marked(len(probe.messages))
-                alone = [chat.marked(number + 1) for number in turns]
-            except BadRecordError:
-                continue
-            for text, spans in alone:
-                if not spans or spans != marks[: len(spans)] or not whole.startswith(text[: spans[-1][1]]):
-                    return False
-        return True
 
     def _marked_turn(self, chat: RenderedChat, turn: int) -> list[Span]:
         """Return the marked spans of one turn in the text of the conversation up to and with it."""
@@ -251,11 +200,7 @@ class Masker:
         shared = shared_length(before, text)
         return shared if self._core_end(before, shared, len(before)) == shared else None
 
-    # ---- sequences ---------------------------------------------------------------------------------------------
-
-    def _sequences_of_turns(
-        self, chat: RenderedChat, trained: list[int], spans_of: Callable[[int], list[Span]]
-    ) -> list[Rendered]:
+    def _sequences_of_turns(self, chat: RenderedChat, trained: list[int]) -> list[Rendered]:
         """Put turns into as few sequences as show each of them as it is served, the last turn first."""
         text, found, in_all = chat.whole, [], 0
         spans: list[Span] = []
@@ -263,7 +208,7 @@ class Masker:
         # The beginning of the text is that of the conversation up to this turn.
         shown_at = len(chat.messages) - 1
         for turn in reversed(trained):
-            turn_spans = spans_of(turn)
+            turn_spans = self._marked_turn(chat, turn) if self.rule == "marks" else [self._served_turn(chat, turn)]
             if turn_spans and self._config.train_end_of_turn:
                 turn_spans = self._with_end(chat, turn, turn_spans)
             own = chat.served(turn)
@@ -319,12 +264,8 @@ class Masker:
     ) -> tuple[str, list[Span], int]:
         """Write a turn into a longer text as it is generated, in place of what the template makes of it there.
 
-        Args:
-            spans: of the turn in the text up to it.
-            shown_at: turn up to which the beginning of `text` is rendered.
-
-        Returns:
-            the new text, the spans of the turn in it, and how far what follows has moved.
+        The beginning of `text` is rendered up to the turn `shown_at`, and the spans are those in the text up to the
+        turn. Returns the new text, the spans in it, and how far what follows has moved.
         """
         own, shown = chat.served(turn), chat.upto(shown_at)
         end = self._special.search(shown, len(shown) - chat.shared_after(turn, shown_at))
@@ -335,16 +276,13 @@ class Masker:
         spans = [(start, min(stop, len(written))) for start, stop in spans]
         return written + text[end.end() :], spans, len(written) - end.end()
 
-    def _has_end(self, text: str, start: int, end: int) -> bool:
-        written = text[start:end].rstrip()
-        # A turn of nothing trains nothing.
-        return not written or written.endswith(self._special_texts)
-
     def _with_end(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
         """Return the spans of a turn with the token that ends it, which is added where the template writes none."""
         own, message = chat.served(turn), chat.conversation.messages[turn]
         *others, (start, end) = spans
-        if self._has_end(own, start, end):
+        ending = own[start:end].rstrip()
+        # A turn of nothing trains nothing.
+        if not ending or ending.endswith(self._special_texts):
             return spans
         stock = self._stock.last_ends if self._stock is not None else ()
         token = self._config.end_of_last_turn or (stock[bool(message.tool_calls)] if stock else "")
@@ -367,10 +305,10 @@ class Masker:
         left_out: list[Span] = []
         if not config.train_reasoning and (message.reasoning or "</think>" in message.text):
             bare = replace(message, reasoning="", content=_without_reasoning(message.content))
-            left_out.append(_part_before(text, chat.served_with(turn, bare), spans[0][0]))
+            left_out.append(_part_before(text, chat.served(turn, bare), spans[0][0]))
         if not config.train_tool_calls and message.tool_calls:
             bare = replace(message, tool_calls=(), content=message.content or "")
-            left_out.append(self._difference(text, chat.served_with(turn, bare)))
+            left_out.append(self._difference(text, chat.served(turn, bare)))
         if not config.train_end_of_turn:
             start, end = spans[-1]
             core = self._core_end(text, start, end)
@@ -431,8 +369,6 @@ class Masker:
                 return start - shift, end - shift
         return start, end
 
-    # ---- facts -------------------------------------------------------------------------------------------------
-
     def _keeping_switch(self) -> dict[str, Any]:
         """Return the variable that makes the template keep earlier reasoning; nothing if it keeps it anyway, or never.
 
@@ -451,14 +387,7 @@ class Masker:
 
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:
-        """Special tokens that end a turn of the assistant: those that it writes after an answer and after a call.
-
-        A template that writes none may rely on the header of the next turn (`StockRule.ends`).
-        """
-        given = [self._config.end_of_last_turn] if self._config.end_of_last_turn else []
-        return tuple(dict.fromkeys([*(self._written_ends() or (self._stock.ends if self._stock else ())), *given]))
-
-    def _written_ends(self) -> tuple[str, ...]:
+        """Special tokens that end a turn of the assistant, after an answer or a call, or else `StockRule.ends`."""
         probes = [
             Conversation((_ASK, _ANSWER), ""),
             Conversation((_ASK, Message("assistant", None, tool_calls=_CALL)), "", tools=_TOOLS),
@@ -471,7 +400,8 @@ class Masker:
                 continue
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
-        return tuple(found)
+        given = [self._config.end_of_last_turn] if self._config.end_of_last_turn else []
+        return tuple(dict.fromkeys([*(found or (self._stock.ends if self._stock else ())), *given]))
 
 
 def _without_reasoning(content: str | tuple[str | MediaPart, ...] | None) -> str | tuple[str | MediaPart, ...] | None:

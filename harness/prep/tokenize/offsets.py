@@ -28,11 +28,8 @@ _ASCII_PROBE = "a \n\t" + bytes(range(32, 127)).decode() + "  a\r\n B \n\n"
 class TokenBytes:
     """The bytes of every token of a byte-level tokenizer, from which masks follow without the tokenizer's offsets.
 
-    The library takes a fifth less time where it need not find out the offsets.
-
-    Args:
-        vocabulary: id of each token, as the tokenizer spells it.
-        added: text of each added token by its id; these are spelled as they are.
+    The library takes a fifth less time where it need not find out the offsets. The vocabulary has the id of each token
+    as the tokenizer spells it; added tokens are spelled as they are.
     """
 
     def __init__(self, vocabulary: Mapping[str, int], added: Mapping[int, str]) -> None:

@@ -19,20 +19,16 @@ _KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_tur
 _ANSWER = "qzjxkw"
 # Setting of each recorded rule that a template does not decide by itself.
 _RULES = {"marks": "generation", "assistant_turns": "assistant_turns", "all": "all"}
-_PARTS = ("reasoning", "tool_calls", "end_of_turn")
+PARTS = ("reasoning", "tool_calls", "end_of_turn")
 _TEXTS = ("history", "train_on", "end_of_last_turn")
-_MASKING = ("mask", *_TEXTS, *(f"train_{part}" for part in _PARTS))
+_MASKING = ("mask", *_TEXTS, *(f"train_{part}" for part in PARTS))
 
 
 def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[int]:
     """Return the ids that end an answer, ascending; empty if none is known.
 
-    These are the end token of the tokenizer, and the tokens that end a turn in the chat template.
-
-    Args:
-        tokenizer: of transformers.
-        mask: `Provenance.mask` of the data, whose `end_tokens` are taken if there are any; otherwise the template is
-            asked what it writes after an answer. (Data that records none was made without tools.)
+    These are the end token of the tokenizer, and the tokens that end a turn: those that a `Provenance.mask` records, or
+    else what the chat template writes after an answer. (Data that records none was made without tools.)
     """
     recorded, where = (mask or {}).get("end_tokens", "[]"), "manifest.json, provenance.mask.end_tokens"
     what, fix = "the dataset records no list of end tokens", "copy the dataset again, or prepare it again"
@@ -74,13 +70,8 @@ def as_prepared(config: TokenizerConfig, folder: str = "") -> tuple[TokenizerCon
     """Return settings that mask more conversations as those of the dataset beside a tokenizer were masked.
 
     They stay as they are if one of them asks for another mask than the default or for another template, if the
-    tokenizer is not the one in the folder of a prepared dataset, or if that dataset does not record its mask.
-
-    Args:
-        folder: of the tokenizer; `config.name` if empty.
-
-    Returns:
-        the settings, and the dataset that they were read from; None if there is none.
+    tokenizer is not the one in the folder of a prepared dataset, or if that dataset does not record its mask. Also
+    returns the dataset; None if there is none.
     """
     # Takes a while, which a tokenizer without a dataset does not need.
     from harness.formats import load_manifest
@@ -105,7 +96,7 @@ def _settings(mask: Mapping[str, str], dataset: Path) -> dict[str, Any]:
         settings["mask"] = _RULES[mask["rule"]]
     try:
         untrained = json.loads(mask.get("untrained", "[]"))
-        settings |= {f"train_{part}": part not in untrained for part in _PARTS}
+        settings |= {f"train_{part}": part not in untrained for part in PARTS}
         TokenizerConfig(**settings)
     except (ValueError, TypeError, RecursionError, HarnessError) as error:
         what = f"the dataset uses an unknown mask: {error}"

@@ -61,16 +61,9 @@ class Renderer:
     """A chat template with a mask rule (`Masker`), in the process that renders.
 
     Args:
-        template: Jinja.
         variables: texts that the template may read by name, such as `bos_token`.
-        config: mask rule and what to train.
         special: texts of the tokenizer's special tokens.
         today: date that the template writes; None is the date of each rendering.
-        where: name of the template, for errors.
-
-    Attributes:
-        rule, why, end_tokens: of the `Masker`.
-        uses_date: the template writes the date.
     """
 
     def __init__(

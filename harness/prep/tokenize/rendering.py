@@ -27,7 +27,6 @@ _DICT_METHODS = frozenset(dir(dict))
 # What loops and templates keep, and the values in it that are no functions.
 _STATES = (jinja2.runtime.LoopContext, jinja2.utils.Namespace)
 _VALUES = frozenset((str, bool, int, list, tuple, dict))
-_JSON = json.JSONEncoder(ensure_ascii=False)
 # Methods of texts whose first argument a template looks for.
 _SEARCHING = {
     *("startswith", "endswith", "split", "rsplit", "partition", "rpartition"),
@@ -42,24 +41,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self, now: datetime | None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        self.now = now
         # First character and text of each marked part.
         self.marked: list[tuple[int, str]] | None = None
         self.written = 0
-        # Of each tool of the conversation in hand, by identity: its JSON once it was written.
-        self.tools: Sequence[Any] = ()
-        self.tool_texts: dict[int, str] = {}
-        self.filters["tojson"] = self._to_json
+        self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise
-        self.globals["strftime_now"] = self._format_now
-
-    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(function) is jinja2.runtime.Macro:  # safe to call, being the template's own
-            return context.call(function, *args, **kwargs)
-        return super().call(context, function, *args, **kwargs)
-
-    def _format_now(self, form: str) -> str:
-        return (self.now or datetime.now()).strftime(form)
+        self.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)  # noqa: PLW0108 - of now
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # The turns of a conversation, of which everything is asked again and again.
@@ -73,24 +60,16 @@ class _Environment(ImmutableSandboxedEnvironment):
                 return value
         return super().getattr(obj, attribute)
 
-    def _to_json(
-        self,
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        # Jinja's own filter escapes HTML.
-        if ensure_ascii or sort_keys or indent is not None or separators is not None:
-            return json.dumps(
-                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-            )
-        # Each tool is written in every rendering of a conversation.
-        if id(value) not in self.tool_texts:
-            return _JSON.encode(value)
-        self.tool_texts[id(value)] = text = self.tool_texts[id(value)] or _JSON.encode(value)
-        return text
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -130,16 +109,13 @@ def _looked_for(program: jinja2.nodes.Template) -> Iterator[str]:
 
 
 class Template:
-    """A chat template.
-
-    Args:
-        text: Jinja.
-        variables: texts that the template may read by name, such as `bos_token`.
-        today: date that `strftime_now` gives; None is the date of each rendering.
-    """
+    """A chat template, with texts that it may read by name, such as `bos_token`, and a date (None: the current one)."""
 
     def __init__(self, text: str, variables: Mapping[str, Any], *, today: date | None = None) -> None:
         self.text, self._variables = text, dict(variables)
+        # Token of that role in the tokenizer; empty if it has none.
+        self.end_of_sequence = str(variables.get("eos_token") or "")
+        self.uses_date = "strftime_now" in text
         self._environment = _Environment(datetime(today.year, today.month, today.day) if today is not None else None)
         self._program = self._environment.from_string(text)
         program = self._environment.parse(text)
@@ -147,15 +123,6 @@ class Template:
         # Texts by which it may tell contents apart; reasoning is looked for everywhere.
         self.tags = tuple(sorted({"<think>", "</think>", *_looked_for(program)}))
         self.is_marked = "{% generation" in re.sub(r"\{%[-+]?\s*", "{% ", text)
-
-    @property
-    def end_of_sequence(self) -> str:
-        """Token of that role in the tokenizer; empty if it has none."""
-        return str(self._variables.get("eos_token") or "")
-
-    @property
-    def uses_date(self) -> bool:
-        return "strftime_now" in self.reads or "strftime_now" in self.text
 
     def render_marked(
         self,
@@ -186,23 +153,17 @@ class Template:
         """Return the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
         environment, program = self._environment, self._program
         environment.written = 0
-        if tools is not environment.tools:
-            environment.tools = tools
-            environment.tool_texts = {id(tool): "" for tool in tools}
-        context = program.new_context(
-            {
-                **self._variables,
-                "messages": messages,
-                "tools": list(tools) or None,
-                "documents": None,
-                "add_generation_prompt": prompt,
-                **(variables or {}),
-            }
-        )
+        context = {
+            **self._variables,
+            "messages": messages,
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": prompt,
+            **(variables or {}),
+        }
         pieces = []
         try:
-            # As `Template.generate` does, without its layers of generators, which take a tenth of the time.
-            for piece in program.root_render_func(context):
+            for piece in program.generate(context):
                 pieces.append(piece)
                 environment.written += len(piece)
         except MemoryError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,7 @@ from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.loading import load_tokenizer
 from harness.prep.tokenize.masks import Rendered
 from harness.prep.tokenize.offsets import Span, TokenBytes, token_mask
-from harness.prep.tokenize.recorded import end_tokens
+from harness.prep.tokenize.recorded import PARTS, end_tokens
 from harness.prep.tokenize.renderer import Renderer
 from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template
 from harness.records import HUNDREDTHS, Int32Array, Medium, SequenceView, UInt8Array
@@ -43,7 +42,6 @@ class Encoded:
 
     Attributes:
         view: input_ids int32 [L] and loss_mask uint8 [L], label-aligned: shifted left by one from the trained tokens.
-        text: as the chat template writes it.
         spans: first and past-the-end character of each trained part of the text.
     """
 
@@ -65,10 +63,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, config: TokenizerConfig, folder: str = "", *, today: date | None = None) -> None:
-        """Load from `folder` if given, or from `config.name`.
-
-        Args:
-            today: date for templates that write one; None is the date of each rendering.
+        """Load from `folder` if given, or from `config.name`; `today` is for templates that write the date.
 
         Raises:
             ConfigError: it cannot be loaded, is not a fast tokenizer, or its template is not valid Jinja or does not
@@ -102,9 +97,7 @@ class ChatTokenizer:
             what = f"{config.end_of_last_turn!r} is not a special token of the tokenizer"
             raise ConfigError(what, where="tokenizer.end_of_last_turn", fix=f"use one of {', '.join(special[:8])}")
         refused = special if config.control_tokens == "refuse" else []
-        self._control = re.compile("|".join(map(re.escape, refused)))
-        # A cheap test for these characters spares most texts the regular expression.
-        self._control_begins = sorted({token[0] for token in refused})
+        self._control = re.compile("|".join(map(re.escape, refused)) or r"(?!)")
         where = config.chat_template or self.name
         variables = self.hf.special_tokens_map
         self._renderer = Renderer(self.chat_template, variables, config, special, today=today, where=where)
@@ -130,11 +123,7 @@ class ChatTokenizer:
         return self._renderer.uses_date
 
     def mask_facts(self, schema: str = "") -> dict[str, str]:
-        """Return how masks are made, for the manifest of a dataset.
-
-        Args:
-            schema: of the records; all of plain `text` is trained, whatever the template is.
-        """
+        """Return how masks are made, for a dataset's manifest; of the schema `text`, everything is trained."""
         config = self._config
         weights = {"weights": "hundredths"} if config.train_on == "weighted" else {}
         if schema == "text":
@@ -142,17 +131,12 @@ class ChatTokenizer:
             why = "the records are plain text, which is trained completely"
             ends_of_text = json.dumps(ends, ensure_ascii=False)
             return {"rule": "text", "why": why, "end_tokens": ends_of_text, "schema": schema, **weights}
-        parts = {
-            "reasoning": config.train_reasoning,
-            "tool_calls": config.train_tool_calls,
-            "end_of_turn": config.train_end_of_turn,
-        }
         return {
             "rule": self._renderer.rule,
             "why": self._renderer.why,
             "history": config.history,
             "train_on": config.train_on,
-            "untrained": json.dumps([name for name, trained in parts.items() if not trained]),
+            "untrained": json.dumps([part for part in PARTS if not getattr(config, f"train_{part}")]),
             "end_tokens": json.dumps(list(self._renderer.end_tokens), ensure_ascii=False),
             **({"end_of_last_turn": config.end_of_last_turn} if config.end_of_last_turn else {}),
             **({"media": self.media_rules.to_text()} if self.media_rules else {}),
@@ -201,11 +185,9 @@ class ChatTokenizer:
     def encode(self, conversations: Sequence[Conversation]) -> list[SequenceView | BadRecord]:
         """Tokenize conversations; their sequences, or reasons why there are none, come in the same order.
 
-        Most conversations make one sequence; `encode_each` keeps those of one conversation together.
-
-        Returns:
-            input_ids int32 [L] and loss_mask uint8 [L], with L at least 2 and something to train. The mask is
-            label-aligned: shifted left by one from the tokens that the assistant wrote.
+        Most conversations make one sequence; `encode_each` keeps those of one conversation together. A sequence has
+        input_ids int32 [L] and loss_mask uint8 [L], with L at least 2 and something to train. The mask is
+        label-aligned: shifted left by one from the tokens that the assistant wrote.
         """
         results: list[SequenceView | BadRecord] = []
         for made in self.encode_each(conversations):
@@ -213,11 +195,7 @@ class ChatTokenizer:
         return results
 
     def encode_each(self, parsed: Sequence[Conversation | BadRecord]) -> list[list[Encoded] | BadRecord]:
-        """Tokenize parsed records; results are in the same order.
-
-        Returns:
-            for each conversation its sequences, as in `encode`, or the reason why it has none; a bad record itself.
-        """
+        """Tokenize parsed records in order: the sequences of each as in `encode`, or why it has none."""
         rendered = self._render(parsed)
         texts = [sequence.text for made in rendered if not isinstance(made, BadRecord) for sequence in made]
         encodings, results = self._encodings(texts), list[list[Encoded] | BadRecord]()
@@ -245,31 +223,27 @@ class ChatTokenizer:
     def _to_sequences(
         self, conversation: Conversation, rendered: list[Rendered], encodings: Iterable[Any]
     ) -> list[Encoded] | BadRecord:
-        made, where = [], conversation.where
+        made = []
         try:
             media = _Media(self.media_rules, conversation, self._config) if self.media_rules is not None else None
-        except BadRecordError as bad:
-            return BadRecord(where, bad.reason, bad.detail)
-        for sequence, encoding in zip(rendered, encodings, strict=True):
-            numbers = encoding.ids
-            # Twice as fast as an array made of the list.
-            ids = np.frombuffer(bytearray(struct.pack(f"{len(numbers)}i", *numbers)), np.int32)
-            if len(ids) < MIN_SEQUENCE_TOKENS:
-                detail = f"is {len(ids)} token long, so there is nothing to predict"
-                return BadRecord(where, BadReason.TOO_SHORT, detail)
-            mask = np.zeros(len(ids), np.uint8)
-            if sequence.spans:
-                mask[:-1] = self._token_mask(ids, encoding, sequence)[1:]
-            view = SequenceView(ids, mask)
-            if media is not None:
-                try:
+            for sequence, encoding in zip(rendered, encodings, strict=True):
+                ids = np.array(encoding.ids, np.int32)
+                if len(ids) < MIN_SEQUENCE_TOKENS:
+                    detail = f"is {len(ids)} token long, so there is nothing to predict"
+                    raise BadRecordError(BadReason.TOO_SHORT, detail)
+                mask = np.zeros(len(ids), np.uint8)
+                if sequence.spans:
+                    mask[:-1] = self._token_mask(ids, encoding, sequence)[1:]
+                view = SequenceView(ids, mask)
+                if media is not None:
                     view = media.place(view, is_last=sequence is rendered[-1])
-                except BadRecordError as bad:
-                    return BadRecord(where, bad.reason, bad.detail)
-            if view.loss_mask.any():
-                made.append(Encoded(view, sequence.text, sequence.spans))
-        if not made:
-            return BadRecord(where, BadReason.NOTHING_TRAINED, "the chat template writes no trainable assistant token")
+                if view.loss_mask.any():
+                    made.append(Encoded(view, sequence.text, sequence.spans))
+            if not made:
+                detail = "the chat template writes no trainable assistant token"
+                raise BadRecordError(BadReason.NOTHING_TRAINED, detail)
+        except BadRecordError as bad:
+            return BadRecord(conversation.where, bad.reason, bad.detail)
         return made
 
     def _token_mask(self, ids: Int32Array, encoding: Any, sequence: Rendered) -> UInt8Array:
@@ -295,8 +269,8 @@ class ChatTokenizer:
 
     def _known(self, conversation: Conversation) -> list[Rendered] | BadRecord | None:
         """Return what does not depend on the template."""
-        for place, text in texts_of(conversation) if self._control_begins else ():
-            if any(character in text for character in self._control_begins) and (found := self._control.search(text)):
+        for place, text in texts_of(conversation):
+            if found := self._control.search(text):
                 detail = f"{place} contains the control token {found.group()!r}"
                 return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
         if conversation.media and self.media_rules is None:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.prep.chat.records import BadReason
-from harness.prep.chat.values import BadRecordError, decoded, is_empty, show
+from harness.prep.chat.values import BadRecordError, decoded_object, is_empty, show
 
+_ODD = BadReason.NOT_AN_OBJECT
 REQUESTS = frozenset(("body", "params", "request"))
 BATCH_FIELDS = REQUESTS | {"response", "result", "custom_id", "method", "url", "error", "key", "status"}
 # Reasons for which an answer ends before the model has ended it.
@@ -26,20 +27,21 @@ def unwrapped(record: Mapping[str, Any]) -> Mapping[str, Any]:
             what = "a batch response without its request; add the `body` of the request with the same custom_id"
             raise BadRecordError(BadReason.UNKNOWN_SCHEMA, what.replace("body", "params", "result" in record))
         return record
-    body, field = _object(record[name], f"`{name}`"), "result" if name == "params" else "response"
+    body, field = decoded_object(record[name], f"`{name}`", _ODD), "result" if name == "params" else "response"
     if not is_empty(record.get("error")):
         raise BadRecordError(BadReason.UNWANTED, f"the request failed: {show(record['error'])}")
     if is_empty(record.get(field)):
         if name == "request" and not is_empty(record.get("status")):
             raise BadRecordError(BadReason.UNWANTED, f"the request failed: {show(record['status'])}")
         return body
-    answer = _object(record[field], f"`{field}`")
+    answer = decoded_object(record[field], f"`{field}`", _ODD)
     if answer.get("status_code") not in (None, 200):
         raise BadRecordError(BadReason.UNWANTED, f"the request failed with status {show(answer['status_code'])}")
     if name == "params" and answer.get("type") != "succeeded":
         raise BadRecordError(BadReason.UNWANTED, f"the request failed: its result is {show(answer.get('type'))}")
     inner = "message" if name == "params" else "body" if answer.get("body") is not None else ""
-    return _with_answer(body, _object(answer.get(inner), f"the `{inner}` of `{field}`") if inner else answer, field)
+    answer = decoded_object(answer.get(inner), f"the `{inner}` of `{field}`", _ODD) if inner else answer
+    return _with_answer(body, answer, field)
 
 
 def _is_request(record: Mapping[str, Any], name: str) -> bool:
@@ -69,10 +71,3 @@ def _with_answer(body: Mapping[str, Any], answer: Mapping[str, Any], field: str)
             raise BadRecordError(BadReason.UNWANTED, detail)
     asked = body.get(turns)
     return {**body, turns: [*(asked if isinstance(asked, list) else []), choices[0].get(key)]}
-
-
-def _object(value: object, what: str) -> Mapping[str, Any]:
-    value = decoded(value, what, BadReason.NOT_AN_OBJECT)
-    if not isinstance(value, Mapping):
-        raise BadRecordError(BadReason.NOT_AN_OBJECT, f"{what} is a {type(value).__name__}, expected an object")
-    return value

@@ -15,7 +15,6 @@ from harness.prep.chat.values import BadRecordError, is_empty
 
 # Names of a question and its answer, in lists of pairs and in records that are one pair.
 PAIR_FIELDS = (("question", "answer"), *((name, "response") for name in ("question", "query", "prompt", "instruction")))
-# The list has one of these names.
 LIST_FIELDS = ("messages", "conversations", "conversation")
 
 

@@ -72,11 +72,7 @@ _KNOWN_ENDS = frozenset(end for tokens in BUILT_IN.values() for end in tokens.en
 
 
 def spelled_tokens(template: str, *, end_of_text: str) -> TemplateTokens:
-    """Return the special tokens that the text of a template spells; those of `chatml` if there are none.
-
-    Args:
-        end_of_text: last token of a text, for templates that write the tokenizer's own or no end that is known.
-    """
+    """Return the special tokens that a template spells, else those of `chatml`; `end_of_text` if it has no end."""
     found = list(dict.fromkeys(_CONTROL.findall(template)))
     ends = [token for token in found if token in _KNOWN_ENDS]
     if not ends or "eos_token" in template:
@@ -87,11 +83,7 @@ def spelled_tokens(template: str, *, end_of_text: str) -> TemplateTokens:
 
 
 def load_template(name: str) -> str:
-    """Return the text of a built-in template, or of a file.
-
-    Args:
-        name: of a built-in template, or a path. A built-in name wins over a file of that name.
-    """
+    """Return the text of a built-in template, or of a file; a built-in name wins over a file of that name."""
     if name in BUILT_IN:
         return files(__package__).joinpath(f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
     path = Path(name).expanduser()
