@@ -169,6 +169,8 @@ class Lease:
                 if etag is not None:
                     break
                 continue
+            if owner.get("host") == self._owner["host"] and _was_renewed(owner) and not wait:
+                raise self._refused(owner)
             time.sleep(_LOOK_S)
         self._etag, self._body, self._lost, self._sure_until = etag, body, None, sent + LEASE_S * _SURE_PART
         self._stop = threading.Event()
@@ -266,6 +268,15 @@ def is_running(pid: int) -> bool:
     except OSError as error:
         return not isinstance(error, ProcessLookupError)
     return True
+
+
+def _was_renewed(owner: dict[str, Any]) -> bool:
+    """Return whether an owner on this machine, whose clock this is, renewed its lease lately.
+
+    Where it did not, its number is that of another process by now: the object is watched, as that of another machine.
+    """
+    renewed = owner.get("renewed")
+    return isinstance(renewed, (int, float)) and abs(time.time() - renewed) < LEASE_S
 
 
 @cache

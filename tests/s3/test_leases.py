@@ -132,10 +132,12 @@ def test_preparations_of_one_prefix_exclude_each_other_and_keep_what_another_has
         settings = {"pack_size": 128, "num_workers": 0, "progress": lambda *made: None} | settings
         return prepare(chats, TokenizerConfig(vocab_size=300), place, **settings)
 
-    with claims.leased(store, "_lease"):
-        with pytest.raises(FormatError, match="another process is writing here: process"):
-            make()
-        assert set(open_folder(place).names()) == set()
+    store.put("_lease", json.dumps({**json.loads(OTHER), "host": claims._host(), "pid": 1, "renewed": 9e9}).encode())
+    monkeypatch.setattr(claims, "_was_renewed", lambda owner: True)
+    with pytest.raises(FormatError, match="another process is writing here: process 1 on"):
+        make()
+    assert set(open_folder(place).names()) == set()
+    store.put("_lease", b"{}\n")
     report = make(pack_size=256)
     assert "_preparing" not in open_folder(place).names()
     assert content(store, "_lease") == b"{}\n", "without an owner"
