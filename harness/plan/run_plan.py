@@ -33,9 +33,10 @@ from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.waves import PlacedBatch
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work, sequence_cost
 from harness.printing import count_of
-from harness.records import Int64Array
-from harness.schedule import DYNAMIC, SequenceCost, measure_imbalance, schedule
-from harness.schedule.batch import largest_share
+from harness.records import Int64Array, Schedule
+from harness.schedule import DYNAMIC, SequenceCost, schedule
+from harness.schedule.batch import GlobalBatch, largest_share, row_costs
+from harness.schedule.dynamic_context import place_alike, place_dynamic_context
 from harness.tables import Table
 from harness.thd import padded_lengths, shared_multiple
 
@@ -304,6 +305,7 @@ def _place_batch(inputs: Inputs, ranks: int) -> PlacedBatch | None:
         cp_size=parallel.context_parallel_size,
         max_tokens_per_rank=config.max_tokens_per_rank,
         group_size=parallel.group_size,
+        pad_to_multiple=parallel.pad_to_multiple,
         cost=cost,
     )
     return PlacedBatch(config.name, lengths, placed, cost)
@@ -337,28 +339,23 @@ def compare_context_sizes(
         costs of the busiest rank over that of ranks that divide the whole work evenly and exchange nothing, by the
         size or DYNAMIC. Sizes that do not hold the longest sequence are left out.
     """
-    drawn = _draw(lengths, sequences)
-    even, longest, found = float(cost.of(drawn).sum()) / ranks, int(lengths.max()), dict[str, float]()
-    size = 1
+    drawn, longest, size = _draw(lengths, sequences), int(lengths.max()), 1
+    batch = GlobalBatch(drawn, ranks, max_tokens_per_rank, 1, None, cost)
+    even, found = float(cost.of(drawn).sum()) / ranks, dict[str, float]()
+    in_node = replace(cost, exchange=cost.exchange / _NODE_SPEED)
+
+    def step_of(placed: Schedule) -> float:
+        works = (row_costs(placed, drawn, cost=one) for one in (in_node, cost))
+        is_near = True if placed.shared_by is None else (placed.shared_by <= near).reshape(-1, ranks)
+        return float(np.where(is_near, *works).sum(axis=0).max()) / even
+
     while size <= largest_share(ranks, cost.most_ranks):
-        if longest <= size * max_tokens_per_rank:
-            placed = schedule(
-                "cost_balanced",
-                drawn,
-                dp_size=ranks // size,
-                cp_size=size,
-                max_tokens_per_rank=max_tokens_per_rank,
-                cost=cost,
-            )
-            group = np.repeat(np.arange(placed.row_offsets.shape[0] - 1) % placed.dp_size, np.diff(placed.row_offsets))
-            own = replace(cost, exchange=cost.exchange / _NODE_SPEED) if size <= near else cost
-            work = own.of_rank(drawn, np.full_like(drawn, size))[placed.order]
-            found[str(size)] = float(np.bincount(group, weights=work).max()) / even
+        # Of a shared sequence each rank has two chunks of the same length.
+        if longest <= size * (max_tokens_per_rank if size == 1 else max_tokens_per_rank // 2 * 2):
+            found[str(size)] = step_of(place_alike(batch, size))
         size *= 2
-    if longest <= largest_share(ranks, cost.most_ranks) * (max_tokens_per_rank // 2 * 2):
-        shared = schedule(DYNAMIC, drawn, dp_size=ranks, max_tokens_per_rank=max_tokens_per_rank, cost=cost)
-        measured = measure_imbalance(shared, drawn, max_tokens_per_row=max_tokens_per_rank, cost=cost)
-        found[DYNAMIC] = float(measured.rank_cost.max()) / even
+    if found:
+        found[DYNAMIC] = step_of(place_dynamic_context(batch))
     return found
 
 
