@@ -20,7 +20,7 @@ from harness.schedule.cost_balanced import (
 
 # Parts of a step that a sequence may take, in the order in which they are tried; then steps over an even share, of few
 # microbatches, in which rows that ranks share are filled too.
-_SHARES, _STEPS = (1.0, np.inf, 0.5, 0.25, 0.125), (1.0, 1.2, 1.5, 2.1)
+_SHARES, _STEPS = (1.0, np.inf, 0.5, 0.25, 0.125), (1.0, 1.15, 1.4, 1.75, 2.2, 2.8)
 # Costs over an even share of the busiest rank, and of the busiest in every microbatch, up to which nothing else is
 # tried; and of the busiest rank, up to which no layout with one size is. Together, tries place this many sequences.
 _GOOD_STEP, _GOOD_SYNC, _NEAR, _MOST_PLACED = 1.01, 1.10, 1.005, 1 << 18
