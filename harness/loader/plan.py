@@ -155,6 +155,7 @@ class BatchReader:
             dp_size=self._layout.dp_size,
             cp_size=self._layout.cp_size,
             most_ranks=self._cost.most_ranks,
+            pad_to_multiple=self._layout.pad_to_multiple,
             of=" of the dataset",
         )
 
@@ -180,6 +181,7 @@ class BatchReader:
             max_tokens_per_rank=self._schedule.max_tokens_per_rank,
             group_size=self._layout.group_size,
             pack_offsets=offsets,
+            pad_to_multiple=self._layout.pad_to_multiple,
             **costs,
         )
         row_tokens = self._schedule.max_tokens_per_rank * self._layout.cp_size

@@ -35,7 +35,8 @@ from harness.plan.work import Machine, Work, count_microbatches, estimate_step, 
 from harness.printing import count_of
 from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule import DYNAMIC, SequenceCost, schedule
-from harness.schedule.batch import largest_share, row_costs
+from harness.schedule.batch import GlobalBatch, largest_share, row_costs
+from harness.schedule.dynamic_context import place_alike, place_dynamic_context
 from harness.tables import Table
 from harness.thd import padded_lengths, shared_multiple
 
@@ -304,6 +305,7 @@ def _place_batch(inputs: Inputs, ranks: int) -> PlacedBatch | None:
         cp_size=parallel.context_parallel_size,
         max_tokens_per_rank=config.max_tokens_per_rank,
         group_size=parallel.group_size,
+        pad_to_multiple=parallel.pad_to_multiple,
         cost=cost,
     )
     return PlacedBatch(config.name, lengths, placed, cost)
@@ -346,22 +348,24 @@ def compare_context_sizes(
         costs of the busiest rank, or of a pipeline's step, over that of ranks that divide the whole work evenly and
         exchange nothing, by the size or DYNAMIC. Sizes that do not hold the longest sequence are left out.
     """
+    drawn, longest, size = _draw(lengths, sequences), int(lengths.max()), 1
     parallel = parallel or ParallelConfig()
-    sizes: dict[str, Any] = {"max_tokens_per_rank": max_tokens_per_rank, "group_size": parallel.group_size}
-    drawn = _draw(lengths, sequences)
-    even, longest, found = float(cost.of(drawn).sum()) / ranks, int(lengths.max()), dict[str, float]()
-    size = 1
+    batch = GlobalBatch(drawn, ranks, max_tokens_per_rank, parallel.group_size, None, cost)
+    even, found = float(cost.of(drawn).sum()) / ranks, dict[str, float]()
+    in_node = replace(cost, exchange=cost.exchange / _NODE_SPEED)
+
+    def step_of(placed: Schedule) -> float:
+        works = (row_costs(placed, drawn, cost=one) for one in (in_node, cost))
+        is_near = True if placed.shared_by is None else (placed.shared_by <= near).reshape(-1, ranks)
+        return _step_cost(np.where(is_near, *works), parallel) / even
+
     while size <= largest_share(ranks, cost.most_ranks):
-        if longest <= size * max_tokens_per_rank:
-            placed = schedule("cost_balanced", drawn, dp_size=ranks // size, cp_size=size, cost=cost, **sizes)
-            own = replace(cost, exchange=cost.exchange / _NODE_SPEED) if size <= near else cost
-            offsets = np.repeat(placed.row_offsets, size)[size - 1 :]
-            shared = Schedule(ranks, placed.order, offsets, np.full(len(offsets) - 1, size))
-            found[str(size)] = _step_cost(row_costs(shared, drawn, cost=own), parallel) / even
+        # Of a shared sequence each rank has two chunks of the same length.
+        if longest <= size * (max_tokens_per_rank if size == 1 else max_tokens_per_rank // 2 * 2):
+            found[str(size)] = step_of(place_alike(batch, size))
         size *= 2
-    if longest <= largest_share(ranks, cost.most_ranks) * (max_tokens_per_rank // 2 * 2):
-        shared = schedule(DYNAMIC, drawn, dp_size=ranks, cost=cost, **sizes)
-        found[DYNAMIC] = _step_cost(row_costs(shared, drawn, cost=cost), parallel) / even
+    if found:
+        found[DYNAMIC] = step_of(place_dynamic_context(batch))
     return found
 
 

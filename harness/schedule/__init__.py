@@ -76,6 +76,7 @@ def schedule(
     pack_offsets: npt.NDArray[Any] | None = None,
     cost: SequenceCost | None = None,
     media_cost: Float64Array | None = None,
+    pad_to_multiple: int = 1,
 ) -> Schedule:
     """Place the sequences of one global batch on ranks and microbatches: a pure function, the same on every rank.
 
@@ -89,6 +90,7 @@ def schedule(
         pack_offsets: [packs + 1] integers, the bounds of stored packs in `lengths`; required by `as_packed`.
         cost: of training a sequence, for `cost_balanced` and `dynamic_context`.
         media_cost: float64 [sequences], of encoding the media of each, for the same two; None without media.
+        pad_to_multiple: of tokens, to which every sequence was padded.
 
     Returns:
         Every index of `lengths` once, in rows that fit, with the same number of rows for every rank.
@@ -115,8 +117,7 @@ def schedule(
         fix = "set it to 1: this schedule decides for each row how many data-parallel ranks share it"
         raise ScheduleError(f"cp_size is {cp_size}, and the schedule is {DYNAMIC}", where="cp_size", fix=fix)
     row, cost = max_tokens_per_rank * cp_size, cost or SequenceCost()
-    check_lengths(
-        sizes, offsets, name, max_tokens_per_rank, dp_size=dp_size, cp_size=cp_size, most_ranks=cost.most_ranks
-    )
-    batch = GlobalBatch(sizes, dp_size, row, group_size, offsets, cost, media_cost)
+    limits: dict[str, Any] = {"dp_size": dp_size, "cp_size": cp_size, "pad_to_multiple": pad_to_multiple}
+    check_lengths(sizes, offsets, name, max_tokens_per_rank, most_ranks=cost.most_ranks, **limits)
+    batch = GlobalBatch(sizes, dp_size, row, group_size, offsets, cost, media_cost, pad_to_multiple)
     return SCHEDULERS[name](batch)

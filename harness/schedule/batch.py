@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,7 @@ class GlobalBatch:
         pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
         cost: of training a sequence.
         media_cost: float64 [sequences], of encoding the media of each; None where there are none.
+        pad_to_multiple: of tokens, to which every sequence was padded; ranks that share a row pad to more.
     """
 
     lengths: Int64Array
@@ -76,6 +78,7 @@ class GlobalBatch:
     pack_offsets: Int64Array | None
     cost: SequenceCost
     media_cost: Float64Array | None = None
+    pad_to_multiple: int = 1
 
     @property
     def rows_per_group(self) -> int:
@@ -105,6 +108,7 @@ def check_lengths(
     dp_size: int,
     cp_size: int,
     most_ranks: int | None = None,
+    pad_to_multiple: int = 1,
     of: str = "",
 ) -> None:
     """Raise ScheduleError, naming a sequence or a pack, where one can never be placed.
@@ -112,18 +116,19 @@ def check_lengths(
     Args:
         lengths: int64 [sequences], model tokens after padding.
         pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
-        name, max_tokens_per_rank, dp_size, cp_size: as in `harness.schedule.schedule`.
+        name, max_tokens_per_rank, dp_size, cp_size, pad_to_multiple: as in `harness.schedule.schedule`.
         most_ranks: as in SequenceCost.
         of: whose sequences they are, for messages.
     """
-    ranks, words, chunks = cp_size, "cp_size", 1
+    ranks, words, chunks, unit = cp_size, "cp_size", 1, pad_to_multiple // math.gcd(pad_to_multiple, cp_size)
     if name == DYNAMIC:
         ranks = largest_share(dp_size, most_ranks)
         words = f"{ranks}, the largest power of two that divides {dp_size} data-parallel ranks"
         if ranks < largest_share(dp_size):
             words = f"{ranks}, the most ranks that can divide the heads of a scan"
         # Each rank that shares a sequence has two chunks of the same length.
-        chunks = 1 if ranks == 1 else 2
+        unit = math.lcm(2, pad_to_multiple)
+        chunks = 1 if ranks == 1 else unit
     max_tokens_per_row = max_tokens_per_rank // chunks * chunks * ranks
 
     def where(sequence: int) -> str:
@@ -136,7 +141,7 @@ def check_lengths(
         is_long = tokens > max_tokens_per_row
         if not is_long.any():
             return
-        at, least = int(np.argmax(is_long)), -(-int(tokens.max()) // (ranks * chunks)) * chunks
+        at, least = int(np.argmax(is_long)), -(-int(tokens.max()) // (ranks * unit)) * unit
         raise ScheduleError(
             f"{kind} {at}{of} has {tokens[at]:,} model tokens after padding, more than the {max_tokens_per_row:,} of a "
             f"row (max_tokens_per_rank * {words}); {np.count_nonzero(is_long):,} of {tokens.shape[0]:,} {kind}s are "

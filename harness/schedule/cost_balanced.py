@@ -170,7 +170,14 @@ def _whole_packs(batch: GlobalBatch, num_rows: int) -> Int64Array:
     return np.unique(pack_of, return_inverse=True)[1].astype(np.int64)
 
 
-def fill_rows(batch: GlobalBatch, costs: Float64Array, targets: Float64Array, order: Int64Array) -> Int64Array | None:
+def fill_rows(
+    batch: GlobalBatch,
+    costs: Float64Array,
+    targets: Float64Array,
+    order: Int64Array,
+    free: Int64Array | None = None,
+    multiples: Int64Array | int = 1,
+) -> Int64Array | None:
     """Return the row of each sequence, int64 [sequences]: in order, to the row that lacks most and has room.
 
     Args:
@@ -178,15 +185,19 @@ def fill_rows(batch: GlobalBatch, costs: Float64Array, targets: Float64Array, or
         costs: float64 [sequences].
         targets: float64 [rows], the target cost of each row.
         order: int64 [sequences], the sequences as they are placed, such as longest first.
+        free: int64 [rows], the tokens that each row holds where these differ.
+        multiples: int64 [rows], or one for all, to which the sequences of a row are padded there.
     """
     num_rows = targets.shape[0]
     num = batch.lengths.shape[0]
     row_of = np.empty(num, dtype=np.int64)
-    free = np.full(num_rows, batch.max_tokens_per_row, dtype=np.int64)
+    free = np.full(num_rows, batch.max_tokens_per_row) if free is None else free.copy()
+    multiples = np.broadcast_to(multiples, free.shape)
     missing = targets.copy()
     portion = min(max(-(-num // _PORTIONS), -(-num_rows // _PORTION_OF_ROWS)), num_rows)
     start = 0
     while start < num:
+        # Free tokens are multiples of that to which a row's sequences are padded.
         rows = np.flatnonzero(free >= batch.lengths[order[start]])
         if rows.shape[0] == 0:
             return None
@@ -203,7 +214,7 @@ def fill_rows(batch: GlobalBatch, costs: Float64Array, targets: Float64Array, or
         placed = order[start : start + size]
         row_of[placed] = rows
         missing[rows] -= costs[placed]
-        free[rows] -= batch.lengths[placed]
+        free[rows] -= -(-batch.lengths[placed] // multiples[rows]) * multiples[rows]
         start += size
     return row_of
 
@@ -218,8 +229,16 @@ def _targets(costs: Float64Array, dp_size: int, num_microbatches: int) -> Float6
     places = np.arange(costs.shape[0] - 1, -1, -dp_size)[:num_microbatches]
     seeds = np.partition(costs, places)[places]
     longest[: seeds.shape[0]] = seeds
+    return even_levels(longest, costs.sum() / dp_size)
+
+
+def even_levels(longest: Float64Array, share: float) -> Float64Array:
+    """Return the cost of each microbatch, float64 [microbatches], for ranks that each have `share`.
+
+    It is that of the longest, float64 [microbatches] and falling, or the level that spreads the rest evenly.
+    """
     before = np.cumsum(longest) - longest
-    levels = (costs.sum() / dp_size - before) / np.arange(num_microbatches, 0, -1)
+    levels = (share - before) / np.arange(longest.shape[0], 0, -1)
     targets: Float64Array = np.maximum(longest, levels[int(np.argmax(levels >= longest))])
     return targets
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule.batch import GlobalBatch, largest_share, row_costs
-from harness.schedule.cost_balanced import EVEN, exchange_sequences, fill_rows, place_cost_balanced, rows_needed
+from harness.schedule.cost_balanced import (
+    EVEN,
+    even_levels,
+    exchange_sequences,
+    fill_rows,
+    place_cost_balanced,
+    rows_needed,
+)
 
-# Parts of a step that a sequence may take, in the order in which they are tried, until the busiest rank costs no more
-# than _GOOD times an even share.
-_SHARES, _GOOD = (1.0, np.inf, 0.5, 0.25, 0.125), 1.01
+# Parts of a step that a sequence may take, in the order in which they are tried; then steps over an even share, of few
+# microbatches, in which rows that ranks share are filled too.
+_SHARES, _STEPS = (1.0, np.inf, 0.5, 0.25, 0.125), (1.0, 1.15, 1.4, 1.75, 2.2, 2.8)
+# Costs over an even share of the busiest rank, and of the busiest in every microbatch, up to which nothing else is
+# tried; and of the busiest rank, up to which no layout with one size is. Together, tries place this many sequences.
+_GOOD_STEP, _GOOD_SYNC, _NEAR, _MOST_PLACED = 1.01, 1.10, 1.005, 1 << 18
+# Tokens of a sequence that a rank has more than, where short ones are shared too.
+_LEAST_TOKENS = 32
 # Sequences of one rank get this many times the rows that they need at least.
 _ROOM = 1.03
 
@@ -25,89 +37,165 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
     take longer than the whole step should. Where ranks are not even then, shares of other sizes are tried. Each
     microbatch has those of about the same cost, the costliest first. The others then fill the rows that are left, as
     far as their ranks lack cost, and are exchanged between rows and ranks as in `cost_balanced`, which places batches
-    of which no sequence is shared.
+    of which no sequence is shared. A step takes no longer than with one context-parallel size for all sequences,
+    unless it takes hardly longer than an even share of the work.
     """
     fewest = fewest_ranks(batch)
     ideal = float((batch.costs(fewest) * fewest).sum()) / batch.dp_size
-    chosen, least, tried = None, np.inf, set[bytes]()
-    for share in _SHARES:
-        sizes = divide_further(batch, fewest, share * ideal)
-        if sizes.tobytes() in tried:
+    rows = math.ceil(batch.lengths.sum() / (batch.max_tokens_per_row * batch.dp_size))
+    tries, part = [(share, 8.0, 0) for share in _SHARES], batch.max_tokens_per_row / _LEAST_TOKENS
+    tries += [(step / waves, part, waves) for step in _STEPS for waves in (rows, rows + 1)]
+    chosen, least, lowest, tried = None, np.inf, np.inf, set[tuple[bytes, int]]()
+    for share, part, waves in tries:
+        sizes = divide_further(batch, fewest, share * ideal, part)
+        key = sizes.tobytes(), waves if (sizes > 1).any() else 0
+        if len(tried) * sizes.shape[0] > _MOST_PLACED:
+            break
+        if key in tried:
             continue
-        tried.add(sizes.tobytes())
-        placed = _place(batch, sizes) if (sizes > 1).any() else place_cost_balanced(batch)
-        busiest = float(row_costs(placed, batch.lengths, cost=batch.cost, media_cost=batch.media_cost).sum(0).max())
-        if busiest < least:
-            chosen, least = placed, busiest
-        if least <= _GOOD * ideal:
+        tried.add(key)
+        placed = _place(batch, sizes, waves) if (sizes > 1).any() else place_cost_balanced(batch)
+        excess, step = _excess(placed, batch, ideal)
+        if excess < least:
+            chosen, least, lowest = placed, excess, step
+        if excess == 0:
             break
     assert chosen is not None
+    size, near = int(fewest.max()), _NEAR * ideal
+    while (least > 0 or lowest > near) and size <= largest_share(batch.dp_size, batch.cost.most_ranks):
+        costs = batch.costs(size)
+        if max(costs.max(), costs.sum() * size / batch.dp_size) <= max(lowest, near):
+            placed = place_alike(batch, size)
+            excess, step = _excess(placed, batch, ideal)
+            if step <= max(lowest, near) and (excess < least or near < lowest > step):
+                chosen, least, lowest = placed, excess, step
+        size *= 2
     return chosen
 
 
-def _place(batch: GlobalBatch, sizes: Int64Array) -> Schedule:
-    is_shared = sizes > 1
-    at, loads, counts = _place_shared(batch, sizes)
-    short = np.flatnonzero(~is_shared)
-    costs = batch.costs()[short]
-    missing = np.maximum(0.0, (loads.sum() + costs.sum()) / batch.dp_size - loads)
+def _excess(placed: Schedule, batch: GlobalBatch, ideal: float) -> tuple[float, float]:
+    """Return the cost above that of a good placement, 0 for one, and that of the busiest rank."""
+    work = row_costs(placed, batch.lengths, cost=batch.cost, media_cost=batch.media_cost)
+    step, sync = float(work.sum(axis=0).max()), float(work.max(axis=1).sum())
+    # Every layout waits for the whole step, and for each microbatch ranks that share rows and pipelines do.
+    return 4 * max(0.0, step - _GOOD_STEP * ideal) + max(0.0, sync - _GOOD_SYNC * ideal), step
+
+
+def place_alike(batch: GlobalBatch, size: int) -> Schedule:
+    """Place every sequence on `size` ranks, as `cost_balanced` does in a layout with that context-parallel size."""
+    if size == 1:
+        return place_cost_balanced(batch)
+    multiple = size * math.lcm(2, batch.pad_to_multiple)
+    lengths, held = -(-batch.lengths // multiple) * multiple, batch.max_tokens_per_row * size // multiple * multiple
+    padding = batch.costs() - batch.cost.of(lengths)  # costs nothing
+    groups = replace(batch, lengths=lengths, dp_size=batch.dp_size // size, max_tokens_per_row=held, media_cost=padding)
+    placed = place_cost_balanced(groups)
+    row_of, rows = np.empty_like(lengths), np.arange(placed.row_offsets.shape[0] - 1)
+    row_of[placed.order] = np.repeat(rows * size, np.diff(placed.row_offsets))
+    return _without_empty(batch, row_of, np.full(rows.size * size, size))
+
+
+def _place(batch: GlobalBatch, sizes: Int64Array, waves: int) -> Schedule:
+    """Place sequences on `sizes` ranks; where `waves` microbatches are wanted, short ones fill shared rows too."""
+    at = _place_shared(batch, sizes)
+    short, shared = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
+    taken, ranks = _shared_rows(batch, sizes, at, -(-int(at.max() // batch.dp_size + 1) // batch.group_size))
+    if not short.size:
+        return _without_empty(batch, at, ranks)
+    loads, counts, costs = taken.sum(axis=0), (taken > 0).sum(axis=0), batch.costs()[short]
     rest = replace(batch, lengths=batch.lengths[short], pack_offsets=None, media_cost=None)
+    missing = np.maximum(0.0, (loads.sum() + costs.sum()) / batch.dp_size - loads)
     rows = (rows_needed(rest) * _ROOM + 1) * (missing / (missing.sum() or 1.0))
-    groups, more = -(-int((counts + np.ceil(rows)).max()) // batch.group_size), 1
-    of_shared = np.repeat(batch.costs(sizes)[is_shared], sizes[is_shared])
-    while True:
-        num_microbatches = groups * batch.group_size
-        # The cost of each rank's row of a shared sequence, 0 for other rows.
-        taken = np.zeros((num_microbatches, batch.dp_size))
-        taken.ravel()[_rows_of(at[is_shared], sizes[is_shared])] = of_shared
-        row_of = _fill_free(rest, costs, missing, taken)
-        if row_of is not None:
-            break
+    needed = np.maximum(counts, waves) if waves else counts + np.ceil(rows)
+    groups, more, row_of = -(-int(needed.max()) // batch.group_size), 1, None
+    # Rows of a rank are full one after the other, so that no rank gets a long sequence in each of its rows.
+    full = costs.sum() / rest.lengths.sum() * batch.max_tokens_per_row / _ROOM
+    filled = shared if waves else shared[:0]
+    while row_of is None:
+        taken, ranks = _shared_rows(batch, sizes, at, groups)
+        is_free = taken == 0
+        room, before = np.full(taken.shape, full), (np.cumsum(is_free, axis=0) - 1) * full
+        if waves:
+            # Every microbatch costs the same, or what its costliest sequence does.
+            levels = even_levels(taken.max(axis=1), float(missing.mean() + taken.sum() / batch.dp_size))[:, None]
+            room = np.where(is_free, np.minimum(levels, full), levels - taken)
+            before = np.cumsum(room, axis=0) - room
+        rows = np.append(np.flatnonzero(is_free), at[filled])
+        known, number = np.unique(ranks[rows], return_inverse=True)
+        # On more ranks, the same sequences cost more.
+        cheaper = costs.sum() / [batch.costs(size)[short].sum() * size for size in known.tolist()]
+        targets = np.clip(missing - before, 0.0, room).ravel()[rows] * (ranks[rows] * cheaper[number])
+        multiples = np.where(ranks[rows] > 1, ranks[rows] * math.lcm(2, batch.pad_to_multiple), 1)
+        free = batch.max_tokens_per_row * ranks[rows] // multiples * multiples
+        held = np.append(np.zeros(len(rows) - len(filled), np.int64), batch.lengths[filled])
+        free += -held // multiples * multiples
+        row_of = fill_rows(rest, costs, targets, np.argsort(-rest.lengths, kind="stable"), free, multiples)
         groups, more = groups + more, 2 * more
-    placed = exchange_sequences(row_of, costs, rest, num_microbatches, EVEN, taken.ravel())
-    return _joined(batch, placed, short, sizes, at)
+    row_of, sizes = rows[row_of], sizes.copy()
+    sizes[short] = ranks[row_of]
+    at[short] = row_of
+    alone = np.flatnonzero(sizes[short] == 1)
+    taken, _ = _shared_rows(batch, sizes, np.where(sizes > 1, at, -1), len(taken) // batch.group_size)
+    rest = replace(rest, lengths=rest.lengths[alone])
+    placed = exchange_sequences(row_of[alone], costs[alone], rest, len(taken), EVEN, taken.ravel())
+    at[short[alone[placed.order]]] = np.repeat(np.arange(taken.size), np.diff(placed.row_offsets))
+    return _without_empty(batch, at, ranks)
+
+
+def _shared_rows(batch: GlobalBatch, sizes: Int64Array, at: Int64Array, groups: int) -> tuple[Float64Array, Int64Array]:
+    """Return the cost of each rank's row that is shared, float64 [microbatches, dp_size], and its ranks, int64 [rows].
+
+    They are 0 and 1 for other rows. `at` is as `_place_shared` returns it.
+    """
+    shared = np.flatnonzero(at >= 0)
+    each, num_rows = sizes[shared], groups * batch.rows_per_group
+    rows = np.repeat(at[shared] - (np.cumsum(each) - each), each) + np.arange(int(each.sum()))
+    taken = np.bincount(rows, np.repeat(batch.costs(sizes)[shared], each), num_rows).astype(np.float64)
+    ranks = np.ones(num_rows, np.int64)
+    ranks[rows] = np.repeat(each, each)
+    return taken.reshape(-1, batch.dp_size), ranks
 
 
 def fewest_ranks(batch: GlobalBatch) -> Int64Array:
     """Return the fewest ranks that hold each sequence, int64 [sequences], powers of two."""
     sizes = np.ones_like(batch.lengths)
-    # Of a shared sequence each rank has two chunks of the same length.
-    held, is_long = batch.max_tokens_per_row // 2 * 2, batch.lengths > batch.max_tokens_per_row
+    unit, is_long = math.lcm(2, batch.pad_to_multiple), batch.lengths > batch.max_tokens_per_row
+    held = batch.max_tokens_per_row // unit * unit
     while is_long.any():
         sizes[is_long] *= 2
         is_long &= batch.lengths > held * sizes
     return sizes
 
 
-def divide_further(batch: GlobalBatch, sizes: Int64Array, cost: float) -> Int64Array:
+def divide_further(batch: GlobalBatch, sizes: Int64Array, cost: float, part: float) -> Int64Array:
     """Return more ranks for sequences that cost more than `cost` on each of theirs, int64 [sequences].
 
-    They are doubled as long as that makes them cheaper, down to an eighth of a row: what ranks have of shorter ones is
-    launched and padded for longer than it is computed.
+    They are doubled as long as that makes them cheaper, down to one part in `part` of a row: what ranks have of shorter
+    ones is launched and padded for longer than it is computed.
     """
     most, sizes = largest_share(batch.dp_size, batch.cost.most_ranks), sizes.copy()
     costs = batch.costs(sizes)
     while True:
         halves = batch.costs(2 * sizes)
         pays = (costs > cost) & (2 * sizes <= most) & (halves < costs)
-        pays &= 8 * batch.lengths > batch.max_tokens_per_row * sizes
+        pays &= part * batch.lengths > batch.max_tokens_per_row * sizes
         if not pays.any():
             return sizes
         sizes[pays] *= 2
         costs[pays] = halves[pays]
 
 
-def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Float64Array, Float64Array]:
-    """Return the places of shared sequences, and the cost and number of the rows that each rank has then.
+def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> Int64Array:
+    """Return the places of shared sequences.
 
     Each microbatch gets the costliest of those that are left and fit beside each other, so its rows cost about the
     same. There the costliest of a size go to the ranks that are least busy.
 
     Returns:
-        int64 [sequences], microbatch * dp_size + first rank, -1 for the others; float64 [dp_size] each.
+        int64 [sequences], microbatch * dp_size + first rank, -1 for the others.
     """
     at = np.full_like(sizes, -1)
-    loads, counts = np.zeros((2, batch.dp_size))
+    loads = np.zeros(batch.dp_size)
     costs = batch.costs(sizes)
     order = np.argsort(-costs, kind="stable")
     left = {size: order[sizes[order] == size].tolist()[::-1] for size in np.unique(sizes[sizes > 1])[::-1].tolist()}
@@ -128,43 +216,12 @@ def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> tuple[Int64Array, Fl
             ranks = (first[:, None] + np.arange(size)).ravel()
             is_free[ranks] = False
             loads[ranks] += np.repeat(costs[those], size)
-            counts[ranks] += 1
         number += 1
-    return at, loads, counts
+    return at
 
 
-def _rows_of(first: Int64Array, sizes: Int64Array) -> Int64Array:
-    """Return the rows of all ranks that share the rows whose first is given, int64 [sum of sizes]."""
-    starts = np.cumsum(sizes) - sizes
-    rows: Int64Array = np.repeat(first - starts, sizes) + np.arange(int(sizes.sum()))
-    return rows
-
-
-def _fill_free(
-    batch: GlobalBatch, costs: Float64Array, missing: Float64Array, taken: Float64Array
-) -> Int64Array | None:
-    """Return the row of each sequence among those that are free, int64 [sequences]; None where one finds no room."""
-    is_free = taken == 0
-    if not batch.lengths.size:
-        return np.zeros_like(batch.lengths)
-    # Rows of a rank are full one after the other, so that no rank gets a long sequence in each of its rows.
-    full = costs.sum() / batch.lengths.sum() * batch.max_tokens_per_row / _ROOM
-    targets = np.clip(missing - (np.cumsum(is_free, axis=0) - 1) * full, 0.0, full)
-    rows = np.flatnonzero(is_free)
-    filled = fill_rows(batch, costs, targets.ravel()[rows], np.argsort(-batch.lengths, kind="stable"))
-    return None if filled is None else rows[filled]
-
-
-def _joined(
-    batch: GlobalBatch, placed: Schedule, short: npt.NDArray[np.int64], sizes: Int64Array, at: Int64Array
-) -> Schedule:
-    """Return the schedule of the short sequences with the shared ones in their places."""
-    row_of = at.copy()
-    row_of[short[placed.order]] = np.repeat(np.arange(placed.row_offsets.shape[0] - 1), np.diff(placed.row_offsets))
-    shared = np.flatnonzero(at >= 0)
-    shared_by = np.ones(placed.row_offsets.shape[0] - 1, dtype=np.int64)
-    shared_by[_rows_of(at[shared], sizes[shared])] = np.repeat(sizes[shared], sizes[shared])
-    # Microbatches without a sequence on any rank are left out, up to a whole group of them.
+def _without_empty(batch: GlobalBatch, row_of: Int64Array, shared_by: Int64Array) -> Schedule:
+    """Return the schedule without the microbatches in which no rank has a sequence, up to a whole group of them."""
     is_used = np.bincount(row_of // batch.dp_size, minlength=len(shared_by) // batch.dp_size) > 0
     order = np.argsort(~is_used, kind="stable")
     kept = -(-np.count_nonzero(is_used) // batch.group_size) * batch.group_size * batch.dp_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,17 @@ from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
 from harness.records import Int64Array
 from harness.schedule import measure_imbalance, schedule
+from harness.schedule.batch import GlobalBatch, largest_share, row_costs
+from harness.schedule.dynamic_context import place_alike, place_dynamic_context
 from tests.samples.long_tails import COST, KINDS, TOKENS, fewest_ranks, lengths_of
 
 _RANKS = (8, 64, 512, 4096)
 # Megatron's planner visits every rank for every sequence.
 _MOST_RANKS_OF_MEGATRON = 64
+# Sequences a rank of small batches.
+_FEW = (1, 4, 16)
+
+Groups = Sequence[Sequence[Sequence[int]]]
 
 
 def bench_context(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
@@ -34,7 +41,24 @@ def bench_context(sizes: Sizes, workspace: Workspace, progress: Progress) -> Ben
         for kind in KINDS:
             progress(f"placing {num:,} sequences on {ranks} ranks: {kind}")
             _measure(f"{ranks} ranks, {kind}", lengths_of(kind, num, TOKENS * ranks), ranks, report)
+            for each in (one for one in _FEW if one * ranks < num):
+                _measure_few(f"{ranks} ranks, {each} a rank, {kind}", kind, each, ranks, report)
     return report
+
+
+def _measure_few(title: str, kind: str, each: int, ranks: int, report: BenchReport) -> None:
+    """Compare a small batch with the bound, and with the best of layouts that have one size for all sequences."""
+    lengths = lengths_of(kind, each * ranks, TOKENS * ranks)
+    batch, size = GlobalBatch(lengths, ranks, TOKENS, 1, None, COST), int(fewest_ranks(lengths).max())
+    least, fixed = least_step(lengths, ranks), []
+    while size <= largest_share(ranks):
+        fixed.append(float(row_costs(place_alike(batch, size), lengths, cost=COST).sum(axis=0).max()))
+        size *= 2
+    work = row_costs(place_dynamic_context(batch), lengths, cost=COST)
+    report.add(Figure(f"{title}, step to the best fixed size", work.sum(axis=0).max() / min(fixed), "x", at_most=1.005))
+    report.add(Figure(f"{title}, step to the least possible", float(work.sum(axis=0).max() / least), "x"))
+    report.add(Figure(f"{title}, waves to the least possible step", float(work.max(axis=1).sum() / least), "x"))
+    report.add(Figure(f"{title}, least possible step", least * ranks / COST.of(lengths).sum(), "x"))
 
 
 def _measure(title: str, lengths: Int64Array, ranks: int, report: BenchReport) -> None:
@@ -74,10 +98,35 @@ def megatron_costs(lengths: Int64Array, ranks: int) -> npt.NDArray[np.float64]:
     group: Any = SimpleNamespace(size=lambda: ranks)
     planner = BalancedCPScheduler(TOKENS, group)
     _, groups = planner.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
-    work = np.zeros((len(groups), ranks))
+    return costs_of_groups(groups, lengths)
+
+
+def costs_of_groups(groups: Groups, lengths: Int64Array) -> npt.NDArray[np.float64]:
+    """Return the cost of each rank in each microbatch, float64 [microbatches, ranks], of the sequences it has there."""
+    work = np.zeros((len(groups), len(groups[0])))
     for number, of_ranks in enumerate(groups):
         held = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in of_ranks])
         shared = np.bincount(held, minlength=len(lengths))
         costs = COST.of_rank(lengths, np.maximum(shared, 1))
         work[number] = [costs[ids].sum() for ids in of_ranks]
     return work
+
+
+def least_step(lengths: Int64Array, ranks: int) -> float:
+    """Return a cost that the busiest rank of no placement is below.
+
+    A sequence that costs no more than the step is on enough ranks, and its work grows with them: of the steps in which
+    the work of all sequences fits, on ranks that are just enough, this is the least. It has no fragments of rows, and
+    no capacity of a microbatch.
+    """
+    powers = 2 ** np.arange(int(np.log2(largest_share(ranks))) + 1)
+    costs = np.array([COST.of_rank(lengths, power) for power in powers.tolist()])
+    costs[powers[:, None] < fewest_ranks(lengths)] = np.inf
+    low, high = 0.0, float(np.minimum.reduce(costs).sum() * ranks)
+    for _ in range(60):
+        step = (low + high) / 2
+        is_enough = costs <= step
+        at = np.argmax(is_enough, axis=0)
+        work = np.where(is_enough.any(axis=0), costs[at, np.arange(len(lengths))] * powers[at], np.inf).sum()
+        low, high = (low, step) if work <= step * ranks else (step, high)
+    return low

@@ -19,7 +19,7 @@ from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
 from harness.errors import ConfigError
 from harness.formats import open_dataset
-from tests.benchmarks import scheduling
+from tests.benchmarks import reading, scheduling
 from tests.benchmarks.__main__ import PEERS
 from tests.benchmarks.clocks import rate
 from tests.benchmarks.links import make_dataset

@@ -319,6 +319,10 @@ def test_a_row_names_the_ranks_that_share_it() -> None:
         assert [(row.shared_by, len(row)) for row in rows] == [(dp_size, 40), (dp_size // 2, 8)]
     with pytest.raises(ScheduleError, match="38 model tokens after padding, more than the 36 of a row"):
         reader(data, DYNAMIC, capacity=18, dp_size=2).check()
+    # Half of 44 tokens is 22, and two chunks of a rank are a multiple of 4.
+    with pytest.raises(ScheduleError) as caught:
+        reader(MemorySource([pack(42)]), DYNAMIC, capacity=16, dp_size=2, pad_to_multiple=4).check()
+    assert "max_tokens_per_rank to 24 or more" in caught.value.fix
     assert reader(data, capacity=40).read(step).shared_by == ()
 
 

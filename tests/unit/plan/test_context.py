@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import pytest
 from long_tails import COST, TOKENS, lengths_of
 
 from harness.config import compose_config
-from harness.errors import ConfigError
+from harness.errors import ConfigError, ScheduleError
 from harness.plan import ParallelConfig, SftConfig
 from harness.plan.run_plan import AssumedPacks, compare_context_sizes, plan_run
 from harness.plan.search import search_layouts
 from harness.plan.waves import PlacedBatch
 from harness.plan.work import Machine
 from harness.records import Schedule
+from harness.schedule.batch import check_lengths
+from harness.thd import padded_lengths
 
 LONG = ["model=llama3_8b", "schedule=dynamic_context", "parallel.ranks=8", "schedule.max_tokens_per_rank=32768"]
 
@@ -119,6 +122,25 @@ def test_a_sequence_that_no_row_holds_is_refused_with_tokens_of_a_rank_that_do()
     # A fourth is 32,770, of which each rank could not hold two chunks.
     assert caught.value.fix.startswith("raise it to 32,772 or more")
     plan_run(compose_config("sft", SftConfig, [*settings, "schedule.max_tokens_per_rank=32772"]), packs=packs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["parallel=tp4_sp", "schedule=dynamic_context"], ["parallel=tp4_sp"], ["parallel=cp2", "schedule=cost_balanced"]],
+)
+def test_the_size_that_is_suggested_for_a_sequence_is_one_that_settings_accept(settings: list[str]) -> None:
+    parts = ["model=llama3_8b", "parallel.ranks=16", *settings]
+    config = compose_config("sft", SftConfig, parts)
+    layout = {"dp_size": config.parallel.dp_size(16), "cp_size": config.parallel.context_parallel_size}
+    padding = config.parallel.pad_to_multiple
+    lengths = padded_lengths(np.array([131_090]), padding)
+    with pytest.raises(ScheduleError) as caught:
+        check_lengths(lengths, None, config.schedule.name, 4096, pad_to_multiple=padding, **layout)
+    found = re.search(r"max_tokens_per_rank to ([\d,]+) or more", caught.value.fix)
+    assert found is not None
+    least = found[1].replace(",", "")
+    compose_config("sft", SftConfig, [*parts, f"schedule.max_tokens_per_rank={least}"]).check(16)
+    check_lengths(lengths, None, config.schedule.name, int(least), pad_to_multiple=padding, **layout)
 
 
 def test_layouts_of_a_search_hold_the_longest_sequence() -> None:

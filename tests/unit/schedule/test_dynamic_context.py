@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from long_tails import COST, KINDS, TOKENS, fewest_ranks, lengths_of
 from harness.errors import ScheduleError
 from harness.records import Int64Array, Schedule
 from harness.schedule import Imbalance, SequenceCost, measure_imbalance, schedule
-from harness.schedule.batch import largest_share
+from harness.schedule.batch import GlobalBatch, largest_share, row_costs
+from harness.schedule.dynamic_context import place_alike
 from tests.benchmarks.context import megatron_costs
 
 
@@ -57,10 +59,9 @@ def test_every_sequence_is_in_one_row_of_neighbors_that_hold_it(
             first = rank - rank % ranks
             for other in range(first, first + ranks):
                 assert (made.ranks_of_row(number, other), made.row(number, other).tolist()) == (ranks, row)
-            # Two equal chunks a rank; a sequence that ranks share is alone in its row.
-            held = sizes[row].sum() if ranks == 1 else -(-sizes[row[0]] // (2 * ranks)) * 2
+            # Two equal chunks of each sequence a rank.
+            held = sizes[row].sum() if ranks == 1 else (-(-sizes[row] // (2 * ranks)) * 2).sum()
             assert held <= 24
-            assert ranks == 1 or len(row) == 1
             assert most % ranks == 0
 
 
@@ -71,14 +72,80 @@ def test_ranks_are_even_and_keys_travel_no_further_than_they_must(kind: str, dp_
     made = placed(lengths, dp_size)
     found, ranks, fewest = measured(made, lengths), ranks_of(made), fewest_ranks(lengths)
     assert found.cost_ratio <= 1.01
-    # The documents of a step on 4,096 ranks fill two microbatches, and cost 17,000 to 52,000.
-    assert found.sync_ratio <= (1.30 if (dp_size, kind) == (4096, "chats and 1% documents") else 1.10)
-    assert (lengths * (ranks - 1)).sum() <= 1.1 * (lengths * (fewest - 1)).sum()
+    # The documents of a step on 4,096 ranks cost 17,000 to 52,000, so more ranks share them.
+    waits, sends = (1.16, 1.8) if (dp_size, kind) == (4096, "chats and 1% documents") else (1.10, 1.1)
+    assert found.sync_ratio <= waits
+    assert (lengths * (ranks - 1)).sum() <= sends * (lengths * (fewest - 1)).sum()
     ideal = (COST.of_rank(lengths, fewest) * fewest).sum() / dp_size
     assert found.rank_cost.max() <= 1.01 * ideal
     # One size for all that holds the longest, if its ranks were perfectly even.
     fixed = fewest.max()
     assert found.rank_cost.max() <= 1.01 * (COST.of_rank(lengths, np.full_like(ranks, fixed)) * fixed).sum() / dp_size
+
+
+def drawn_batches(count: int) -> Iterator[tuple[Int64Array, int, SequenceCost]]:
+    """Yield lengths of small batches, their ranks and costs: one to four sequences a rank, padded for all ranks."""
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        dp_size = int(rng.choice([2, 4, 6, 8, 16, 64, 96]))
+        most = largest_share(dp_size)
+        middle, width = np.log(rng.choice([500, 3000, 20_000])), rng.choice([0.5, 1.0, 1.7])
+        lengths = rng.lognormal(middle, width, int(dp_size * rng.choice([1, 2, 4])))
+        lengths = np.clip(lengths, 1, TOKENS * most).astype(np.int64)
+        cost = (COST, SequenceCost(), SequenceCost(1.0, 1 / 60_000, exchange=0.25, swap=0.1))[number % 3]
+        yield -(-lengths // (2 * most)) * 2 * most, dp_size, cost
+
+
+def test_the_busiest_rank_of_small_batches_is_no_busier_than_with_one_size_for_all_sequences() -> None:
+    ratios, waits = [], []
+    for lengths, dp_size, cost in drawn_batches(120):
+        found = row_costs(placed(lengths, dp_size, cost=cost), lengths, cost=cost)
+        batch = GlobalBatch(lengths, dp_size, TOKENS, 1, None, cost)
+        fewest = fewest_ranks(lengths)
+        sizes = [size for size in 2 ** np.arange(8) if fewest.max() <= size <= largest_share(dp_size)]
+        fixed = [row_costs(place_alike(batch, size), lengths, cost=cost) for size in sizes]
+        even = (cost.of_rank(lengths, fewest) * fewest).sum() / dp_size
+        least = min(work.sum(axis=0).max() for work in fixed)
+        assert found.sum(axis=0).max() <= max(least, 1.005 * even)
+        ratios.append(found.sum(axis=0).max() / least)
+        waits.append(found.max(axis=1).sum() / min(work.max(axis=1).sum() for work in fixed))
+    assert np.mean(ratios) <= 0.95
+    assert np.mean(waits) <= 0.97
+
+
+@pytest.mark.parametrize(("dp_size", "cp_size"), [(8, 2), (12, 4), (8, 1)])
+def test_one_size_for_all_sequences_is_the_placement_of_a_layout_that_has_it(dp_size: int, cp_size: int) -> None:
+    lengths = np.minimum(lengths_of("chats and documents", 64, TOKENS * cp_size), TOKENS) // 16 * 16 + 16
+    size = {"max_tokens_per_rank": 2 * TOKENS, "cost": COST}
+    theirs = schedule("cost_balanced", lengths, dp_size=dp_size // cp_size, cp_size=cp_size, **size)
+    ours = place_alike(GlobalBatch(lengths, dp_size, 2 * TOKENS, 1, None, COST), cp_size)
+    assert ours.num_microbatches == theirs.num_microbatches
+    for number in range(ours.num_microbatches):
+        for rank in range(dp_size):
+            assert ours.ranks_of_row(number, rank) == cp_size
+            assert sorted(ours.row(number, rank)) == sorted(theirs.row(number, rank // cp_size))
+
+
+@pytest.mark.parametrize(("dp_size", "most"), [(8, 1.05), (64, 1.07), (512, 1.15), (4096, 1.15)])
+def test_short_sequences_of_small_batches_fill_the_rows_that_ranks_share(dp_size: int, most: float) -> None:
+    lengths = lengths_of("chats", 2 * dp_size, TOKENS)
+    waits = row_costs(placed(lengths, dp_size), lengths, cost=COST).max(axis=1).sum()
+    assert waits <= most * COST.of(lengths).sum() / dp_size
+
+
+def test_short_sequences_in_shared_rows_have_the_padding_of_the_layout() -> None:
+    rng = np.random.default_rng(0)
+    shared = 0
+    for _ in range(20):
+        lengths, options = 6 * rng.integers(1, 60, 16), {"pad_to_multiple": 6, "cost": SequenceCost(exchange=1 / 4)}
+        made = placed(lengths, 8, max_tokens_per_rank=126, **options)
+        for number in range(made.num_microbatches):
+            for rank in range(8):
+                row, ranks = made.row(number, rank), made.ranks_of_row(number, rank)
+                shared += ranks > 1 and len(row) > 1
+                held = -(-lengths[row] // (6 * ranks)) * 6 if ranks > 1 else lengths[row]
+                assert held.sum() <= 126
+    assert shared
 
 
 def test_the_busiest_rank_of_small_batches_is_no_busier_than_by_megatron_s_planner() -> None:
@@ -119,8 +186,10 @@ def test_a_sequence_that_would_hold_up_the_step_is_divided_further_and_others_st
     even["cost"] = SequenceCost(1.0, 0.0, exchange=1.0)
     assert ranks_of(placed(np.array([9]), 2, **even)).tolist() == [1]
     assert ranks_of(placed(np.array([9, 16]), 2, **even)).tolist() == [1, 2]
-    # Nor where the busiest rank costs 1.01 times the mean: 101 for 100.
-    assert ranks_of(placed(np.array([51, 50, 99]), 2, max_tokens_per_rank=101, cost=SequenceCost(1.0, 0.0))).max() == 1
+    # Nor where the busiest rank costs 1.004 times the mean, but where it costs 1.01 times as much.
+    even["cost"] = SequenceCost(1.0, 0.0)
+    assert ranks_of(placed(np.array([504, 500, 996]), 2, **even | {"max_tokens_per_rank": 1004})).max() == 1
+    assert ranks_of(placed(np.array([510, 500, 990]), 2, **even | {"max_tokens_per_rank": 1010})).min() == 2
     lengths = np.array([40_000, *[8_200] * 800])
     made = placed(lengths, 4)
     assert made.num_microbatches == 201
@@ -141,7 +210,7 @@ def test_a_batch_without_a_long_sequence_is_placed_as_cost_balanced_places_it() 
 
 @pytest.mark.parametrize(
     ("dp_size", "group_size", "digest"),
-    [(2, 1, "8d680ad22e4e948f"), (8, 1, "edf47111fa1ba322"), (12, 3, "b02db1375107e7e4"), (64, 1, "5c7f113d72055ebe")],
+    [(2, 1, "a2272d120ae7bbf1"), (8, 1, "93c4865157c81db4"), (12, 3, "243842d78510d982"), (64, 1, "089a62657dc92964")],
 )
 def test_the_placement_is_the_same_on_every_machine(dp_size: int, group_size: int, digest: str) -> None:
     """Ranks on other processors plan for themselves; equal sequences stay in order for them all."""

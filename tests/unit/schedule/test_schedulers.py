@@ -42,11 +42,12 @@ def test_every_sequence_is_placed_once_in_equally_many_rows_within_capacity(
     assert (placed.order.dtype, placed.row_offsets.dtype) == (np.int64, np.int64)
     assert placed.num_microbatches % group_size == 0
     assert placed.num_microbatches * dp_size == placed.row_offsets.shape[0] - 1
-    most = most_sequences(name, np.asarray(lengths), offsets, max_tokens_per_row=30, global_batch_size=len(packs))
     for microbatch in range(placed.num_microbatches):
         for rank in range(dp_size):
-            assert len(placed.row(microbatch, rank)) <= most
-            assert sum(lengths[index] for index in placed.row(microbatch, rank)) <= 30
+            held = 30 * placed.ranks_of_row(microbatch, rank)
+            size = {"max_tokens_per_row": held, "global_batch_size": len(packs)}
+            assert len(placed.row(microbatch, rank)) <= most_sequences(name, np.asarray(lengths), offsets, **size)
+            assert sum(lengths[index] for index in placed.row(microbatch, rank)) <= held
 
 
 @pytest.mark.parametrize(
@@ -155,19 +156,27 @@ def test_the_most_ranks_that_share_a_row_are_the_largest_power_of_two_that_divid
 
 
 @pytest.mark.parametrize(
-    ("name", "dp_size", "cp_size", "most_ranks", "fits", "ranks", "least"),
+    ("name", "dp_size", "cp_size", "changes", "fits", "ranks", "least"),
     [
-        ("dp_balanced", 4, 2, None, 18, "cp_size", 11),
-        ("dynamic_context", 3, 1, None, 9, "1, the largest power of two that divides 3 data-parallel ranks", 13),
+        ("dp_balanced", 4, 2, {}, 18, "cp_size", 11),
+        # Rows are a multiple of 12 tokens, and ranks of 6.
+        ("dp_balanced", 4, 2, {"pad_to_multiple": 12}, 18, "cp_size", 12),
+        # Settings require two equal chunks of every rank.
+        ("dynamic_context", 3, 1, {}, 9, "1, the largest power of two that divides 3 data-parallel ranks", 14),
         # Each of four ranks holds two equal chunks of 4 tokens.
-        ("dynamic_context", 12, 1, None, 32, "4, the largest power of two that divides 12 data-parallel ranks", 10),
-        ("dynamic_context", 12, 1, 2, 16, "2, the most ranks that can divide the heads of a scan", 10),
+        ("dynamic_context", 12, 1, {}, 32, "4, the largest power of two that divides 12 data-parallel ranks", 10),
+        ("dynamic_context", 12, 1, {"most_ranks": 2}, 16, "2, the most ranks that can divide the heads of a scan", 10),
+        # Chunks of ranks that share a sequence are multiples of 4 together.
+        (
+            *("dynamic_context", 12, 1, {"pad_to_multiple": 4}, 32),
+            *("4, the largest power of two that divides 12 data-parallel ranks", 12),
+        ),
     ],
 )
 def test_a_sequence_that_its_ranks_cannot_hold_is_refused_with_what_would(
-    name, dp_size, cp_size, most_ranks, fits, ranks, least
+    name, dp_size, cp_size, changes, fits, ranks, least
 ) -> None:
-    layout = {"dp_size": dp_size, "cp_size": cp_size, "most_ranks": most_ranks}
+    layout = {"dp_size": dp_size, "cp_size": cp_size, **changes}
     check_lengths(np.asarray([fits, 1]), None, name, 9, **layout)
     long = np.asarray([1, fits + 1, fits + 4])
     for offsets, where in ((None, "schedule.max_tokens_per_rank"), ([0, 1, 3], "pack 1, its sequence 0")):
@@ -180,6 +189,7 @@ def test_a_sequence_that_its_ranks_cannot_hold_is_refused_with_what_would(
         assert caught.value.where == where
         fix = f"raise schedule.max_tokens_per_rank to {least} or more, or prepare the data with a smaller limit"
         assert caught.value.fix == fix
+    check_lengths(long, None, name, least, **layout)
 
 
 def test_a_pack_that_no_row_holds_is_refused_where_packs_are_rows_and_an_empty_sequence_everywhere() -> None:
