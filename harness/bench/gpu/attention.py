@@ -172,10 +172,7 @@ def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch,
 
 def _make_plain(chunks: list[DistributedDataParallel]) -> None:
     """Give all layers plain attention, and the reference of their scan."""
-    module = chunks[0]
-    while not hasattr(module, "decoder"):
-        module = module.module
-    for layer in module.decoder.layers:
+    for layer in chunks[0].module.decoder.layers:
         mixer = layer.self_attention
         if hasattr(mixer, "use_plain_scan"):
             mixer.use_plain_scan()
