@@ -50,11 +50,7 @@ class ExternalLoader:
         return dict(self._position)
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Continue after a position that `save_state` returned, on any number of ranks.
-
-        Raises:
-            LoaderError: it belongs to another dataset, seed or order.
-        """
+        """Continue after a position that `save_state` returned, on any number of ranks; see `RankStream`."""
         self._rows.load_state_dict(state)
         self._position = self.stream.state_dict()
 
@@ -128,12 +124,9 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: Any, vp_stage
 
 
 def _check(args: Any) -> None:
+    loader = args.dataloader_type
     wrong = [
-        (
-            args.dataloader_type != "external",
-            f"--dataloader-type is {args.dataloader_type}",
-            "--dataloader-type external",
-        ),
+        (loader != "external", f"--dataloader-type is {loader}", "--dataloader-type external"),
         (args.micro_batch_size != 1, f"--micro-batch-size is {args.micro_batch_size}", "--micro-batch-size 1"),
         (
             not args.calculate_per_token_loss,

@@ -64,6 +64,7 @@ _NEEDED: dict[str, tuple[object, ...]] = {
 }
 
 Groups = Sequence[Sequence[Sequence[int]]]
+GroupOf = Callable[[int], ProcessGroup | None]
 Microbatch = tuple[
     torch.Tensor | None,
     torch.Tensor | None,
@@ -385,31 +386,42 @@ def get_batch_on_this_rank_for_sequence_packing(
         ConfigError: an argument or the config asks for what is not supported (see the module).
         LoaderError: a row lacks what this chunk reads, or its length does not fit its bounds.
     """
-    newer = {"return_context_parallel_batch": return_context_parallel_batch}
-    _check_call(newer | {f"pg_collection={pg_collection}": isinstance(pg_collection, bool)}, config)
+    if return_context_parallel_batch or isinstance(pg_collection, bool):
+        name = "return_context_parallel_batch" if return_context_parallel_batch else f"pg_collection={pg_collection}"
+        fix = "pass arguments after vp_stage by name, because their order differs between versions, and omit those "
+        fix += "of newer ones: the tuple is returned"
+        raise ConfigError(f"{name} is not supported", where=_PHASE_2, fix=fix)
+    if config is not None:
+        _check_config(config)
     tp_group, pp_group, cp_group = _groups(pg_collection, "tp", "pp", "cp")
-    device = device_of(tp_group)
     if vp_stage is not None and vpp_size is None:
         vpp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     is_first = pp_group.rank() == 0 and vp_stage in (None, 0)
     is_last = pp_group.rank() == pp_group.size() - 1 and vp_stage in (None, (vpp_size or 1) - 1)
     fields = (*_OF_FIRST_STAGE * (is_first or mtp_on_this_rank), *_OF_LAST_STAGE * (is_last or mtp_on_this_rank))
     group_of = partial(_dynamic_group, dynamic_cp_group_func) if dynamic_cp else lambda _: cp_group
-    values, header = _next_row(data_iterator, fields, tp_group, group_of, device, dynamic_cp)
-    return _broadcast_row(values, header, fields, tp_group, group_of, dynamic_cp)
+    return _share_row(data_iterator, fields, tp_group, group_of, dynamic_cp)
 
 
-def _broadcast_row(
-    values: dict[str, torch.Tensor],
-    header: list[int],
-    fields: Sequence[str],
-    tp_group: ProcessGroup,
-    group_of: Callable[[int], ProcessGroup | None],
-    is_dynamic: bool,
+def _share_row(
+    rows: Iterator[Any] | None, fields: Sequence[str], tp_group: ProcessGroup, group_of: GroupOf, is_dynamic: bool
 ) -> Microbatch:
-    ends, max_seqlen, total, padded, ranks = header
-    cp_group, device = group_of(ranks), device_of(tp_group)
-    source = torch.distributed.get_process_group_ranks(tp_group)[0]
+    """Take the next row on the first tensor-parallel rank, and give all of the group its slice."""
+    values: dict[str, torch.Tensor] = {}
+    header, device = [0, 0, 0, 0, 0], device_of(tp_group)
+    error: Exception | None = None
+    if tp_group.rank() == 0:
+        try:
+            values = _own_slice(rows, fields, group_of, device, is_dynamic)
+            is_padded = not torch.equal(values["cu_seqlens"], values["cu_seqlens_padded"])
+            ends, total = values["cu_seqlens"].shape[0], int(values["cu_seqlens_padded"][-1])
+            header = [ends, int(values["max_seqlen"]), total, int(is_padded), int(values[_SIZE])]
+        except (LoaderError, ScheduleError) as raised:
+            error, header = raised, [_FAILED, 0, 0, 0, 0]
+    ends, max_seqlen, total, padded, ranks = map(int, broadcast_scalars(header, tp_group, device, torch.int64))
+    if ends == _FAILED:
+        raise_together(error, (tp_group,))
+    cp_group, source = group_of(ranks), torch.distributed.get_process_group_ranks(tp_group)[0]
 
     def shared(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = values[name].contiguous() if name in values else torch.empty(shape, dtype=dtype, device=device)
@@ -428,56 +440,14 @@ def _broadcast_row(
     return row.get("tokens"), row.get("labels"), row.get("loss_mask"), None, row.get("position_ids"), params, mask
 
 
-def _check_call(refused: dict[str, Any], config: Any) -> None:
-    for name in (name for name, value in refused.items() if value):
-        fix = "pass arguments after vp_stage by name, because their order differs between versions, and omit those "
-        fix += "of newer ones: the tuple is returned"
-        raise ConfigError(f"{name} is not supported", where=_PHASE_2, fix=fix)
-    if config is not None:
-        _check_config(config)
-
-
-def _next_row(
-    data_iterator: Iterator[Any] | None,
-    fields: Sequence[str],
-    tp_group: ProcessGroup,
-    group_of: Callable[[int], ProcessGroup | None],
-    device: torch.device,
-    is_dynamic: bool,
-) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Return the next row on the first tensor-parallel rank.
-
-    On all ranks, also its bounds, longest sequence and tokens, whether it is padded, and the ranks that share it.
-    """
-    values: dict[str, torch.Tensor] = {}
-    header = [0, 0, 0, 0, 0]
-    error: Exception | None = None
-    if tp_group.rank() == 0:
-        try:
-            values = _own_slice(data_iterator, fields, group_of, device, is_dynamic)
-            is_padded = not torch.equal(values["cu_seqlens"], values["cu_seqlens_padded"])
-            ends, total = values["cu_seqlens"].shape[0], int(values["cu_seqlens_padded"][-1])
-            header = [ends, int(values["max_seqlen"]), total, int(is_padded), int(values[_SIZE])]
-        except (LoaderError, ScheduleError) as raised:
-            error, header = raised, [_FAILED, 0, 0, 0, 0]
-    header = [int(value) for value in broadcast_scalars(header, tp_group, device, torch.int64)]
-    if header[0] == _FAILED:
-        raise_together(error, (tp_group,))
-    return values, header
-
-
 def _own_slice(
-    data_iterator: Iterator[Any] | None,
-    fields: Sequence[str],
-    group_of: Callable[[int], ProcessGroup | None],
-    device: torch.device,
-    is_dynamic: bool,
+    rows: Iterator[Any] | None, fields: Sequence[str], group_of: GroupOf, device: torch.device, is_dynamic: bool
 ) -> dict[str, torch.Tensor]:
     """Return the bounds of the next row and this rank's slice of its fields and of its padding mask, [1, T / cp]."""
-    if data_iterator is None:
+    if rows is None:
         fix = "pass the result of wrap_data_iterator; with virtual pipeline stages, the entry of this stage"
         raise LoaderError("the first tensor-parallel rank has no data iterator", where=_PHASE_2, fix=fix)
-    row = next(data_iterator, None)
+    row = next(rows, None)
     if row is None:
         fix = "run as many microbatches as wrap_data_iterator returned, then call it again for the next global batch"
         raise LoaderError("the iterator of this global batch is exhausted", where=_PHASE_2, fix=fix)
@@ -542,8 +512,7 @@ def _dynamic_group(given: Callable[..., ProcessGroup] | None, size: int) -> Proc
         return None
     names = (f"get_{kind}_data_context_parallel_groups" for kind in ("dynamic", "hybrid"))  # the second is the earlier
     get: Any = given or next(getattr(parallel_state, name) for name in names if hasattr(parallel_state, name))
-    found: ProcessGroup = get(group_size=size)
-    return found
+    return get(group_size=size)  # type: ignore[no-any-return]
 
 
 def _check_config(config: Any) -> None:

@@ -219,9 +219,8 @@ def reroute_samples_to_dcp_ranks(
         sent = [sum(1 if one_each else lengths[i] for i in ids) for ids in outgoing]
         arriving = [1 if one_each else lengths[i] for i in received_ids]
         parts = [batch[i - first][name].reshape(-1) for ids in outgoing for i in ids]
-        dtype = batch[0][name].dtype
-        data = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=dtype, device=device)
-        target = torch.empty(sum(arriving), dtype=dtype, device=device)
+        data = torch.cat([batch[0][name].new_empty(0), *parts]).to(device)
+        target = data.new_empty(sum(arriving))
         counts = [sum(1 if one_each else lengths[i] for i in ids) for ids in incoming]
         torch.distributed.all_to_all_single(target, data, counts, sent, group=dp_group)
         for i, values in zip(received_ids, torch.split(target, arriving), strict=True):
@@ -353,13 +352,9 @@ def raise_together(error: Exception | None, groups: Sequence[ProcessGroup]) -> N
     """
     news: tuple[str, HarnessError] | None = None
     if error is not None:
-        known = (
-            error
-            if isinstance(error, HarnessError)
-            else LoaderError(
-                f"{type(error).__name__}: {error}", where="the data iterator", fix="see the traceback of this rank"
-            )
-        )
+        what, fix = f"{type(error).__name__}: {error}", "see the traceback of this rank"
+        foreign = LoaderError(what, where="the data iterator", fix=fix)
+        known = error if isinstance(error, HarnessError) else foreign
         # A shared error names its rank already.
         news = ("" if known.is_shared else f"rank {torch.distributed.get_rank()}: ", known)
     for group in groups:
