@@ -56,12 +56,8 @@ class Row(dict[str, Any]):
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Self:
         """Return the row with its tensors on `device`."""
-        return type(self)(
-            {
-                key: value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
-                for key, value in self.items()
-            }
-        )
+        tensors = {key: value for key, value in self.items() if hasattr(value, "to")}
+        return type(self)(self | {key: value.to(device, non_blocking=non_blocking) for key, value in tensors.items()})
 
     def __missing__(self, key: str) -> Any:
         self._refuse(key)
@@ -69,19 +65,17 @@ class Row(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of `key`, or the default; raise DialectError for a key of another dialect."""
-        if key not in self:
-            self._refuse(key)
+        self._refuse(key)
         return super().get(key, default)
 
     def pop(self, key: str, *default: Any) -> Any:
         """Remove and return the value of `key`; raise DialectError for a key of another dialect."""
-        if key not in self:
-            self._refuse(key)
+        self._refuse(key)
         return super().pop(key, *default)
 
     def _refuse(self, key: str) -> None:
         for other in DIALECTS.values():
-            if key in other.keys_of_dialect and key not in self.keys_of_dialect:
+            if key in other.keys_of_dialect and key not in (*self.keys_of_dialect, *self):
                 what = f"{key!r} is a key of the {other.dialect} dialect, but this row uses the {self.dialect} dialect "
                 what += f"({', '.join(self)})"
                 fix = f"open the data with dialect={other.dialect!r}, or use the keys of {self.dialect}, whose "
@@ -106,7 +100,6 @@ class MegatronRow(Row):
 
     @classmethod
     def of(cls, row: ThdBatch) -> Self:
-        """Return a row of the loader in this dialect, as arrays."""
         values = {name: getattr(row, name) for name in cls.keys_of_dialect}
         return cls({name: value if name in cls.of_sequences else value[None] for name, value in values.items()})
 

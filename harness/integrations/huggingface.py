@@ -57,14 +57,8 @@ def check_boundaries(model: Any) -> None:
     rows = []
     for first in (1, 2):
         ids = torch.tensor([[first % vocab_size] * 4 + [3 % vocab_size, 4 % vocab_size, 5 % vocab_size]])
-        row = HuggingFaceRow(
-            input_ids=ids,
-            position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]),
-            cu_seq_lens_q=torch.tensor([0, 4, 7], dtype=torch.int32),
-            cu_seq_lens_k=torch.tensor([0, 4, 7], dtype=torch.int32),
-            max_length_q=4,
-            max_length_k=4,
-        )
+        row = join_rows([HuggingFaceRow(input_ids=ids, labels=ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]))])
+        del row["labels"]
         rows.append(row.to(device))
     was_training = model.training
     model.eval()

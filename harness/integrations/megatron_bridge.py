@@ -109,24 +109,19 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
             rows(self.test_path, context.test_samples, evaluation_steps),
         )
 
-    def _open(self, path: str, layout: RankLayout, size: int, *, evaluation_steps: int | None) -> BridgeRows:
+    def _open(self, path: str, layout: RankLayout, batch_size: int, *, evaluation_steps: int | None) -> BridgeRows:
         reader = open_dataset(path)
         # Evaluations read the first packs as they are stored.
         changes = {} if evaluation_steps is None else {"shuffle": False, "drop_last": False}
-        config = self._loader_config(size, **changes)
+        config = self._loader_config(batch_size, **changes)
+        size = self.seq_length
         schedule = as_packed_rows(
-            reader.pack_offsets,
-            reader.sequence_lengths,
-            layout,
-            pad_rows_to=self.seq_length,
-            setting="dataset.seq_length",
+            reader.pack_offsets, reader.sequence_lengths, layout, pad_rows_to=size, setting="dataset.seq_length"
         )
         stream = RankStream(reader, config, schedule=schedule, layout=layout)
-        rows = FixedRows(stream, rows_per_step=size // layout.dp_size, pad_rows_to=self.seq_length)
+        rows = FixedRows(stream, rows_per_step=batch_size // layout.dp_size, pad_rows_to=size)
         pin = bool(self.pin_memory) and torch.cuda.is_available()
-        if evaluation_steps is not None:
-            return BridgeRows(rows, self, pin_memory=pin, repeat_steps=evaluation_steps)
-        return BridgeRows(rows, self, pin_memory=pin)
+        return BridgeRows(rows, self, pin_memory=pin, repeat_steps=evaluation_steps)
 
     def _loader_config(self, size: int, **changes: Any) -> LoaderConfig:
         known = [one.name for one in fields(LoaderConfig) if one.name not in _OF_BRIDGE]
@@ -205,11 +200,7 @@ class BridgeRows:
         return self._rows.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to a position that `save_state` returned, on any number of data-parallel ranks.
-
-        Raises:
-            LoaderError: it is no such position, or of another dataset, seed, order or tokenizer.
-        """
+        """Move to a position that `save_state` returned, on any number of ranks; see `RankStream.load_state_dict`."""
         self._rows.load_state_dict(state)
         self._is_placed = True
 
@@ -308,8 +299,8 @@ def bridge_batch(row: ThdBatch) -> dict[str, torch.Tensor]:
     bounds = {"cu_seqlens": row.cu_seqlens_padded}
     if not (row.cu_seqlens == row.cu_seqlens_padded).all():
         bounds["cu_seqlens_unpadded"] = row.cu_seqlens
-    batch = {name: torch.from_numpy(getattr(row, name))[None] for name in ("tokens", "labels", "position_ids")}
-    batch |= {name: torch.from_numpy(getattr(row, name))[None] for name in ("loss_mask", "padding_mask")}
+    names = ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
+    batch = {name: torch.from_numpy(getattr(row, name))[None] for name in names}
     for name, values in bounds.items():
         batch[name] = torch.from_numpy(values)[None]
         # Bridge cuts the bounds here; it marks the end of its own with -1, which ours do not need.

@@ -128,19 +128,11 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
             yield {"input": tokens, "positions": positions}, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the steps so far: integers and strings, the same on every rank.
-
-        Raises:
-            LoaderError: a step was read in part; `global_batch_size` is not that of `training`.
-        """
+        """Return the position after the steps so far; raise LoaderError if a step was read in part."""
         return self._rows.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Move to a position that `state_dict` returned, on any number of ranks and workers.
-
-        Raises:
-            LoaderError: it is no such position, or of another dataset, seed, order or tokenizer.
-        """
+        """Move to a position that `state_dict` returned, on any number of ranks; see `RankStream.load_state_dict`."""
         self._rows.load_state_dict(state_dict)
 
     def close(self) -> None:
