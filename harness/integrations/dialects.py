@@ -29,9 +29,6 @@ class Row(dict[str, Any]):
     """One row as a dict of arrays, or of tensors after `tensors()`; the class is its dialect.
 
     Any key of another dialect raises DialectError, from `get` and `pop` too.
-
-    Attributes:
-        keys_of_dialect: keys of a row.
     """
 
     dialect: ClassVar[str]
@@ -125,11 +122,7 @@ class HuggingFaceRow(Row):
 
     @classmethod
     def of(cls, row: ThdBatch) -> Self:
-        """Return a row of the loader in this dialect, as arrays.
-
-        Raises:
-            ScheduleError: the row has padding, or labels that are not the tokens after their inputs.
-        """
+        """Return a row of the loader in this dialect, as arrays; raise ScheduleError for padding or odd labels."""
         lengths = np.diff(row.cu_seqlens).astype(np.int64)
         # Not the padding mask: it is True for all of a row that has nothing to train.
         if padding := int(row.cu_seqlens_padded[-1] - row.cu_seqlens[-1]):

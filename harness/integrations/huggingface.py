@@ -32,10 +32,8 @@ __all__ = ["PackedTraining", "StoredRows", "check_boundaries", "join_rows"]
 def join_rows(rows: list[Row]) -> Row:
     """Lay several rows of the huggingface dialect end to end as one; `collate_fn` of a DataLoader over StoredRows.
 
-    Only `input_ids`, `labels` and `position_ids` are read, so rows whose other keys a trainer removed are fine.
-
-    Raises:
-        DialectError: the rows are in the Megatron dialect.
+    Only `input_ids`, `labels` and `position_ids` are read, so rows whose other keys a trainer removed are fine. Raise
+    DialectError for rows in the Megatron dialect.
     """
     tokens = {name: torch.cat([row[name] for row in rows], dim=1) for name in ("input_ids", "labels", "position_ids")}
     starts = torch.nonzero(tokens["position_ids"][0] == 0).flatten()
@@ -68,12 +66,10 @@ def check_boundaries(model: Any) -> None:
     allowed = 1e-5 if next(model.parameters()).dtype == torch.float32 else 1e-2
     difference = float((one - other).abs().max() / one.abs().max().clamp(min=1e-30))
     if not difference <= allowed:
-        raise ConfigError(
-            f"a sequence changes the logits of the next sequence in its row by {difference:.2g} of the largest logit",
-            where=f"{type(model).__name__}, attention {getattr(model.config, '_attn_implementation', 'unknown')}",
-            fix="use transformers 4.53 or later, or attn_implementation='flash_attention_2'; models with state-space "
-            "layers are not supported",
-        )
+        what = f"a sequence changes the logits of the next sequence in its row by {difference:.2g} of the largest logit"
+        where = f"{type(model).__name__}, attention {getattr(model.config, '_attn_implementation', 'unknown')}"
+        fix = "use transformers 4.53 or later, or attn_implementation='flash_attention_2'; models with state-space "
+        raise ConfigError(what, where=where, fix=fix + "layers are not supported")
 
 
 class PackedTraining:

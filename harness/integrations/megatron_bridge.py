@@ -93,8 +93,7 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
     ) -> tuple[BridgeRows | None, BridgeRows | None, BridgeRows | None]:
         """Open the datasets of this rank; Bridge calls it once the process groups exist.
 
-        Raises:
-            HarnessError: a layout or a batch size that does not fit, or a dataset that cannot be read.
+        Raise HarnessError for a layout or a batch size that does not fit, or a dataset that cannot be read.
         """
         layout = self._layout()
         size = get_current_global_batch_size()
@@ -164,11 +163,7 @@ class BridgeRows:
 
     It moves to the position of a checkpoint at the first row, because only then Bridge's step is known. Bridge's own
     loading, for which an iterator has a `restore_state`, refuses a rank that had no file when the checkpoint was saved.
-
-    Args:
-        dataset: its settings.
-        pin_memory: return tensors in pinned memory.
-        repeat_steps: begin again after this many steps, as evaluations do; None to read on.
+    It begins again after `repeat_steps`, as evaluations do; None to read on.
     """
 
     def __init__(
@@ -207,9 +202,7 @@ class BridgeRows:
     def place(self, state: GlobalState) -> None:
         """Move to the position of the checkpoint that Bridge continues from, before the first row.
 
-        Raises:
-            CheckpointError: there is none.
-            ConfigError: settings of Bridge do not fit the rows.
+        Raise CheckpointError if there is none, and ConfigError if settings of Bridge do not fit the rows.
         """
         if self._is_placed:
             return
@@ -225,11 +218,9 @@ class BridgeRows:
         evaluation = state.cfg.validation
         sizes = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
         if self._repeat_steps is not None and sizes != (get_current_global_batch_size(), 1):
-            raise ConfigError(
-                f"evaluations have global batches of {sizes[0]} and microbatches of {sizes[1]}",
-                where="validation.eval_global_batch_size, validation.eval_micro_batch_size",
-                fix="leave both unset: the sizes of training are used",
-            )
+            what = f"evaluations have global batches of {sizes[0]} and microbatches of {sizes[1]}"
+            where = "validation.eval_global_batch_size, validation.eval_micro_batch_size"
+            raise ConfigError(what, where=where, fix="leave both unset: the sizes of training are used")
         if self._repeat_steps is None and (step := state.train_state.step) > 0:
             fix = (
                 "set dataset.dataloader_load to the folder of the positions; to read from the first pack, load the "
@@ -264,8 +255,7 @@ class BridgeRows:
 def forward_step(state: GlobalState, data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
     """Run Bridge's `gpt_step.forward_step` on the next row; routers of experts get the mask of its padding.
 
-    Raises:
-        HarnessError: the rows cannot be continued, or settings of Bridge do not fit them.
+    Raise HarnessError if the rows cannot be continued, or settings of Bridge do not fit them.
     """
     if return_schedule_plan:
         what = "Bridge schedules overlapped expert communication without sequence boundaries"

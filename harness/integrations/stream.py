@@ -147,10 +147,8 @@ class RankStream:
                         return
                     self.state = batch.state
                     yield batch
-            raise LoaderError(
-                "this iterator was closed or replaced by another iterator or position",
-                where=f"epoch {self.state.epoch}, after {count_of(self.state.packs_consumed, 'pack')}",
-                fix="read a stream with one iterator at a time",
-            )
+            what = "this iterator was closed or replaced by another iterator or position"
+            where = f"epoch {self.state.epoch}, after {count_of(self.state.packs_consumed, 'pack')}"
+            raise LoaderError(what, where=where, fix="read a stream with one iterator at a time")
 
         return batches()

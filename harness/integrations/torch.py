@@ -164,11 +164,8 @@ class PackedDataset(IterableDataset[Row]):
 class StoredRows(Dataset[Row]):
     """Map-style dataset: item i is stored pack i as one row, for loops that have an order of their own.
 
-    It has neither epochs nor ranks; with a shuffling sampler the order, and a resume, are the sampler's.
-
-    Args:
-        data: an open dataset or its path.
-        dialect: `megatron` or `huggingface`.
+    It has neither epochs nor ranks; with a shuffling sampler the order, and a resume, are the sampler's. The dialect is
+    `megatron` or `huggingface`.
     """
 
     def __init__(self, data: PackReader | str | os.PathLike[str], *, dialect: str) -> None:

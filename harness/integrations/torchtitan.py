@@ -83,11 +83,9 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
     ) -> None:
         require_as_packed(config.schedule, trainer="torchtitan", setting="dataloader.schedule")
         if config.dataset or not config.dataset_path:
-            raise ConfigError(
-                f"a dataset of torchtitan is set: {config.dataset}" if config.dataset else "no dataset is set",
-                where="dataloader.dataset" if config.dataset else "dataloader.dataset_path",
-                fix="set only dataloader.dataset_path, to a dataset of `harness prepare`",
-            )
+            what = f"a dataset of torchtitan is set: {config.dataset}" if config.dataset else "no dataset is set"
+            fix = "set only dataloader.dataset_path, to a dataset of `harness prepare`"
+            raise ConfigError(what, where="dataloader.dataset, dataloader.dataset_path", fix=fix)
         rows_of_microbatch = local_batch_size * dp_world_size
         size = rows_of_microbatch if config.global_batch_size < 0 else config.global_batch_size
         if size < 1 or size % rows_of_microbatch:
