@@ -126,12 +126,9 @@ class BenchReport:
         return self.add(Figure(name, statistics.median(samples), unit, at_least, at_most, tuple(samples)))
 
     def compare(self, ratio: str, sides: Mapping[str, Side], rounds: int, unit: str, **target: float | None) -> None:
-        """Measure sides in turns; add the median of each, and the ratio of the first to the second.
+        """Measure sides in turns, by the names of their figures; add the median of each.
 
-        Args:
-            ratio: name of the ratio; empty for none.
-            sides: what each does in a round, by the name of its figure; it returns its sample.
-            target: `at_least` or `at_most` of the ratio.
+        Add the ratio of the first to the second with its `target`, `at_least` or `at_most`, unless its name is empty.
         """
         for name, samples in take_turns(sides, rounds=rounds).items():
             self.add_samples(name, samples, unit)
@@ -172,11 +169,7 @@ class BenchReport:
 
 
 def read_figures(values: Mapping[str, Any]) -> BenchReport:
-    """Return the report that `BenchReport.to_dict` made `values` from, in this process or another.
-
-    Raises:
-        KeyError, ValueError: a field is missing, or of another type.
-    """
+    """Return the report that `BenchReport.to_dict` made `values` from; raise KeyError or ValueError for others."""
     stored = ({key: value for key, value in figure.items() if key != "met"} for figure in values["figures"])
     figures = [from_plain(Figure, figure) for figure in stored]
     report = BenchReport(values["subject"], values["settings"], figures, list(values["notes"]))

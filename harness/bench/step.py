@@ -93,8 +93,7 @@ def open_feed(
 class LoopBench(ExitStack):
     """The training loop and a bare Megatron loop over the batches of one loader; every rank of a job makes one.
 
-    Args:
-        sizes: of a step of each data-parallel rank; `steps` are measured, and a quarter as many run before them.
+    Sizes are those of a step of each data-parallel rank; a quarter as many steps run before the measured ones.
     """
 
     def __init__(self, sizes: Sizes, model: ModelConfig, step: MegatronStep, job: Any, path: Path) -> None:

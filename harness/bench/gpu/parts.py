@@ -46,8 +46,7 @@ PARTS: dict[str, tuple[str, int | None]] = {
 def bench_gpu(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure the parts that have no file yet, and write the report of all.
 
-    Raises:
-        ConfigError: the files in `out` are of another machine or size, or the folder cannot be written to.
+    Raise ConfigError if the files in `out` are of another machine or size, or the folder cannot be written to.
     """
     out, chosen = Path(sizes.out), sizes.choose(PARTS)
     with os_errors_as(ConfigError, "the report cannot be written", where=out, fix="choose another folder with out=DIR"):
