@@ -122,8 +122,7 @@ class Target(Protocol):
 def load_target(spec: str) -> Any:
     """Return an instance of the class that `FILE.py[:CLASS]` or `MODULE:CLASS` names, by default `Trainer`.
 
-    Raises:
-        ConfigError: there is no such module or class, or it has no `build`.
+    Raise ConfigError if there is no such module or class, or it has no `build`.
     """
     place, _, name = spec.partition(":")
     name = name or "Trainer"
