@@ -239,8 +239,9 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
             for kind in config.kinds_of(cases := config.cases(check)):
                 own = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]
                 more = [*settings, *config.kinds[kind].split()]
-                if check == "media":
-                    data = {"": str(make_dataset(folder / "data" / kind, encoder=_encoder_of(more)))}
+                if check == "media":  # the command line quotes the encoder
+                    encoder = next(text for text in more if text.startswith("model.encoder=")).partition("=")[2]
+                    data = {"": str(make_dataset(folder / "data" / kind, encoder=encoder.strip("'")))}
                 name = f"{check} {kind}"
                 cells += plan_check(name, own, chosen, settings=more, datasets=data, pythons=pythons, **sizes)
         else:
@@ -250,12 +251,6 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
             of = {**sizes, "steps": ISOLATION_TURNS} if check == "isolation" else sizes
             cells += plan_check(check, cases, chosen, settings=settings, datasets=data, pythons=pythons, **of)
     return cells, left_out
-
-
-def _encoder_of(settings: list[str]) -> str:
-    """Return the value of `model.encoder` in settings, which the command line quotes."""
-    name = "model.encoder="
-    return next(text for text in settings if text.startswith(name)).removeprefix(name).strip("'")
 
 
 def reference_cells(
