@@ -72,9 +72,7 @@ def write_run_file(
 ) -> None:
     """Complete a checkpoint: write `run.json`, then `checksums.json` with all files of the folder.
 
-    Args:
-        hashed: files whose hashes were taken while they were written.
-        others: files that are hashed now, from the memory in which the system still keeps them.
+    The hashes of some were taken while they were written; others are still in memory, from which they are hashed now.
     """
     late = digest_files(folder, others)
     document = {

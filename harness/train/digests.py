@@ -170,8 +170,7 @@ def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepD
 class DigestWriter(LineFile):
     """Appends to `digests.jsonl` in a run's folder, one line per step.
 
-    Args:
-        first_step: lines of this step and later ones, left by a stopped run, are removed: they are trained again.
+    Lines of `first_step` and later ones, left by a stopped run, are removed: they are trained again.
     """
 
     def __init__(self, folder: Path, *, first_step: int = 1, log: Callable[[str], None] = print) -> None:

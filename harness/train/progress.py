@@ -21,11 +21,7 @@ _LOG_STEPS = 20
 
 
 class RunProgress:
-    """Shows the steps of one run. Use as a context manager.
-
-    Args:
-        steps: of the whole run; None where only the end of its data ends it.
-    """
+    """Shows the steps of one run; None steps where only the end of its data ends it. Use as a context manager."""
 
     def __init__(self, steps: int | None, *, done: int = 0, quiet: bool = False) -> None:
         self._quiet, self._steps, self._done_before = quiet, steps, done
