@@ -49,16 +49,12 @@ class VarlenAttention(_Divided):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
+        *,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        **_unused: Any,  # arguments of newer versions for features that are off here
+        **_unused: Any,  # arguments for features that are off here, such as dropout
     ) -> None:
         super().__init__()
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if has_window else None
@@ -74,10 +70,9 @@ class VarlenAttention(_Divided):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
+        *_: Any,
         packed_seq_params: PackedSeqParams | None = None,
+        **_unused: Any,
     ) -> torch.Tensor:
         """Attend within each sequence.
 
@@ -172,7 +167,6 @@ class VarlenAttention(_Divided):
             attn_mask=allowed,
             is_causal=allowed is None,
             scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=key.shape[1] != query.shape[1],
         )
         return out[..., -shape[0] :, : shape[1]]
@@ -203,8 +197,7 @@ def _heads_first(tokens: torch.Tensor) -> torch.Tensor:
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm whose weight is marked: under sequence parallelism its gradient is partial.
 
-    Args:
-        config: reads `sequence_parallel`, `params_dtype` and `layernorm_zero_centered_gamma`: weights relative to 1.
+    With `layernorm_zero_centered_gamma`, weights are relative to 1.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
