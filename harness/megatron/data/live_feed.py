@@ -41,10 +41,7 @@ _RATE_OVER_S = 30.0
 
 
 class LiveFeed(Feed):
-    """The batches of a stream of live chunks, in step with all other ranks of the job.
-
-    Args:
-        timeout_s: the longest wait for a rank that does not answer.
+    """The batches of a stream of live chunks, in step with all other ranks of the job, each of which answers in time.
 
     Raises:
         HarnessError: on every rank: a pack would not fit a row, another run trains on the chunks, or `state` belongs to
@@ -64,8 +61,10 @@ class LiveFeed(Feed):
         timeout_s: float = 600.0,
         device: torch.device,
     ) -> None:
-        if tokenizer is not None:
-            _check_size(config.pack_size, plan.max_tokens_per_row)
+        if tokenizer is not None and config.pack_size > (most := plan.max_tokens_per_row):
+            what = f"packs of {config.pack_size:,} tokens do not fit the {most:,} of a row"
+            fix = f"set it to {most:,} or less, or increase schedule.max_tokens_per_rank"
+            raise ConfigError(what, where="data.live.pack_size", fix=fix)
         self._folders = [LiveFolder(path) for path in config.folders]
         self._is_rank_0 = torch.distributed.get_rank() == 0
         count = len(self._folders)
@@ -214,13 +213,6 @@ class LiveFeed(Feed):
         for mark, status in zip(self._marks, self._statuses, strict=True):
             with suppress(OSError, FormatError):  # the producer reports a full disk, and `check` a store that is gone
                 mark.write(json.dumps({**status, **changed}).encode())
-
-
-def _check_size(pack_size: int, max_tokens_per_row: int) -> None:
-    if pack_size > max_tokens_per_row:
-        what = f"packs of {pack_size:,} tokens do not fit the {max_tokens_per_row:,} of a row"
-        fix = f"set it to {max_tokens_per_row:,} or less, or increase schedule.max_tokens_per_rank"
-        raise ConfigError(what, where="data.live.pack_size", fix=fix)
 
 
 def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:
