@@ -74,12 +74,11 @@ def _check(chunks: Sequence[DistributedDataParallel], step: int) -> None:
     holders = {one: [rank for rank, other in zip(ranks, digests, strict=True) if other == one] for one in digests}
     parts = [_describe(some) for some in sorted(holders.values(), key=len, reverse=True)]
     more = f"; {len(found) - 1} more have drifted" if len(found) > 1 else ""
-    raise HarnessError(
-        f"after step {step}, the copies of {name} differ: {' versus '.join(parts)}{more}",
-        where=f"{kind} ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{', ...' * (len(ranks) > _MOST_NAMED)}",
-        fix="resume from a checkpoint before this step; if the same rank differs again, exclude its node and test "
-        "its memory and links (`harness preflight`); if other ranks differ, report the layout and the model",
-    )
+    what = f"after step {step}, the copies of {name} differ: {' versus '.join(parts)}{more}"
+    where = f"{kind} ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{', ...' * (len(ranks) > _MOST_NAMED)}"
+    fix = "resume from a checkpoint before this step; if the same rank differs again, exclude its node and test "
+    fix += "its memory and links (`harness preflight`); if other ranks differ, report the layout and the model"
+    raise HarnessError(what, where=where, fix=fix)
 
 
 def _digest(values: torch.Tensor) -> torch.Tensor:

@@ -49,10 +49,8 @@ class _Stored(NamedTuple):
 class HfWeights(ExitStack):
     """The safetensors files of a folder, mapped into memory. Use as a context manager.
 
-    Tensors have the names of a text model whose experts are apart, whatever the files have.
-
-    Raises:
-        FormatError: there are none, or one cannot be opened.
+    Tensors have the names of a text model whose experts are apart, whatever the files have. Raise FormatError if there
+    are none, or one cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:

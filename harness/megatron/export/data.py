@@ -174,8 +174,7 @@ class SpecialTokens:
 def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> SpecialTokens | None:
     """Write the tokenizer of the data with its chat template; None, with a reason in `found.missing`, if that fails.
 
-    Raises:
-        ConfigError: the data records an end token that the tokenizer does not have.
+    Raise ConfigError if the data records an end token that the tokenizer does not have.
     """
     if not found.tokenizer:
         return None

@@ -176,8 +176,7 @@ def join(
 ) -> RankLayout:
     """Make Megatron's process groups, with this timeout of their collectives, and return this rank's place in them.
 
-    Args:
-        shares_rows: also make the groups of data-parallel ranks that share rows; for `dynamic_context`.
+    With `shares_rows`, also make the groups of data-parallel ranks that share rows; for `dynamic_context`.
     """
     from megatron.core import parallel_state
 

@@ -105,12 +105,7 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class Beat:
-    """State that a rank publishes.
-
-    Attributes:
-        step: the current step, 1 for the first.
-        idle_s: seconds without progress.
-    """
+    """State that a rank publishes: its current step, from 1 on, its activity, and the seconds without progress."""
 
     count: int
     step: int
@@ -124,13 +119,9 @@ class Beat:
 
 
 def find_culprit(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> tuple[int | None, str]:
-    """Find the rank that holds the others up, from the beats of all ranks at two moments.
+    """Return the rank that holds the others up, None if it is unknown, and a sentence, from all beats at two moments.
 
-    Args:
-        before, after: by rank. A rank with the same count in both is silent; a rank in neither never published.
-
-    Returns:
-        The rank, None if it is unknown; and a sentence.
+    A rank with the same count in both is silent; a rank in neither never published.
     """
     silent = [rank for rank, beat in sorted(after.items()) if rank in before and before[rank].count == beat.count]
     if silent:

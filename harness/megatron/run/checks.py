@@ -130,11 +130,9 @@ def explained(config: RunConfig) -> Iterator[None]:
         if (found := reason_of_memory(error)) is None:
             raise
         what = str(found).partition("\n")[0]
-        raise ConfigError(
-            f"out of memory: {what[max(0, what.find(_NO_MEMORY)) :] or 'this process'}",
-            where="model or row size",
-            fix="a smaller model or rows, model.recompute=full, or more ranks; see `harness plan`",
-        ) from error
+        what = f"out of memory: {what[max(0, what.find(_NO_MEMORY)) :] or 'this process'}"
+        fix = "a smaller model or rows, model.recompute=full, or more ranks; see `harness plan`"
+        raise ConfigError(what, where="model or row size", fix=fix) from error
 
 
 def check_memory(config: RunConfig, device: torch.device, *, vocab_size: int, dp_size: int) -> None:

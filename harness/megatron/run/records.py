@@ -28,10 +28,7 @@ from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, find_
 
 
 class RunRecords:
-    """Writes the records of a run; every rank has one, and that of rank 0 writes.
-
-    Args:
-        first_step: records of this step and later ones, left by an earlier part of the run, are removed.
+    """Writes the records of a run, without those of `first_step` and later ones; every rank has one, and rank 0 writes.
 
     Attributes:
         progress: the terminal's view, a context manager; it prints nothing on other ranks.

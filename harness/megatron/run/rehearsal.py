@@ -81,13 +81,12 @@ def rehearse(
 ) -> list[RankRehearsal]:
     """Build ranks of a job in turn, train each for a step, and describe its part of a checkpoint.
 
+    Raise ConfigError if the layout does not divide the model or the ranks.
+
     Args:
         ranks: None for the first, the middle and the last.
         optimizer: None for the settings' defaults. Its moments are in float32, as those of PyTorch's AdamW.
         shares_rows: also make the groups of ranks that share rows, and let as many as can share one.
-
-    Raises:
-        ConfigError: the layout does not divide the model or the ranks.
     """
     small = narrow(model, parallel)
     # Sizes of rows that ranks would exchange come from nobody.

@@ -25,6 +25,8 @@ from harness.train.folder import choose_run_folder
 from harness.train.identity import Identity, refuse_foreign
 from harness.train.lines import MISREAD
 
+Log = Callable[[str], None]
+
 
 def choose_folder(config: RunConfig) -> Path:
     folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
@@ -84,16 +86,10 @@ def read_validations(folder: Path, first_step: int) -> list[float]:
 
 
 def report_resume(
-    config: RunConfig,
-    folder: Path,
-    identity: Identity,
-    done: int,
-    newest: Path,
-    passed_over: list[CheckpointError],
-    log: Callable[[str], None],
+    config: RunConfig, folder: Path, identity: Identity, newest: Path, passed_over: list[CheckpointError], log: Log
 ) -> None:
     """Log and record from where a run resumes."""
-    last = config.trainer.last_step
+    done, last = read_progress(newest).step, config.trainer.last_step
     log(f"resuming after step {done}, from {newest}")
     written_by = json.loads((newest / RUN_FILE).read_text()).get("run", identity.run)
     if written_by != identity.run:
@@ -113,7 +109,5 @@ def report_resume(
 
 def notes_of_moments(checkpoint: Path, optimizer: OptimizerConfig) -> list[str]:
     """Return what the log of a run says of a checkpoint's moments that have another dtype than its own."""
-    stored = stored_moments(checkpoint)
-    if stored in (None, optimizer.moments_dtype):
-        return []
-    return [f"its optimizer moments were stored as {stored} and converted to {optimizer.moments_dtype}"]
+    stored, now = stored_moments(checkpoint), optimizer.moments_dtype
+    return [] if stored in (None, now) else [f"its optimizer moments were stored as {stored} and converted to {now}"]
