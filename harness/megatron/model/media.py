@@ -132,7 +132,8 @@ def _build(name: str, values: dict[str, Any], hidden_size: int) -> dict[str, nn.
 
     if name in _PROJECTED:
         text, kind, projector = _PROJECTED[name]
-        config = AutoConfig.for_model(name, **values, text_config={"model_type": text, "hidden_size": hidden_size})
+        of_text = {"model_type": text, "hidden_size": hidden_size}
+        config = AutoConfig.for_model(**{**values, "model_type": name, "text_config": of_text})
         project = getattr(import_module(f"transformers.models.{name}.modeling_{name}"), projector)
         tower = AutoModel.from_config(getattr(config, f"{kind}_config"))
         return {f"{kind}_tower": tower, "multi_modal_projector": project(config)}
