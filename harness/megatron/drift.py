@@ -13,17 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from harness.errors import HarnessError
-from harness.megatron.data.feed import together
 from harness.megatron.weights import global_parameters
 
 Named = list[tuple[str, torch.Tensor]]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _MOST_NAMED = 8
-
-
-def check_drift(chunks: Sequence[DistributedDataParallel], step: int, device: torch.device) -> None:
-    """Raise HarnessError on every rank, with parameter and ranks, if copies of a parameter differ after `step`."""
-    together(lambda: _check(chunks, step), device=device)
 
 
 def copies(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, torch.distributed.ProcessGroup, Named]]:
@@ -53,7 +47,8 @@ def copies(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, tor
         yield "embedding", group, [("embedding.word_embeddings.weight", weight)]
 
 
-def _check(chunks: Sequence[DistributedDataParallel], step: int) -> None:
+def check_copies(chunks: Sequence[DistributedDataParallel], step: int) -> None:
+    """Raise HarnessError, with parameter and ranks, on ranks whose copies of a parameter differ after `step`."""
     gathered = []
     for kind, group, parameters in copies(chunks):
         if group.size() == 1 or not parameters:

@@ -24,7 +24,8 @@ from harness.loader import RankBatch, RankLayout
 from harness.loader.datasets import Sources
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss, to_device
 from harness.megatron.compat import make_ring_stream
-from harness.megatron.drift import check_drift
+from harness.megatron.data.feed import together
+from harness.megatron.drift import check_copies
 from harness.megatron.model.gpt import build_model
 from harness.megatron.model.mtp import predicted_losses
 from harness.megatron.model.router import expert_metrics, routers, show_sources, source_loads
@@ -235,7 +236,7 @@ class MegatronStep:
     def check_drift(self, number: int) -> None:
         """Raise HarnessError if copies of a parameter differ between ranks after step `number`; all ranks take part."""
         self.gather_weights()
-        check_drift(self.chunks, number, self.device)
+        together(lambda: check_copies(self.chunks, number), device=self.device)
 
     def _weigh_tokens(self, rows: Sequence[ThdBatch]) -> None:
         """Let the routers' losses be means over the real tokens of the global batch, whatever divides its loss."""
