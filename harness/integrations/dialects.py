@@ -144,15 +144,9 @@ class HuggingFaceRow(Row):
         bounds = np.concatenate([[0], stops]).astype(np.int32)
         longest = int(lengths.max()) + 1
         positions = np.arange(input_ids.shape[0], dtype=np.int64) - np.repeat(bounds[:-1].astype(np.int64), lengths + 1)
-        return cls(
-            input_ids=input_ids[None],
-            labels=labels[None],
-            position_ids=positions[None],
-            cu_seq_lens_q=bounds,
-            cu_seq_lens_k=bounds.copy(),
-            max_length_q=longest,
-            max_length_k=longest,
-        )
+        tokens = {"input_ids": input_ids[None], "labels": labels[None], "position_ids": positions[None]}
+        sizes = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.copy()}
+        return cls(**tokens, **sizes, max_length_q=longest, max_length_k=longest)
 
 
 DIALECTS: Mapping[str, type[Row]] = MappingProxyType({kind.dialect: kind for kind in (MegatronRow, HuggingFaceRow)})

@@ -190,14 +190,12 @@ def _check_arguments(arguments: Any, stream: RankStream) -> None:
         what += f"{arguments.process_index} of {arguments.world_size}"
         fix = "open it with dp_rank=args.process_index, dp_size=args.world_size"
         raise ConfigError(what, where="RankStream", fix=fix)
+    weighs_ranks = arguments.world_size > 1 and not arguments.average_tokens_across_devices
     wrong = {
         "per_device_train_batch_size": (arguments.per_device_train_batch_size != 1, "1: a row is already a batch"),
         "packing": (getattr(arguments, "packing", False), "False: the rows are already packed"),
         "padding_free": (getattr(arguments, "padding_free", False), "False: the rows have no padding"),
-        "average_tokens_across_devices": (
-            arguments.world_size > 1 and not arguments.average_tokens_across_devices,
-            "True: ranks have different numbers of trained tokens",
-        ),
+        "average_tokens_across_devices": (weighs_ranks, "True: ranks have different numbers of trained tokens"),
         "n_gpu": (arguments.n_gpu > 1, "1: start one process per GPU with torchrun or accelerate launch"),
     }
     for name, (is_wrong, fix) in wrong.items():

@@ -113,14 +113,9 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Yield `input` and `positions`, int64 [B, L], and labels, int64 [B, L], of one microbatch of this rank."""
         while rows := list(islice(self._rows, self._local_batch_size)):
-            tokens, positions, labels = (
-                torch.from_numpy(np.stack(arrays))
-                for arrays in (
-                    [row.tokens for row in rows],
-                    [row.position_ids for row in rows],
-                    [np.where(row.loss_mask > 0, row.labels, IGNORE_INDEX) for row in rows],
-                )
-            )
+            trained = [np.where(row.loss_mask > 0, row.labels, IGNORE_INDEX) for row in rows]
+            arrays = ([row.tokens for row in rows], [row.position_ids for row in rows], trained)
+            tokens, positions, labels = (torch.from_numpy(np.stack(each)) for each in arrays)
             if self._pin_memory:
                 tokens, positions, labels = tokens.pin_memory(), positions.pin_memory(), labels.pin_memory()
             yield {"input": tokens, "positions": positions}, labels

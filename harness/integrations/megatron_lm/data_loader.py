@@ -98,12 +98,8 @@ def datasets_provider(
         sizes = {"cp_size": args.context_parallel_size, "tp_size": args.tensor_model_parallel_size}
         layout = place_in_groups(pad_to_multiple=padding_multiple(**sizes, sequence_parallel=args.sequence_parallel))
         config = loader or LoaderConfig(seed=args.seed, num_workers=args.num_workers)
-        training = _open(
-            _only(args.train_data_path or args.data_path, "--data-path") if data is None else data,
-            replace(config, global_batch_size=args.global_batch_size),
-            layout,
-            args,
-        )
+        path = _only(args.train_data_path or args.data_path, "--data-path") if data is None else data
+        training = _open(path, replace(config, global_batch_size=args.global_batch_size), layout, args)
         if (state := _saved_position(args, training)) is not None:
             training.restore_state(state)
         # Megatron keeps the position by itself only for iterators that are no list.
@@ -134,11 +130,7 @@ def _check(args: Any) -> None:
     wrong = [
         (loader != "external", f"--dataloader-type is {loader}", "--dataloader-type external"),
         (args.micro_batch_size != 1, f"--micro-batch-size is {args.micro_batch_size}", "--micro-batch-size 1"),
-        (
-            not args.calculate_per_token_loss,
-            "Megatron averages the mean losses of microbatches, which weights packs by their number",
-            "--calculate-per-token-loss",
-        ),
+        (not args.calculate_per_token_loss, "Megatron averages the mean losses of packs", "--calculate-per-token-loss"),
         (bool(args.rampup_batch_size), "the global batch size changes during training", "no --rampup-batch-size"),
         (bool(args.mtp_num_layers), "multi-token prediction reads the next sequence's tokens", "no --mtp-num-layers"),
         (bool(args.full_validation), "--full-validation needs a dataset with an end", "--eval-iters N instead"),

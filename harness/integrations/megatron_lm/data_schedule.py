@@ -65,15 +65,8 @@ _NEEDED: dict[str, tuple[object, ...]] = {
 
 Groups = Sequence[Sequence[Sequence[int]]]
 GroupOf = Callable[[int], ProcessGroup | None]
-Microbatch = tuple[
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    None,
-    torch.Tensor | None,
-    PackedSeqParams,
-    torch.Tensor,
-]
+_Field = torch.Tensor | None
+Microbatch = tuple[_Field, _Field, _Field, None, _Field, PackedSeqParams, torch.Tensor]
 
 
 class BasePackingScheduler:

@@ -328,12 +328,8 @@ def create_data_iterator(
     whole = [bool(getattr(config, "mtp_num_layers", None))] * virtual_stages
     whole[0] |= pp_group.rank() == 0
     whole[-1] |= pp_group.rank() == pp_group.size() - 1
-    return [
-        RerunDataIterator(
-            iter([{name: row[name] for name in row if keep or name not in FIELDS} for row in new_samples])
-        )
-        for keep in whole
-    ]
+    kept = ([{name: row[name] for name in row if keep or name not in FIELDS} for row in new_samples] for keep in whole)
+    return [RerunDataIterator(iter(rows)) for rows in kept]
 
 
 def raise_together(error: Exception | None, groups: Sequence[ProcessGroup]) -> None:
