@@ -82,13 +82,10 @@ class LiveFeed(Feed):
         if allow_other_data:
             positions = [replace(position, ended=False) for position in positions]
         positions = runtime.on_rank_0(lambda: self._lock(positions, is_new=state is None))
-        if state is not None:
-            state = replace(state, live=positions_to_json(positions))
         copy, readers = _groups(plan.layout.dp_rank, timeout_s)
 
-        open_folder = partial(FolderReader, config, plan, tokenizer=tokenizer, features=features)
-
         def loader() -> LiveLoader:
+            open_folder = partial(FolderReader, config, plan, tokenizer=tokenizer, features=features)
             return LiveLoader(
                 [
                     open_folder(source=source, position=position, stream=stream)
@@ -98,7 +95,7 @@ class LiveFeed(Feed):
                 exchange=lambda offers: _exchange(offers, readers),
                 swap=lambda outgoing, expected: _swap(outgoing, expected, readers),
                 features=features,
-                state=state or fresh,
+                state=fresh if state is None else replace(state, live=positions_to_json(positions)),
                 timeout_s=config.timeout_s,
                 folders=config.folders,
                 # Flushed, so that a wait shows in a log file while it lasts.

@@ -66,16 +66,12 @@ class PackDataset(MegatronDataset):  # type: ignore[misc]
     def __getitem__(self, index: int) -> dict[str, Any]:
         pack = self.dataset[self.pack_of(index)]
         row = build_thd_batch(pack.sequences())
-        return {
-            "tokens": row.tokens,
-            "labels": row.labels,
-            "loss_mask": row.loss_mask,
-            "position_ids": row.position_ids,
-            "lengths": np.diff(row.cu_seqlens).astype(np.int64),
-        }
+        return {name: getattr(row, name) for name in _DTYPES} | {"lengths": np.diff(row.cu_seqlens).astype(np.int64)}
 
 
 _PART = 1 << 22
+# Of a sample's fields, on the way from a worker.
+_DTYPES = {"tokens": np.int32, "labels": np.int32, "loss_mask": np.uint8, "position_ids": np.int32}
 
 
 class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
@@ -172,11 +168,8 @@ class SampleReader:
         """Return the samples of every row of the job; an empty row trains nothing."""
         rows_per_round = self.layout.dp_size * self.layout.group_size
         needed = -(-(step.stop - step.start) // self.micro_batch_size)
-        starts = range(
-            step.start,
-            step.start + -(-needed // rows_per_round) * rows_per_round * self.micro_batch_size,
-            self.micro_batch_size,
-        )
+        count = -(-needed // rows_per_round) * rows_per_round
+        starts = range(step.start, step.start + count * self.micro_batch_size, self.micro_batch_size)
         return [range(min(at, step.stop), min(at + self.micro_batch_size, step.stop)) for at in starts]
 
     def read(self, step: BatchRange) -> RawBatch:
@@ -185,13 +178,12 @@ class SampleReader:
         mine = rows[self.layout.dp_rank :: self.layout.dp_size]
         samples = {index: self._sample(index) for row in mine for index in row}
         lengths = [[self.lengths_of(index) for index in row] for row in rows]
-        dtypes = {"tokens": np.int32, "labels": np.int32, "loss_mask": np.uint8, "position_ids": np.int32}
         return RawBatch(
             step=step,
             pack_ids=np.arange(step.start, step.stop, dtype=np.int64),
             tokens={
                 name: np.concatenate([np.zeros(0, dtype), *(sample[name].astype(dtype) for sample in samples.values())])
-                for name, dtype in dtypes.items()
+                for name, dtype in _DTYPES.items()
             },
             row_lengths=[_end_to_end([samples[index]["lengths"] for index in row]) for row in mine],
             sequence_ids=[
@@ -224,7 +216,7 @@ class SampleReader:
             fix = "a built index is damaged, or the corpus changed while it was read: delete the index "
             fix += "folder (data.path_to_cache) to build it again"
             raise LoaderError(what, where="the corpus", fix=fix) from error
-        sample = {name: np.asarray(entry[name]) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        sample = {name: np.asarray(entry[name]) for name in _DTYPES}
         count = sample["tokens"].shape[0]
         wrong = [name for name, values in sample.items() if values.shape != (count,)]
         if wrong or (count != self.sequence_length and "lengths" not in entry):
