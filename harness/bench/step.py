@@ -22,7 +22,6 @@ from harness.loader import Loader, LoaderConfig, RankBatch, RankLayout
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.data.feed import Feed
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join
 from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, ParallelConfig, TrainerConfig, sequence_cost
 from harness.schedule import ScheduleConfig, SequenceCost
@@ -44,7 +43,7 @@ def bench_step(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchR
     with runtime.start(sizes.device) as job:
         on_gpu = job.device.type == "cuda"
         model = small_model(sizes.layers, sizes.hidden, _VOCABULARY, dtype="bfloat16" if on_gpu else "float32")
-        layout = join(ParallelConfig(), job.world_size)
+        layout = runtime.join(ParallelConfig(), job.world_size)
         step = MegatronStep(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
         progress("the loop and the bare step, in turns; then the loop alone")
         with LoopBench(sizes, model, step, job, path) as bench:

@@ -20,7 +20,7 @@ from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.loader import LoaderState, RankLayout
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import Runtime, join, on_rank_0
+from harness.megatron.job.runtime import Runtime, on_rank_0
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
 from harness.megatron.step import MegatronStep
 from harness.parity.isolation import IsolationCheck
@@ -117,7 +117,7 @@ def _train(
 ) -> list[float]:
     """Return the losses of a few steps from the checkpoint in `start`, which is made first where it `saves` one."""
     parallel_state.destroy_model_parallel()
-    layout = join(parallel, job.world_size)
+    layout = runtime.join(parallel, job.world_size)
     step = MegatronStep(
         model,
         parallel,

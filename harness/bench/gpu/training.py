@@ -23,7 +23,7 @@ from harness.formats import open_dataset
 from harness.loader import LoaderState
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join, on_rank_0
+from harness.megatron.job.runtime import on_rank_0
 from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import engine_layers
 from harness.megatron.state.checkpoint import CheckpointWriter
@@ -67,7 +67,7 @@ def measure_step(sizes: Sizes, workspace: Workspace, shape: str) -> BenchReport:
 def _build(
     shape: str, sizes: Sizes, parallel: ParallelConfig, job: runtime.Runtime, vocabulary: int, report: BenchReport
 ) -> tuple[ModelConfig, MegatronStep]:
-    whole, row, layout = shape_of(shape, sizes, job.device), sizes.pack_size, join(parallel, job.world_size)
+    whole, row, layout = shape_of(shape, sizes, job.device), sizes.pack_size, runtime.join(parallel, job.world_size)
     model = fit(whole, parallel, vocab_size=vocabulary, ranks=job.world_size, row=row, device=job.device)
     has_engine = engine_layers(model, parallel, job.device)
     report.notes.append(
@@ -184,7 +184,8 @@ def measure_checkpoint(sizes: Sizes, workspace: Workspace, word: str) -> BenchRe
     report = BenchReport("gpu")
     with runtime.start(sizes.device) as job:
         parallel = ParallelConfig(distributed_optimizer=job.world_size > 1)
-        layout, vocabulary = join(parallel, job.world_size), _TINY_VOCABULARY if sizes.is_tiny else _SAVED_TOKENS
+        layout = runtime.join(parallel, job.world_size)
+        vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _SAVED_TOKENS
         # Half of the layers: two checkpoints, the one before and the one being written, fit on a small disk.
         model = shape_of("1b", sizes, job.device, share=0.5)
         step = MegatronStep(model, parallel, layout, device=job.device, vocab_size=vocabulary)
