@@ -485,12 +485,8 @@ _NORMS = {
 # Names that modules of Megatron have from Transformer Engine (or Apex) where it is installed.
 _OF_A_CPU: dict[Any, dict[str, Any]] = {
     optimizer: {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
-    distrib_optimizer: {
-        "Adam": torch.optim.Adam,
-        "HAVE_APEX_OR_TE": False,
-        "USING_TE_OPTIMIZER": False,
-        "USING_APEX_OPTIMIZER": False,
-    },
+    distrib_optimizer: dict.fromkeys(("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER", "USING_APEX_OPTIMIZER"), False)
+    | {"Adam": torch.optim.Adam},
     clip_grads: _NORMS,
     mappings: {"_gather_along_first_dim": _gather_parts, "_reduce_scatter_along_first_dim": _scatter_parts},
     optimizer.optimizer: _NORMS,

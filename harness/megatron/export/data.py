@@ -132,13 +132,11 @@ def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[st
         except ConfigError as error:
             reasons.append(f"{name}: {error.what}" + f" ({error.fix})" * error.fix.startswith("pip "))
             continue
+        then = {"tokenizer": recorded.tokenizer_hash, "chat template": recorded.chat_template_hash}
         wrong = [
-            f"{name} has the {what} {now or 'none'}, but the data was prepared with {then}"
-            for what, now, then in (
-                ("tokenizer", tokens, recorded.tokenizer_hash),
-                ("chat template", template, recorded.chat_template_hash),
-            )
-            if then and now != then
+            f"{name} has the {what} {now or 'none'}, but the data was prepared with {then[what]}"
+            for what, now in (("tokenizer", tokens), ("chat template", template))
+            if then[what] and now != then[what]
         ]
         if not wrong:
             found.tokenizer = name

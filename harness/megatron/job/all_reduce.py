@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed
 
 from harness.errors import HarnessError

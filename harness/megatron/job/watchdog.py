@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
-import torch
 import torch.distributed
 from torch.distributed import distributed_c10d
 

@@ -246,12 +246,8 @@ def only(part: str, layer: ModuleSpec, *, is_whole: bool) -> ModuleSpec:
     """Return a layer of attention and an MLP or experts with the part that a letter of `model.layer_pattern` names."""
     parts = layer.submodules
     if part in "-E":
-        return replace(
-            layer,
-            submodules=replace(
-                parts, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
-            ),
-        )
+        absent = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+        return replace(layer, submodules=replace(parts, **absent))
     attention = parts.self_attention
     # Tensor-parallel ranks divide both; in Transformer Engine's, the first includes the norm.
     linear = attention.submodules

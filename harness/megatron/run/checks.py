@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -139,14 +140,8 @@ def check_memory(config: RunConfig, device: torch.device, *, vocab_size: int, dp
     """Raise ConfigError if weights, gradients and optimizer alone are more than a CPU machine has."""
     if device.type != "cpu":
         return
-    planned = plan_memory(
-        config.model,
-        config.parallel,
-        vocab_size=vocab_size,
-        dp_size=dp_size,
-        max_tokens_per_rank=1,
-        optimizer=config.optimizer,
-    )
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "dp_size": dp_size, "max_tokens_per_rank": 1}
+    planned = plan_memory(config.model, config.parallel, **sizes, optimizer=config.optimizer)
     needed = (planned.total + planned.host) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     there = memory_bytes()
     if needed > there:

@@ -8,7 +8,6 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed
 
 from harness.errors import FormatError

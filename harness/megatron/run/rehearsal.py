@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join
 from harness.megatron.model.router import routers
 from harness.megatron.state.checkpoint import count_sharded_tensors
 from harness.megatron.step import MegatronStep
@@ -205,7 +204,7 @@ def _rehearse_rank(
     shares_rows: bool,
 ) -> RankRehearsal:
     with runtime.alone(rank, world_size) as job:
-        layout = join(parallel, world_size, shares_rows=shares_rows)
+        layout = runtime.join(parallel, world_size, shares_rows=shares_rows)
         tokens = _tokens(model, parallel)
         padded = _SEQUENCES * tokens if parallel.static_rows else None
         step = MegatronStep(

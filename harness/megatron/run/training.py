@@ -20,7 +20,6 @@ from harness.loader.datasets import Sources
 from harness.megatron.data.feed import Feed, together
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join
 from harness.megatron.job.waits import Waits
 from harness.megatron.job.watchdog import StopSignals, Watchdog
 from harness.megatron.model.fusions import slow_parts
@@ -142,7 +141,7 @@ class _Run(Hooks):
         at(first_step, "opening the data")
         self._task = task = together(lambda: self._checked(open_task), device=ranks.device)
         config.optimizer = config.optimizer.resolved(config.model, self._trainer.steps)
-        self._layout = layout = join(
+        self._layout = layout = runtime.join(
             config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s, shares_rows=config.shares_rows
         )
         self.training, self.validation = task.feeds(layout, self._progress, ranks)
