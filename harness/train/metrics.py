@@ -24,6 +24,7 @@ from harness.train.stragglers import CAUSES, RankTimes, Straggler
 from harness.train.trackers import PATIENCE_S, SERVICES, EventFile, Tracker, curves_of
 
 T = TypeVar("T")
+Log = Callable[[str], None]
 METRICS_FILE = "metrics.jsonl"
 REPORT_FILE = "report.md"
 
@@ -133,12 +134,7 @@ class MetricsWriter(LineFile):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        first_step: int = 1,
-        trackers: Sequence[str] = ("tensorboard",),
-        log: Callable[[str], None] = print,
+        self, folder: Path, *, first_step: int = 1, trackers: Sequence[str] = ("tensorboard",), log: Log = print
     ) -> None:
         path = folder / METRICS_FILE
         with os_errors_as(HarnessError, "the run's folder cannot be made", where=folder, fix=ROOM_FIX):

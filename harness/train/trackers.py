@@ -249,8 +249,5 @@ class Tracker:
                     sent.update(step=new[-1][0])
             service.finish(steps)
         except Exception as error:  # services raise many kinds
-            reason = (str(error).strip().splitlines() or [""])[0][:300]
-            self._problem = redact(
-                f"{self._name} receives no more metrics of this run ({type(error).__name__}: {reason}); "
-                "training continues"
-            )
+            why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+            self._problem = redact(f"{self._name} receives no more metrics of this run ({why}); training continues")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,7 @@ from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
 from harness.train.folder import choose_run_folder
 from harness.train.identity import Identity, refuse_foreign
 from harness.train.lines import MISREAD
-
-Log = Callable[[str], None]
+from harness.train.metrics import Log
 
 
 def choose_folder(config: RunConfig) -> Path:
@@ -93,17 +91,13 @@ def report_resume(
     log(f"resuming after step {done}, from {newest}")
     written_by = json.loads((newest / RUN_FILE).read_text()).get("run", identity.run)
     if written_by != identity.run:
-        log(
-            f"this folder was copied, moved or restored: its checkpoint belongs to run {written_by}, and the "
-            f"resumed run is {identity.run}"
-        )
+        was = f"this folder was copied, moved or restored: its checkpoint belongs to run {written_by}"
+        log(f"{was}, and the resumed run is {identity.run}")
     for note in notes_of_moments(newest, config.optimizer):
         log(note)
     if done >= last:
-        log(
-            f"nothing to train: step {last:,} of {last:,} is complete; to train more, resume with "
-            f"a higher number, such as trainer.steps={2 * last}"
-        )
+        more = f"to train more, resume with a higher number, such as trainer.steps={2 * last}"
+        log(f"nothing to train: step {last:,} of {last:,} is complete; {more}")
     record_resume(folder, identity, done, newest, passed_over)
 
 
