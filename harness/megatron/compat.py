@@ -155,15 +155,10 @@ def packed_seq_params(
         cp_group: process group of the row's context-parallel ranks, where rows differ in it.
         is_padded: False for padded bounds that equal the real ones; None where they are given only if they differ.
     """
-    values: dict[str, Any] = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_kv": cu_seqlens,
-        "cu_seqlens_q_padded": cu_seqlens_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_padded,
-        "max_seqlen_q": max_seqlen,
-        "max_seqlen_kv": max_seqlen,
-    }
+    values: dict[str, Any] = {"qkv_format": "thd"}
+    for of in ("q", "kv"):
+        values |= {f"cu_seqlens_{of}": cu_seqlens, f"cu_seqlens_{of}_padded": cu_seqlens_padded}
+        values[f"max_seqlen_{of}"] = max_seqlen
     if _HAS_PADDING_FIELD:
         # Without it, versions of Transformer Engine compare the bounds on the device in every layer, and wait.
         values["pad_between_seqs"] = cu_seqlens_padded is not None if is_padded is None else is_padded
@@ -286,8 +281,9 @@ def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
 
 
 def async_checkpoint_arguments(save: Any) -> dict[str, Any]:
-    """Return the argument that selects Megatron's own background writer, which is not the default of 0.19."""
-    return {"async_strategy": "mcore"} if accepts(save, "async_strategy") else {}
+    """Return the arguments that select Megatron's own background writer, which is not the default of 0.19."""
+    strategy = {"async_strategy": "mcore"} if accepts(save, "async_strategy") else {}
+    return {"validate_access_integrity": False, "async_sharded_save": True, **strategy}
 
 
 @contextmanager
