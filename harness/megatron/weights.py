@@ -172,9 +172,11 @@ def _scan_module(model: ModelConfig) -> str:
     return "linear_attn" if model.has_delta_rule else "self_attn"
 
 
-def scan_inputs(model: ModelConfig) -> tuple[str, ...]:
-    """Return the linear layers of transformers that the first matrix of a layer with a scan is."""
-    return tuple(name.split(".")[1] for name in _scan_tensors("in_proj.weight", model))
+def linear_names(target: str, model: ModelConfig) -> list[str]:
+    """Return the linear layers of transformers that one of Megatron's is, such as `linear_qkv`."""
+    end = f"{'mlp' if '_fc' in target else 'self_attention'}.{target}.weight"
+    tensors = [tensor for tensor, *_ in _row_pieces(end, model, TensorShard())] or _tensors_of(end, model)[0]
+    return list(dict.fromkeys(name.split(".")[-2] for name in tensors))
 
 
 def _scan_tensors(end: str, model: ModelConfig) -> dict[str, slice]:

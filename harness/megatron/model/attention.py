@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.nn import functional
@@ -119,7 +114,7 @@ class VarlenAttention(_Divided):
     ) -> torch.Tensor:
         cp_rank, cp_size = group.rank(), group.size()
         # One collective for both: [cp * T / cp, heads, key and value], in order of ranks; its backward sums over ranks.
-        both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
+        both = mappings.gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
         local = [length // cp_size for length in lengths]
         by_rank = [torch.split(part, local) for part in both.chunk(cp_size)]
         pieces = []
@@ -240,7 +235,7 @@ class JointQueryNorm(_Divided):
         wide = heads.float()
         own = wide.square().sum(dim=(-2, -1), keepdim=True)
         # Each rank needs the sum over all, and its gradient is the sum of what each rank made of it.
-        whole = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(own))
+        whole = mappings.copy_to_tensor_model_parallel_region(mappings.reduce_from_tensor_model_parallel_region(own))
         weight = self.weight.float().view(wide.shape[-2:])
         return (wide * torch.rsqrt(whole / self.size + self.eps) * weight).type_as(heads)
 
