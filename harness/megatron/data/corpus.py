@@ -147,9 +147,8 @@ class _Sources:
         kind = shared_kind(kind, self.fetch)
         if indices is None and not self._config.is_per_split:
             # Later versions may leave this out with fast_cache_load.
-            first, last = (
-                round(bound * self.numel_low_level_dataset(dataset)) for bound in config.split_matrix[split.value]
-            )
+            size = self.numel_low_level_dataset(dataset)
+            first, last = (round(bound * size) for bound in config.split_matrix[split.value])
             indices = np.arange(first, last, dtype=np.int32)
         if indices is not None:
             _check_split(dataset, path, indices, num_samples, split.name, config.sequence_length)
@@ -171,11 +170,11 @@ class _Builder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
 
 def open_corpus(
     config: CorpusConfig,
-    *,
     seed: int,
     sizes: tuple[int, int | None, int | None],
     vocab_size: int,
     packs: dict[str, PackReader],
+    *,
     reads: bool,
     ranks: runtime.Runtime,
 ) -> Corpus | None:
@@ -223,7 +222,8 @@ def build_corpus(
         named = sorted({source.path for some in blends.values() for source in some})
         what = f"Megatron-Core cannot build the datasets: {type(error).__name__}: {error}"
         where = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
-        fix = f"remove {config.cache} if an index in it is damaged; `harness verify X.idx` checks a pair"
+        fix = f"if an index in {config.cache} is damaged, remove that folder to build it again; "
+        fix += "`harness verify X.idx` checks a pair"
         raise ConfigError(what, where=where, fix=fix) from error
     first = blends.get("train", blends.get("all", []))
     if train is None or len(train) < sizes[0]:
