@@ -115,10 +115,8 @@ class HuggingFaceRow(Row):
     """
 
     dialect = "huggingface"
-    keys_of_dialect = (
-        *("input_ids", "labels", "position_ids"),
-        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    )
+    of_sequences = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    keys_of_dialect = ("input_ids", "labels", "position_ids", *of_sequences)
 
     @classmethod
     def of(cls, row: ThdBatch) -> Self:

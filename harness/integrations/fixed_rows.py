@@ -33,10 +33,8 @@ class FixedRows:
     def __init__(
         self, stream: RankStream, *, rows_per_step: int, pad_rows_to: int | None = None, one_epoch: bool = False
     ) -> None:
-        self.rows_per_step = rows_per_step
-        self._stream = stream
-        self._pad_rows_to = pad_rows_to
-        self._one_epoch = one_epoch
+        self.rows_per_step, self._pad_rows_to = rows_per_step, pad_rows_to
+        self._stream, self._one_epoch = stream, one_epoch
         self._batches: Iterator[RankBatch] | None = None
         self._rows: deque[ThdBatch] = deque()
 

@@ -222,10 +222,8 @@ class BridgeRows:
             where = "validation.eval_global_batch_size, validation.eval_micro_batch_size"
             raise ConfigError(what, where=where, fix="leave both unset: the sizes of training are used")
         if self._repeat_steps is None and (step := state.train_state.step) > 0:
-            fix = (
-                "set dataset.dataloader_load to the folder of the positions; to read from the first pack, load the "
-                "checkpoint with cfg.checkpoint.finetune=True"
-            )
+            fix = "set dataset.dataloader_load to the folder of the positions; to read from the first pack, load the "
+            fix += "checkpoint with cfg.checkpoint.finetune=True"
             folders = self._folders(state.cfg.checkpoint)
             self.load_state_dict(saved_position(folders, step, where="dataset.dataloader_load", fix=fix))
         self._is_placed = True
@@ -246,10 +244,8 @@ class BridgeRows:
                 self._num_steps = 0
             self._num_steps += 1
         elif get_num_microbatches() != self._rows.rows_per_step:
-            raise _changing_batch_size(
-                f"the step has {get_num_microbatches()} microbatches, but the data was opened for "
-                f"{self._rows.rows_per_step}"
-            )
+            what = f"the step has {get_num_microbatches()} microbatches, but the data was opened for "
+            raise _changing_batch_size(f"{what}{self._rows.rows_per_step}")
 
 
 def forward_step(state: GlobalState, data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:

@@ -38,7 +38,7 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
         dp_world_size, dp_rank: of the data-parallel mesh.
         seq_len: tokens that every row is padded to.
         local_batch_size: rows of a microbatch.
-        tokenizer, others: what torchtitan gives to every loader, and a dataset of tokens does not need.
+        others: what torchtitan gives to every loader, such as a tokenizer, and a dataset of tokens does not need.
 
     Raises:
         HarnessError: a batch size or `seq_len` that does not fit, or a dataset that cannot be read.
@@ -71,15 +71,7 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
         pin_memory: bool = False
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        seq_len: int,
-        local_batch_size: int,
-        tokenizer: Any = None,
-        **others: Any,
+        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **others: Any
     ) -> None:
         require_as_packed(config.schedule, trainer="torchtitan", setting="dataloader.schedule")
         if config.dataset or not config.dataset_path:
@@ -107,8 +99,7 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
             pad_rows_to=seq_len,
             one_epoch=not config.infinite,
         )
-        self._local_batch_size = local_batch_size
-        self._pin_memory = config.pin_memory and torch.cuda.is_available()
+        self._local_batch_size, self._pin_memory = local_batch_size, config.pin_memory and torch.cuda.is_available()
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Yield `input` and `positions`, int64 [B, L], and labels, int64 [B, L], of one microbatch of this rank."""
