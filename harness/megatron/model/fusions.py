@@ -49,19 +49,15 @@ def slow_parts(
     if device.type != "cuda":
         return []
     model, found = model.on(device.type), []
+    costs = "launches kernels for every sequence of a row, and gathers keys and values with context parallelism"
     if model.attention == "auto" and not has_engine:
         why = "Transformer Engine cannot be imported"
         if model.dtype == "float32" and parallel.padding_setting is not None:
             why = f"Transformer Engine has no float32 attention with {parallel.padding_setting}"
-        found.append(
-            f"model.attention is auto, but {why}: PyTorch's attention launches kernels for every sequence of a row, "
-            "and gathers keys and values with context parallelism"
-        )
+        found.append(f"model.attention is auto, but {why}: PyTorch's attention {costs}")
     if model.traits.has_sinks:
-        found.append(
-            f"models of the family {model.family} have attention sinks, which require PyTorch's attention: it launches "
-            "kernels for every sequence of a row, and gathers keys and values with context parallelism"
-        )
+        sinks = f"models of the family {model.family} have attention sinks, which require PyTorch's attention"
+        found.append(f"{sinks}: it {costs}")
     reason = model.why_not_grouped or (None if has_engine else "the layers do not use Transformer Engine")
     if model.num_experts and model.grouped_gemm == "auto" and reason:
         found.append(f"model.grouped_gemm is auto, but {reason}: experts are computed one after another")

@@ -69,21 +69,16 @@ def list_warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
     if isinstance(data, LiveData):
         return []
     if data.blend is None and size > len(data.train):
-        warnings.append(
-            f"loader.global_batch_size is {size:,}, but the dataset has {count_of(len(data.train), 'pack')}: every "
-            "step trains the whole dataset, one epoch"
-        )
+        what = f"loader.global_batch_size is {size:,}, but the dataset has {count_of(len(data.train), 'pack')}"
+        warnings.append(f"{what}: every step trains the whole dataset, one epoch")
     longest = int(data.train.sequence_lengths.max()) - 1
     if config.shares_rows and longest <= config.schedule.max_tokens_per_rank:
-        warnings.append(
-            f"schedule.name is {config.schedule.name}, and the longest sequence has {longest:,} tokens, which fit on "
-            "one rank: schedule=cost_balanced trains at about the same speed"
-        )
+        what = f"schedule.name is {config.schedule.name}, and the longest sequence has {longest:,} tokens, which fit"
+        warnings.append(f"{what} on one rank: schedule=cost_balanced trains at about the same speed")
     if batches is not None and data.validation is not None and (batches - 1) * size >= len(data.validation):
-        warnings.append(
-            f"trainer.eval_batches is {batches:,}, but the validation set has "
-            f"{count_of(len(data.validation), 'pack')}: every validation reads the whole set"
-        )
+        there = count_of(len(data.validation), "pack")
+        what = f"trainer.eval_batches is {batches:,}, but the validation set has {there}"
+        warnings.append(f"{what}: every validation reads the whole set")
     return warnings
 
 

@@ -49,8 +49,11 @@ class RunRecords:
         self._keeps_data = trainer.record_digests or trainer.record_batches
         writes = ranks.rank == 0
         self.progress = RunProgress(trainer.steps, done=first_step - 1, quiet=not writes)
-        self._digests: DigestWriter | None = None
-        self._metrics: MetricsWriter | None = None
+        begins: dict[str, Any] = {"first_step": first_step, "log": self.progress.log}
+        self._digests = DigestWriter(folder, **begins) if writes and self._keeps_data else None
+        self._metrics = MetricsWriter(folder, trackers=trainer.trackers, **begins) if writes else None
+        if writes and sampler is not None and sampler.hole:
+            self.progress.log(sampler.hole)
         self.leaving: str | None = None
         self._named: set[tuple[int | None, str]] = set()
         self._thread = thread_times()
@@ -60,12 +63,6 @@ class RunRecords:
         if trainer.straggler_ratio is not None:
             limits: dict[str, Any] = {"ratio": trainer.straggler_ratio, "steps": trainer.straggler_steps}
             self._watch = StragglerWatch(nodes, stages, **limits, on_gpu=ranks.device.type == "cuda")
-        if writes:
-            log = self.progress.log
-            self._digests = DigestWriter(folder, first_step=first_step, log=log) if self._keeps_data else None
-            self._metrics = MetricsWriter(folder, first_step=first_step, trackers=trainer.trackers, log=log)
-            if sampler is not None and sampler.hole:
-                log(sampler.hole)
 
     def step(self, record: StepRecord) -> None:
         """Record one step; every rank takes part."""
