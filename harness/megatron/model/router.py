@@ -24,7 +24,7 @@ from harness.megatron.model.mtp import decoder_layers, own_tokens
 from harness.plan import ModelConfig
 
 # Sums of one layer and step beside the tokens of each expert.
-_SUMS = ("tokens", "shared_tokens", "bias_tokens", "entropy", "aux_loss", "bias")
+_SUMS = ("tokens", "shared_tokens", "bias_tokens", "entropy", "aux_loss")
 
 
 class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
