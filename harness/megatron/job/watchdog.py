@@ -286,12 +286,10 @@ class Watchdog:
             return
         message = f"no progress for {self._limit_s:g} s in step {self.step}: {sentence}"
         if self._leave(Stop(max(0, self.step - 1), "hang", message, rank=rank)):
-            print_text(
-                f"HarnessError: {message}\n  where: {self._folder or f'rank {self._rank}'}\n"
-                "  fix:   check that rank's log and node; resume=auto continues from the newest checkpoint. Increase "
-                f"{self._setting} if this can take longer",
-                file=sys.stderr,
-            )
+            fix = "check that rank's log and node; resume=auto continues from the newest checkpoint. Increase "
+            fix += f"{self._setting} if this can take longer"
+            error = HarnessError(message, where=str(self._folder or f"rank {self._rank}"), fix=fix)
+            print_text(f"HarnessError: {error}", file=sys.stderr)
         if rank in (self._rank, None):
             faulthandler.dump_traceback(all_threads=True)  # for its log
         self._keep_stacks()
@@ -322,12 +320,9 @@ class Watchdog:
 
     def _lost(self, error: RuntimeError) -> LostRankError:
         rank, sentence = self._culprit(time.sleep)
-        lost = LostRankError(
-            sentence if rank is not None else f"the other ranks cannot be reached: {str(error).splitlines()[0]}",
-            where=f"rank {self._rank}, step {self.step}",
-            fix="check that rank's log and the kernel log (out of memory?); resume=auto continues from the newest "
-            "checkpoint",
-        )
+        what = sentence if rank is not None else f"the other ranks cannot be reached: {str(error).splitlines()[0]}"
+        fix = "check that rank's log and the kernel log (out of memory?); resume=auto continues from the newest "
+        lost = LostRankError(what, where=f"rank {self._rank}, step {self.step}", fix=f"{fix}checkpoint")
         lost.rank, lost.about = self._rank, rank
         return lost
 
