@@ -86,11 +86,9 @@ class LiveFeed(Feed):
 
         def loader() -> LiveLoader:
             open_folder = partial(FolderReader, config, plan, tokenizer=tokenizer, features=features)
+            places = enumerate(zip(positions, streams, strict=True))
             return LiveLoader(
-                [
-                    open_folder(source=source, position=position, stream=stream)
-                    for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
-                ],
+                [open_folder(source=source, position=at, stream=stream) for source, (at, stream) in places],
                 plan,
                 exchange=lambda offers: _exchange(offers, readers),
                 swap=lambda outgoing, expected: _swap(outgoing, expected, readers),

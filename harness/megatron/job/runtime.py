@@ -108,18 +108,12 @@ def start(
 
     same_bits = _same_bits() if deterministic else nullcontext()
     with compat.without_kernels(on_cpu=chosen.type == "cpu"), same_bits:
-        timeout = timedelta(seconds=timeout_s)
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout_s)}
+        # NCCL then connects at once, on this device, and not in the first step.
+        place["device_id"] = chosen if chosen.type == "cuda" else None
         backend = "gloo" if chosen.type == "cpu" else "nccl"
         store = _meet(rank, world_size, meet_timeout_s or timeout_s) if world_size > 1 else HashStore()
-        torch.distributed.init_process_group(
-            backend,
-            store=PrefixStore("job", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            # NCCL then connects at once, on this device, and not in the first step.
-            device_id=chosen if chosen.type == "cuda" else None,
-        )
+        torch.distributed.init_process_group(backend, store=PrefixStore("job", store), **place)
         with _left_at_the_end():
             try:
                 yield Runtime(chosen, rank, world_size, local_rank)

@@ -358,15 +358,10 @@ def build_chunks(
         model.seed, use_cudagraphable_rng=by_generators, force_reset_rng=by_generators
     )
     torch.manual_seed(model.seed)
-    stages = range(parallel.virtual_pipeline_parallel_size or 1)
+    number, size = parallel.virtual_pipeline_parallel_size or 1, padded_vocab_size(vocab_size)
+    stages, with_engine = range(number) if number > 1 else [None], engine_layers(model, parallel, device)
     chunks = [
-        _build_chunk(
-            model,
-            config,
-            vp_stage=stage if len(stages) > 1 else None,
-            vocab_size=padded_vocab_size(vocab_size),
-            with_engine=engine_layers(model, parallel, device),
-        ).to(device)
+        _build_chunk(model, config, vp_stage=stage, vocab_size=size, with_engine=with_engine).to(device)
         for stage in stages
     ]
     shard = TensorShard(parallel_state.get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
