@@ -177,11 +177,8 @@ def main(config: ParityConfig) -> int:
     console = open_console(width=200)
     slots = config.slots or default_slots()
     finished = run_cells(cells, folder, slots=slots, timeout_s=config.timeout_s, watch=log_cells(console))
-    results = [
-        cell_result(cell, finished, folder=folder, known={cell.name: cell for cell in cells}, device=device)
-        for cell in cells
-        if cell.is_reported
-    ]
+    reported, known = [cell for cell in cells if cell.is_reported], {cell.name: cell for cell in cells}
+    results = [cell_result(cell, finished, folder=folder, known=known, device=device) for cell in reported]
     report = ParityReport(
         title=f"Parity: {', '.join(config.checks)}",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -206,22 +203,15 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
     """Return the cells to run, and results for the parts of the matrix that are left out."""
     cells: list[Cell] = []
     left_out: list[CellResult] = []
-    settings = [
-        "resume=auto",
-        f"trainer.device={device}",
-        "trainer.checkpoint_interval=0",
-        f"trainer.record_{'batches' if config.keep_batches else 'digests'}=true",
-        *config.sft,
-        *config.sft_more,
-    ]
+    kept = f"trainer.record_{'batches' if config.keep_batches else 'digests'}=true"
+    fixed = ["resume=auto", f"trainer.device={device}", "trainer.checkpoint_interval=0", kept]
+    settings = [*fixed, *config.sft, *config.sft_more]
     across = config.tolerances
+    of_layouts = CheckPlan(across, from_checkpoint=True, shares_processes=True)
     plans = {
-        "formats": CheckPlan(IDENTICAL),
-        "workers": CheckPlan(IDENTICAL),
+        **dict.fromkeys(("formats", "workers"), CheckPlan(IDENTICAL)),
         "schedules": CheckPlan(across),
-        "layouts": CheckPlan(across, from_checkpoint=True, shares_processes=True),
-        "context": CheckPlan(across, from_checkpoint=True, shares_processes=True),
-        **dict.fromkeys(_BY_KIND, CheckPlan(across, from_checkpoint=True, shares_processes=True)),
+        **dict.fromkeys(("layouts", "context", *_BY_KIND), of_layouts),
         "isolation": CheckPlan(IDENTICAL, shares_processes=True, program=ISOLATION, has_reference=False),
         "reference": CheckPlan(across, shares_processes=True),
         "versions": CheckPlan(OTHER_KERNELS if across == Tolerances() else across),
@@ -239,8 +229,9 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
             for kind in config.kinds_of(cases := config.cases(check)):
                 own = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]
                 more = [*settings, *config.kinds[kind].split()]
-                if check == "media":
-                    data = {"": str(make_dataset(folder / "data" / kind, encoder=_encoder_of(more)))}
+                if check == "media":  # the command line quotes the encoder
+                    encoder = next(text for text in more if text.startswith("model.encoder=")).partition("=")[2]
+                    data = {"": str(make_dataset(folder / "data" / kind, encoder=encoder.strip("'")))}
                 name = f"{check} {kind}"
                 cells += plan_check(name, own, chosen, settings=more, datasets=data, pythons=pythons, **sizes)
         else:
@@ -252,12 +243,6 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
     return cells, left_out
 
 
-def _encoder_of(settings: list[str]) -> str:
-    """Return the value of `model.encoder` in settings, which the command line quotes."""
-    name = "model.encoder="
-    return next(text for text in settings if text.startswith(name)).removeprefix(name).strip("'")
-
-
 def reference_cells(
     config: ParityConfig, source: Path, folder: Path, settings: list[str], plan: CheckPlan
 ) -> list[Cell]:
@@ -265,6 +250,8 @@ def reference_cells(
     from harness.parity.reference import make_model  # of torch
 
     cells: list[Cell] = []
+    cases, sizes = ["1 version=transformers", *config.reference], {"steps": config.steps, "max_ranks": config.max_ranks}
+    of: dict[str, Any] = {**sizes, "pythons": dict.fromkeys(("", "transformers"), sys.executable), "steps_before": 0}
     for family in config.families or (*FAMILIES, *MEDIA_MODELS):
         require_choice(family, config.models, setting="families")
         model = make_model(family, config.models[family], folder / "models" / family)
@@ -272,17 +259,8 @@ def reference_cells(
         if family in MEDIA_MODELS:
             encoder = read_hf_config(folder / "models" / family).settings["encoder"]
             data = make_dataset(folder / "data" / family, encoder=encoder)
-        own = plan_check(
-            f"reference {family}",
-            ["1 version=transformers", *config.reference],
-            plan,
-            settings=[*settings, *model],
-            datasets={"": str(data)},
-            pythons={"": sys.executable, "transformers": sys.executable},
-            steps=config.steps,
-            steps_before=0,
-            max_ranks=config.max_ranks,
-        )
+        of |= {"settings": [*settings, *model], "datasets": {"": str(data)}}
+        own = plan_check(f"reference {family}", cases, plan, **of)
         cells += [replace(own[0], plan=replace(plan, program=REFERENCE)), *own[1:]]
     return cells
 

@@ -38,11 +38,9 @@ def measure_apart(
         reason = _run([str(made), place, *map(str, arguments)], ranks, limit_s, log)
         if reason is None and made.exists():
             return json.loads(made.read_text())
-    raise HarnessError(
-        reason or "it did not return a result",
-        where=" ".join(["python -m harness.bench.apart FILE", place, *map(str, arguments)]),
-        fix="run this line alone to see its whole output",
-    )
+    where = " ".join(["python -m harness.bench.apart FILE", place, *map(str, arguments)])
+    fix = "run this line alone to see its whole output"
+    raise HarnessError(reason or "it did not return a result", where=where, fix=fix)
 
 
 def _run(arguments: Sequence[str], ranks: int, limit_s: float, log: Path) -> str | None:

@@ -114,24 +114,14 @@ class BenchReport:
         self.figures.append(figure)
         return figure
 
-    def add_samples(
-        self,
-        name: str,
-        samples: Sequence[float],
-        unit: str,
-        at_least: float | None = None,
-        at_most: float | None = None,
-    ) -> Figure:
-        """Add the median of `samples`."""
-        return self.add(Figure(name, statistics.median(samples), unit, at_least, at_most, tuple(samples)))
+    def add_samples(self, name: str, samples: Sequence[float], unit: str, **target: float | None) -> Figure:
+        """Add the median of `samples`, with its `target`, `at_least` or `at_most`."""
+        return self.add(Figure(name, statistics.median(samples), unit, samples=tuple(samples), of=(), **target))
 
     def compare(self, ratio: str, sides: Mapping[str, Side], rounds: int, unit: str, **target: float | None) -> None:
-        """Measure sides in turns; add the median of each, and the ratio of the first to the second.
+        """Measure sides in turns, by the names of their figures; add the median of each.
 
-        Args:
-            ratio: name of the ratio; empty for none.
-            sides: what each does in a round, by the name of its figure; it returns its sample.
-            target: `at_least` or `at_most` of the ratio.
+        Add the ratio of the first to the second with its `target`, `at_least` or `at_most`, unless its name is empty.
         """
         for name, samples in take_turns(sides, rounds=rounds).items():
             self.add_samples(name, samples, unit)
@@ -139,14 +129,12 @@ class BenchReport:
             over, under, *_ = sides
             self.add_ratio(ratio, over, under, **target)
 
-    def add_ratio(
-        self, name: str, over: str, under: str, at_least: float | None = None, at_most: float | None = None
-    ) -> Figure:
+    def add_ratio(self, name: str, over: str, under: str, **target: float | None) -> Figure:
         """Add the value of figure `over` divided by that of figure `under`; its samples are those of the rounds."""
         ours, theirs = self.figure(over), self.figure(under)
         pairs = zip(ours.samples, theirs.samples, strict=False)
         samples = tuple(one / other for one, other in pairs) if len(ours.samples) == len(theirs.samples) else ()
-        return self.add(Figure(name, ours.value / theirs.value, "x", at_least, at_most, samples, (over, under)))
+        return self.add(Figure(name, ours.value / theirs.value, "x", samples=samples, of=(over, under), **target))
 
     def figure(self, name: str) -> Figure:
         """Return the figure of that name; raises KeyError where there is none."""
@@ -172,11 +160,7 @@ class BenchReport:
 
 
 def read_figures(values: Mapping[str, Any]) -> BenchReport:
-    """Return the report that `BenchReport.to_dict` made `values` from, in this process or another.
-
-    Raises:
-        KeyError, ValueError: a field is missing, or of another type.
-    """
+    """Return the report that `BenchReport.to_dict` made `values` from; raise KeyError or ValueError for others."""
     stored = ({key: value for key, value in figure.items() if key != "met"} for figure in values["figures"])
     figures = [from_plain(Figure, figure) for figure in stored]
     report = BenchReport(values["subject"], values["settings"], figures, list(values["notes"]))

@@ -22,7 +22,6 @@ from harness.loader import Loader, LoaderConfig, RankBatch, RankLayout
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.data.feed import Feed
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join
 from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, ParallelConfig, TrainerConfig, sequence_cost
 from harness.schedule import ScheduleConfig, SequenceCost
@@ -42,12 +41,12 @@ def bench_step(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchR
     progress("writing the data")
     path = write_rows(workspace, sizes.packs, sizes.pack_size, _VOCABULARY)
     with runtime.start(sizes.device) as job:
-        layout = join(ParallelConfig(), job.world_size)
         on_gpu = job.device.type == "cuda"
         model = small_model(sizes.layers, sizes.hidden, _VOCABULARY, dtype="bfloat16" if on_gpu else "float32")
+        layout = runtime.join(ParallelConfig(), job.world_size)
         step = MegatronStep(model, ParallelConfig(), layout, device=job.device, vocab_size=_VOCABULARY)
         progress("the loop and the bare step, in turns; then the loop alone")
-        with LoopBench(sizes, model, step, layout, job, path) as bench:
+        with LoopBench(sizes, model, step, job, path) as bench:
             bench.add_figures(report, peak_tflops=sizes.peak_tflops)
     name = torch.cuda.get_device_name(job.device) if on_gpu else "CPU"
     report.notes.append(f"device: {name}, model in {model.dtype}")
@@ -93,19 +92,16 @@ def open_feed(
 class LoopBench(ExitStack):
     """The training loop and a bare Megatron loop over the batches of one loader; every rank of a job makes one.
 
-    Args:
-        sizes: of a step of each data-parallel rank; `steps` are measured, and a quarter as many run before them.
+    Sizes are those of a step of each data-parallel rank; a quarter as many steps run before the measured ones.
     """
 
-    def __init__(
-        self, sizes: Sizes, model: ModelConfig, step: MegatronStep, layout: RankLayout, job: Any, path: Path
-    ) -> None:
+    def __init__(self, sizes: Sizes, model: ModelConfig, step: MegatronStep, job: Any, path: Path) -> None:
         super().__init__()
         self._sizes, self._step, self._job, self._cost = sizes, step, job, sequence_cost(model)
         self._warm_up = -(-sizes.steps // 4)
         schedule, (workers,) = ScheduleConfig(max_tokens_per_rank=sizes.max_tokens_per_rank), sizes.first("workers", 1)
         feed = open_feed(
-            *(path, layout, job.device, schedule),
+            *(path, step.layout, job.device, schedule),
             global_batch=sizes.global_batch * job.world_size,
             workers=workers,
             cost=self._cost,
@@ -133,7 +129,7 @@ class LoopBench(ExitStack):
         spent = sum(record.step_s for record in alone)
         counts = [
             sum(record.batch.num_tokens for record in alone),
-            sum(step_flops(self._cost, record.batch) for record in alone),
+            sum(flops_of(self._cost, np.diff(row.cu_seqlens)) for record in alone for row in record.batch.rows),
             sum(record.data_wait_s for record in alone),
         ]
         of_ranks = torch.tensor(counts, dtype=torch.float64, device=self._job.device)
@@ -196,11 +192,6 @@ def flops_of(cost: SequenceCost, lengths: Any) -> float:
     this over seconds times the device's peak.
     """
     return 3.0 * float(cost.of(lengths).sum())
-
-
-def step_flops(cost: SequenceCost, batch: RankBatch) -> float:
-    """Count the FLOPs of one training step on the rows of a batch."""
-    return sum(flops_of(cost, np.diff(row.cu_seqlens)) for row in batch.rows)
 
 
 def bare_step(

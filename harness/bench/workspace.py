@@ -20,11 +20,9 @@ _PROMPT_SHARE = 0.4
 
 
 class Workspace:
-    """A folder for a bench's data; a context manager.
+    """A folder for a bench's data, in `parent` or the system's temporary folder; a context manager.
 
-    Args:
-        parent: folder to make it in; None for the system's temporary folder.
-        keep: do not remove it, and reuse the data of earlier runs.
+    With `keep`, it is not removed, and the data of earlier runs is reused.
     """
 
     def __init__(self, parent: Path | None = None, *, keep: bool = False) -> None:
@@ -51,17 +49,24 @@ def lognormal_lengths(count: int, *, median: float, longest: int, seed: int) -> 
     return np.clip(drawn, MIN_SEQUENCE_TOKENS, longest).astype(np.int64)
 
 
-def make_packs(count: int, pack_size: int, *, seed: int = 0) -> Iterator[Pack]:
+def make_packs(count: int, pack_size: int) -> Iterator[Pack]:
     """Yield packs as full as best-fit decreasing makes them, of Zipf-distributed tokens.
 
     The start of each sequence is not trained. Real text compresses better.
     """
-    lengths, offsets = _packed_lengths(count, pack_size, seed)
+    median = max(MIN_SEQUENCE_TOKENS, pack_size * _MEDIAN_SHARE)
+    # Drawn until there are enough packs; the mean is above the median, so a few draws suffice.
+    num_sequences, plan = 4 * count + 64, None
+    while plan is None or plan.num_packs < count:
+        lengths = lognormal_lengths(num_sequences, median=median, longest=pack_size, seed=0)
+        plan = plan_packs(lengths, pack_size=pack_size, seed=0)
+        num_sequences *= 2
+    lengths, offsets = lengths[plan.sequence_ids], plan.pack_offsets
     frequency = 1 / np.arange(1, _VOCABULARY + 1)
     ids = np.searchsorted(np.cumsum(frequency) / frequency.sum(), (np.arange(_TABLE) + 0.5) / _TABLE)
     # Each token as often as Zipf's law has it. Frequent ones have ids anywhere, like those of a tokenizer.
     table = np.random.default_rng(0).permutation(_VOCABULARY).astype(np.int32)[ids]
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     for index in range(count):
         sizes = lengths[offsets[index] : offsets[index + 1]]
         ends = np.cumsum(sizes)
@@ -71,16 +76,3 @@ def make_packs(count: int, pack_size: int, *, seed: int = 0) -> Iterator[Pack]:
         mask = (position >= np.repeat(sizes * _PROMPT_SHARE, sizes)).astype(np.uint8)
         mask[ends - 1] = 0
         yield Pack(table[random.integers(0, _TABLE, num_tokens, dtype=np.uint32)], mask, starts)
-
-
-def _packed_lengths(count: int, pack_size: int, seed: int) -> tuple[Int64Array, Int64Array]:
-    """Return the lengths of the sequences of `count` packs, end to end, and the offset of each pack in them."""
-    median = max(MIN_SEQUENCE_TOKENS, pack_size * _MEDIAN_SHARE)
-    # Drawn until there are enough packs; the mean is above the median, so a few draws suffice.
-    num_sequences = 4 * count + 64
-    while True:
-        lengths = lognormal_lengths(num_sequences, median=median, longest=pack_size, seed=seed)
-        plan = plan_packs(lengths, pack_size=pack_size, seed=seed)
-        if plan.num_packs >= count:
-            return lengths[plan.sequence_ids], plan.pack_offsets[: count + 1]
-        num_sequences = 2 * num_sequences

@@ -61,11 +61,9 @@ def check(*threads: str, ranks: int = 1, after: str = "") -> Callable[[Callable[
 
 
 class Kit:
-    """A target, a folder for the files of a check, and what checks have in common; one per check and rank.
+    """A target, a new folder for the files of a check, the same on all ranks, and what checks have in common.
 
-    Args:
-        folder: empty or missing, and the same on all ranks.
-        dp_size: of the layouts; unlike `ranks`, the processes here, where a command starts its own.
+    `dp_size` is that of layouts, and `ranks` are the processes here: a command starts its own.
     """
 
     def __init__(self, target: Any, folder: Path, *, rank: int = 0, ranks: int = 1, dp_size: int = 1) -> None:
@@ -116,13 +114,9 @@ class Kit:
     def compare(
         self, got: tuple[float, float | None], expected: tuple[float, float], otherwise: dict[str, tuple[float, float]]
     ) -> str:
-        """Compare loss and gradient norm with the expected ones.
+        """Compare loss and gradient norm with the expected ones; raise Failed where they differ.
 
-        Args:
-            otherwise: what well-known mistakes give, by name; one that fits is named.
-
-        Raises:
-            Failed: they differ.
+        The error names the well-known mistake that gives these figures, of those in `otherwise`.
         """
         seen = _describe(got)
         if _agree(got, expected):
@@ -165,8 +159,7 @@ def _wait_for(paths: Iterable[Path]) -> None:
 def conversations(lengths: Sequence[int], *, trained: float = 0.5, seed: int = 0) -> list[Tokens]:
     """Return random conversations of some lengths; each pair of neighboring tokens occurs once in all of them.
 
-    Args:
-        trained: share of each that is trained, at its end; the last token of each is trained.
+    A share of each is trained, at its end, and at least its last token.
     """
     rng, used, made = np.random.default_rng(seed), set[tuple[int, int]](), []
     for length in lengths:

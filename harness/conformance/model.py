@@ -195,7 +195,8 @@ class Reference:
     def losses(self, sequence: Tokens) -> torch.Tensor:
         """Return float64 [trained tokens]: the loss of each trained token but the first of the conversation."""
         ids, labels = torch.tensor(sequence["input_ids"]), torch.tensor(sequence["labels"])[1:]
-        return cross_entropy(self._logits(ids[:-1])[labels != -100], labels[labels != -100], reduction="none")
+        logits = self._states(ids[:-1]) @ self._weights["lm_head"].T
+        return cross_entropy(logits[labels != -100], labels[labels != -100], reduction="none")
 
     def further_losses(self, sequence: Tokens, *, masked: bool = True) -> torch.Tensor:
         """Return the losses of the token after the next of each token, where it is trained, or all with `masked` off.
@@ -238,9 +239,6 @@ class Reference:
         # A layer of further losses has no gradients without them.
         gradients = torch.autograd.grad(loss, list(self._weights.values()), allow_unused=True)
         return float(loss.detach()), math.sqrt(sum(float((each**2).sum()) for each in gradients if each is not None))
-
-    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._states(ids) @ self._weights["lm_head"].T
 
     def _states(self, ids: torch.Tensor) -> torch.Tensor:
         """Return float64 [tokens, hidden], after the last norm."""

@@ -59,8 +59,7 @@ class TargetProcess:
     def run(self, names: Sequence[str], report: Callable[[ConformanceVerdict], None]) -> list[ConformanceVerdict]:
         """Run checks, and report each verdict; a process that dies or hangs fails one check and is started again.
 
-        Raises:
-            ConfigError: the target cannot be loaded, or there is no such check.
+        Raise ConfigError if the target cannot be loaded, or there is no such check.
         """
         if unknown := [name for name in names if name not in CHECKS]:
             fix = f"choose from {', '.join(CHECKS)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -122,8 +121,7 @@ class Target(Protocol):
 def load_target(spec: str) -> Any:
     """Return an instance of the class that `FILE.py[:CLASS]` or `MODULE:CLASS` names, by default `Trainer`.
 
-    Raises:
-        ConfigError: there is no such module or class, or it has no `build`.
+    Raise ConfigError if there is no such module or class, or it has no `build`.
     """
     place, _, name = spec.partition(":")
     name = name or "Trainer"

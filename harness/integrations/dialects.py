@@ -29,9 +29,6 @@ class Row(dict[str, Any]):
     """One row as a dict of arrays, or of tensors after `tensors()`; the class is its dialect.
 
     Any key of another dialect raises DialectError, from `get` and `pop` too.
-
-    Attributes:
-        keys_of_dialect: keys of a row.
     """
 
     dialect: ClassVar[str]
@@ -56,12 +53,8 @@ class Row(dict[str, Any]):
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Self:
         """Return the row with its tensors on `device`."""
-        return type(self)(
-            {
-                key: value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
-                for key, value in self.items()
-            }
-        )
+        tensors = {key: value for key, value in self.items() if hasattr(value, "to")}
+        return type(self)(self | {key: value.to(device, non_blocking=non_blocking) for key, value in tensors.items()})
 
     def __missing__(self, key: str) -> Any:
         self._refuse(key)
@@ -69,19 +62,17 @@ class Row(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of `key`, or the default; raise DialectError for a key of another dialect."""
-        if key not in self:
-            self._refuse(key)
+        self._refuse(key)
         return super().get(key, default)
 
     def pop(self, key: str, *default: Any) -> Any:
         """Remove and return the value of `key`; raise DialectError for a key of another dialect."""
-        if key not in self:
-            self._refuse(key)
+        self._refuse(key)
         return super().pop(key, *default)
 
     def _refuse(self, key: str) -> None:
         for other in DIALECTS.values():
-            if key in other.keys_of_dialect and key not in self.keys_of_dialect:
+            if key in other.keys_of_dialect and key not in (*self.keys_of_dialect, *self):
                 what = f"{key!r} is a key of the {other.dialect} dialect, but this row uses the {self.dialect} dialect "
                 what += f"({', '.join(self)})"
                 fix = f"open the data with dialect={other.dialect!r}, or use the keys of {self.dialect}, whose "
@@ -106,7 +97,6 @@ class MegatronRow(Row):
 
     @classmethod
     def of(cls, row: ThdBatch) -> Self:
-        """Return a row of the loader in this dialect, as arrays."""
         values = {name: getattr(row, name) for name in cls.keys_of_dialect}
         return cls({name: value if name in cls.of_sequences else value[None] for name, value in values.items()})
 
@@ -125,18 +115,12 @@ class HuggingFaceRow(Row):
     """
 
     dialect = "huggingface"
-    keys_of_dialect = (
-        *("input_ids", "labels", "position_ids"),
-        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    )
+    of_sequences = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    keys_of_dialect = ("input_ids", "labels", "position_ids", *of_sequences)
 
     @classmethod
     def of(cls, row: ThdBatch) -> Self:
-        """Return a row of the loader in this dialect, as arrays.
-
-        Raises:
-            ScheduleError: the row has padding, or labels that are not the tokens after their inputs.
-        """
+        """Return a row of the loader in this dialect, as arrays; raise ScheduleError for padding or odd labels."""
         lengths = np.diff(row.cu_seqlens).astype(np.int64)
         # Not the padding mask: it is True for all of a row that has nothing to train.
         if padding := int(row.cu_seqlens_padded[-1] - row.cu_seqlens[-1]):
@@ -158,15 +142,9 @@ class HuggingFaceRow(Row):
         bounds = np.concatenate([[0], stops]).astype(np.int32)
         longest = int(lengths.max()) + 1
         positions = np.arange(input_ids.shape[0], dtype=np.int64) - np.repeat(bounds[:-1].astype(np.int64), lengths + 1)
-        return cls(
-            input_ids=input_ids[None],
-            labels=labels[None],
-            position_ids=positions[None],
-            cu_seq_lens_q=bounds,
-            cu_seq_lens_k=bounds.copy(),
-            max_length_q=longest,
-            max_length_k=longest,
-        )
+        tokens = {"input_ids": input_ids[None], "labels": labels[None], "position_ids": positions[None]}
+        sizes = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.copy()}
+        return cls(**tokens, **sizes, max_length_q=longest, max_length_k=longest)
 
 
 DIALECTS: Mapping[str, type[Row]] = MappingProxyType({kind.dialect: kind for kind in (MegatronRow, HuggingFaceRow)})

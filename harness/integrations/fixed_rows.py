@@ -33,10 +33,8 @@ class FixedRows:
     def __init__(
         self, stream: RankStream, *, rows_per_step: int, pad_rows_to: int | None = None, one_epoch: bool = False
     ) -> None:
-        self.rows_per_step = rows_per_step
-        self._stream = stream
-        self._pad_rows_to = pad_rows_to
-        self._one_epoch = one_epoch
+        self.rows_per_step, self._pad_rows_to = rows_per_step, pad_rows_to
+        self._stream, self._one_epoch = stream, one_epoch
         self._batches: Iterator[RankBatch] | None = None
         self._rows: deque[ThdBatch] = deque()
 
@@ -108,21 +106,17 @@ def as_packed_rows(
         ConfigError: `pad_rows_to` cannot be cut as the layout cuts rows, or a pack has more tokens.
     """
     if pad_rows_to is not None and pad_rows_to % layout.pad_to_multiple:
-        raise ConfigError(
-            f"{setting} is {pad_rows_to:,}, but this layout pads to multiples of {layout.pad_to_multiple}",
-            where=f"tensor parallelism {layout.tp_size}, context parallelism {layout.cp_size}",
-            fix=f"set it to a multiple of {layout.pad_to_multiple}",
-        )
+        what = f"{setting} is {pad_rows_to:,}, but this layout pads to multiples of {layout.pad_to_multiple}"
+        where = f"tensor parallelism {layout.tp_size}, context parallelism {layout.cp_size}"
+        raise ConfigError(what, where=where, fix=f"set it to a multiple of {layout.pad_to_multiple}")
     tokens = np.add.reduceat(padded_lengths(sequence_lengths, layout.pad_to_multiple), pack_offsets[:-1])
     longest = int(tokens.max())
     if pad_rows_to is not None and longest > pad_rows_to:
-        raise ConfigError(
-            f"pack {int(np.argmax(tokens)):,} of the dataset requires {longest:,} tokens, but a row holds "
-            f"{pad_rows_to:,}; {int(np.count_nonzero(tokens > pad_rows_to)):,} of {tokens.shape[0]:,} packs do not fit",
-            where=setting,
-            fix=f"set it to {-(-longest // layout.pad_to_multiple) * layout.pad_to_multiple:,} or more, or prepare "
-            "smaller packs",
-        )
+        larger = int(np.count_nonzero(tokens > pad_rows_to))
+        what = f"pack {int(np.argmax(tokens)):,} of the dataset requires {longest:,} tokens, but a row holds "
+        what += f"{pad_rows_to:,}; {larger:,} of {tokens.shape[0]:,} packs do not fit"
+        enough = -(-longest // layout.pad_to_multiple) * layout.pad_to_multiple
+        raise ConfigError(what, where=setting, fix=f"set it to {enough:,} or more, or prepare smaller packs")
     return ScheduleConfig(name="as_packed", max_tokens_per_rank=-(-(pad_rows_to or longest) // layout.cp_size))
 
 

@@ -32,10 +32,8 @@ __all__ = ["PackedTraining", "StoredRows", "check_boundaries", "join_rows"]
 def join_rows(rows: list[Row]) -> Row:
     """Lay several rows of the huggingface dialect end to end as one; `collate_fn` of a DataLoader over StoredRows.
 
-    Only `input_ids`, `labels` and `position_ids` are read, so rows whose other keys a trainer removed are fine.
-
-    Raises:
-        DialectError: the rows are in the Megatron dialect.
+    Only `input_ids`, `labels` and `position_ids` are read, so rows whose other keys a trainer removed are fine. Raise
+    DialectError for rows in the Megatron dialect.
     """
     tokens = {name: torch.cat([row[name] for row in rows], dim=1) for name in ("input_ids", "labels", "position_ids")}
     starts = torch.nonzero(tokens["position_ids"][0] == 0).flatten()
@@ -57,14 +55,8 @@ def check_boundaries(model: Any) -> None:
     rows = []
     for first in (1, 2):
         ids = torch.tensor([[first % vocab_size] * 4 + [3 % vocab_size, 4 % vocab_size, 5 % vocab_size]])
-        row = HuggingFaceRow(
-            input_ids=ids,
-            position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]),
-            cu_seq_lens_q=torch.tensor([0, 4, 7], dtype=torch.int32),
-            cu_seq_lens_k=torch.tensor([0, 4, 7], dtype=torch.int32),
-            max_length_q=4,
-            max_length_k=4,
-        )
+        row = join_rows([HuggingFaceRow(input_ids=ids, labels=ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]))])
+        del row["labels"]
         rows.append(row.to(device))
     was_training = model.training
     model.eval()
@@ -74,12 +66,10 @@ def check_boundaries(model: Any) -> None:
     allowed = 1e-5 if next(model.parameters()).dtype == torch.float32 else 1e-2
     difference = float((one - other).abs().max() / one.abs().max().clamp(min=1e-30))
     if not difference <= allowed:
-        raise ConfigError(
-            f"a sequence changes the logits of the next sequence in its row by {difference:.2g} of the largest logit",
-            where=f"{type(model).__name__}, attention {getattr(model.config, '_attn_implementation', 'unknown')}",
-            fix="use transformers 4.53 or later, or attn_implementation='flash_attention_2'; models with state-space "
-            "layers are not supported",
-        )
+        what = f"a sequence changes the logits of the next sequence in its row by {difference:.2g} of the largest logit"
+        where = f"{type(model).__name__}, attention {getattr(model.config, '_attn_implementation', 'unknown')}"
+        fix = "use transformers 4.53 or later, or attn_implementation='flash_attention_2'; models with state-space "
+        raise ConfigError(what, where=where, fix=fix + "layers are not supported")
 
 
 class PackedTraining:
@@ -200,14 +190,12 @@ def _check_arguments(arguments: Any, stream: RankStream) -> None:
         what += f"{arguments.process_index} of {arguments.world_size}"
         fix = "open it with dp_rank=args.process_index, dp_size=args.world_size"
         raise ConfigError(what, where="RankStream", fix=fix)
+    weighs_ranks = arguments.world_size > 1 and not arguments.average_tokens_across_devices
     wrong = {
         "per_device_train_batch_size": (arguments.per_device_train_batch_size != 1, "1: a row is already a batch"),
         "packing": (getattr(arguments, "packing", False), "False: the rows are already packed"),
         "padding_free": (getattr(arguments, "padding_free", False), "False: the rows have no padding"),
-        "average_tokens_across_devices": (
-            arguments.world_size > 1 and not arguments.average_tokens_across_devices,
-            "True: ranks have different numbers of trained tokens",
-        ),
+        "average_tokens_across_devices": (weighs_ranks, "True: ranks have different numbers of trained tokens"),
         "n_gpu": (arguments.n_gpu > 1, "1: start one process per GPU with torchrun or accelerate launch"),
     }
     for name, (is_wrong, fix) in wrong.items():

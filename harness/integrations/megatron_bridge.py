@@ -93,8 +93,7 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
     ) -> tuple[BridgeRows | None, BridgeRows | None, BridgeRows | None]:
         """Open the datasets of this rank; Bridge calls it once the process groups exist.
 
-        Raises:
-            HarnessError: a layout or a batch size that does not fit, or a dataset that cannot be read.
+        Raise HarnessError for a layout or a batch size that does not fit, or a dataset that cannot be read.
         """
         layout = self._layout()
         size = get_current_global_batch_size()
@@ -109,24 +108,19 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
             rows(self.test_path, context.test_samples, evaluation_steps),
         )
 
-    def _open(self, path: str, layout: RankLayout, size: int, *, evaluation_steps: int | None) -> BridgeRows:
+    def _open(self, path: str, layout: RankLayout, batch_size: int, *, evaluation_steps: int | None) -> BridgeRows:
         reader = open_dataset(path)
         # Evaluations read the first packs as they are stored.
         changes = {} if evaluation_steps is None else {"shuffle": False, "drop_last": False}
-        config = self._loader_config(size, **changes)
+        config = self._loader_config(batch_size, **changes)
+        size = self.seq_length
         schedule = as_packed_rows(
-            reader.pack_offsets,
-            reader.sequence_lengths,
-            layout,
-            pad_rows_to=self.seq_length,
-            setting="dataset.seq_length",
+            reader.pack_offsets, reader.sequence_lengths, layout, pad_rows_to=size, setting="dataset.seq_length"
         )
         stream = RankStream(reader, config, schedule=schedule, layout=layout)
-        rows = FixedRows(stream, rows_per_step=size // layout.dp_size, pad_rows_to=self.seq_length)
+        rows = FixedRows(stream, rows_per_step=batch_size // layout.dp_size, pad_rows_to=size)
         pin = bool(self.pin_memory) and torch.cuda.is_available()
-        if evaluation_steps is not None:
-            return BridgeRows(rows, self, pin_memory=pin, repeat_steps=evaluation_steps)
-        return BridgeRows(rows, self, pin_memory=pin)
+        return BridgeRows(rows, self, pin_memory=pin, repeat_steps=evaluation_steps)
 
     def _loader_config(self, size: int, **changes: Any) -> LoaderConfig:
         known = [one.name for one in fields(LoaderConfig) if one.name not in _OF_BRIDGE]
@@ -169,11 +163,7 @@ class BridgeRows:
 
     It moves to the position of a checkpoint at the first row, because only then Bridge's step is known. Bridge's own
     loading, for which an iterator has a `restore_state`, refuses a rank that had no file when the checkpoint was saved.
-
-    Args:
-        dataset: its settings.
-        pin_memory: return tensors in pinned memory.
-        repeat_steps: begin again after this many steps, as evaluations do; None to read on.
+    It begins again after `repeat_steps`, as evaluations do; None to read on.
     """
 
     def __init__(
@@ -205,20 +195,14 @@ class BridgeRows:
         return self._rows.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to a position that `save_state` returned, on any number of data-parallel ranks.
-
-        Raises:
-            LoaderError: it is no such position, or of another dataset, seed, order or tokenizer.
-        """
+        """Move to a position that `save_state` returned, on any number of ranks; see `RankStream.load_state_dict`."""
         self._rows.load_state_dict(state)
         self._is_placed = True
 
     def place(self, state: GlobalState) -> None:
         """Move to the position of the checkpoint that Bridge continues from, before the first row.
 
-        Raises:
-            CheckpointError: there is none.
-            ConfigError: settings of Bridge do not fit the rows.
+        Raise CheckpointError if there is none, and ConfigError if settings of Bridge do not fit the rows.
         """
         if self._is_placed:
             return
@@ -234,16 +218,12 @@ class BridgeRows:
         evaluation = state.cfg.validation
         sizes = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
         if self._repeat_steps is not None and sizes != (get_current_global_batch_size(), 1):
-            raise ConfigError(
-                f"evaluations have global batches of {sizes[0]} and microbatches of {sizes[1]}",
-                where="validation.eval_global_batch_size, validation.eval_micro_batch_size",
-                fix="leave both unset: the sizes of training are used",
-            )
+            what = f"evaluations have global batches of {sizes[0]} and microbatches of {sizes[1]}"
+            where = "validation.eval_global_batch_size, validation.eval_micro_batch_size"
+            raise ConfigError(what, where=where, fix="leave both unset: the sizes of training are used")
         if self._repeat_steps is None and (step := state.train_state.step) > 0:
-            fix = (
-                "set dataset.dataloader_load to the folder of the positions; to read from the first pack, load the "
-                "checkpoint with cfg.checkpoint.finetune=True"
-            )
+            fix = "set dataset.dataloader_load to the folder of the positions; to read from the first pack, load the "
+            fix += "checkpoint with cfg.checkpoint.finetune=True"
             folders = self._folders(state.cfg.checkpoint)
             self.load_state_dict(saved_position(folders, step, where="dataset.dataloader_load", fix=fix))
         self._is_placed = True
@@ -264,17 +244,14 @@ class BridgeRows:
                 self._num_steps = 0
             self._num_steps += 1
         elif get_num_microbatches() != self._rows.rows_per_step:
-            raise _changing_batch_size(
-                f"the step has {get_num_microbatches()} microbatches, but the data was opened for "
-                f"{self._rows.rows_per_step}"
-            )
+            what = f"the step has {get_num_microbatches()} microbatches, but the data was opened for "
+            raise _changing_batch_size(f"{what}{self._rows.rows_per_step}")
 
 
 def forward_step(state: GlobalState, data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
     """Run Bridge's `gpt_step.forward_step` on the next row; routers of experts get the mask of its padding.
 
-    Raises:
-        HarnessError: the rows cannot be continued, or settings of Bridge do not fit them.
+    Raise HarnessError if the rows cannot be continued, or settings of Bridge do not fit them.
     """
     if return_schedule_plan:
         what = "Bridge schedules overlapped expert communication without sequence boundaries"
@@ -308,8 +285,8 @@ def bridge_batch(row: ThdBatch) -> dict[str, torch.Tensor]:
     bounds = {"cu_seqlens": row.cu_seqlens_padded}
     if not (row.cu_seqlens == row.cu_seqlens_padded).all():
         bounds["cu_seqlens_unpadded"] = row.cu_seqlens
-    batch = {name: torch.from_numpy(getattr(row, name))[None] for name in ("tokens", "labels", "position_ids")}
-    batch |= {name: torch.from_numpy(getattr(row, name))[None] for name in ("loss_mask", "padding_mask")}
+    names = ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
+    batch = {name: torch.from_numpy(getattr(row, name))[None] for name in names}
     for name, values in bounds.items():
         batch[name] = torch.from_numpy(values)[None]
         # Bridge cuts the bounds here; it marks the end of its own with -1, which ours do not need.

@@ -122,14 +122,6 @@ def create_sft_dataset(
 def open_packed_writer(
     path: str | os.PathLike[str], *, packed_storage: str = "legacy_npy_pickle", pack_size: int, **settings: Any
 ) -> PackWriter:
-    """Return `open_writer` for a storage by the RFC's name, with its default.
-
-    Args:
-        packed_storage: a key of PACKED_STORAGE.
-        settings: further arguments of `open_writer`.
-
-    Raises:
-        ConfigError: there is no such storage, or as `open_writer` does.
-    """
+    """Return `open_writer` for a storage by the RFC's name, a key of PACKED_STORAGE; raise ConfigError for others."""
     require_choice(packed_storage, tuple(PACKED_STORAGE), setting="packed_storage")
     return open_writer(path, format=PACKED_STORAGE[packed_storage], pack_size=pack_size, **settings)

@@ -26,24 +26,19 @@ class Integration:
     module: str = ""
 
 
+_HUGGING_FACE, _MEGATRON = ("torch", "transformers", "accelerate"), ("torch", "megatron.core")
 INTEGRATIONS = MappingProxyType(
     {
         "torch": Integration(("torch",), "pip install torch"),
         "torchdata": Integration(("torch", "torchdata"), "pip install torchdata", module="torch"),
         "accelerate": Integration(("torch", "accelerate"), "pip install accelerate", module="torch"),
         "lightning": Integration(("torch", "lightning"), "pip install lightning", module="torch"),
-        "huggingface": Integration(
-            ("torch", "transformers", "accelerate"), "pip install torch 'transformers>=4.53' accelerate"
-        ),
-        "trl": Integration(
-            ("torch", "transformers", "accelerate", "datasets", "trl"), "pip install trl", module="huggingface"
-        ),
+        "huggingface": Integration(_HUGGING_FACE, "pip install torch 'transformers>=4.53' accelerate"),
+        "trl": Integration((*_HUGGING_FACE, "datasets", "trl"), "pip install trl", module="huggingface"),
         "megatron_lm": Integration(
-            ("torch", "megatron.core", "megatron.training"), "pip install 'megatron-core>=0.19' (Python 3.12 or later)"
+            (*_MEGATRON, "megatron.training"), "pip install 'megatron-core>=0.19' (Python 3.12 or later)"
         ),
-        "megatron_bridge": Integration(
-            ("torch", "megatron.core", "megatron.bridge"), "pip install 'megatron-bridge>=0.6'"
-        ),
+        "megatron_bridge": Integration((*_MEGATRON, "megatron.bridge"), "pip install 'megatron-bridge>=0.6'"),
         "torchtitan": Integration(("torch", "torchtitan"), "pip install torchtitan"),
     }
 )

@@ -24,6 +24,7 @@ class RankStream:
 
     Attributes:
         config, layout: as given.
+        state: the position after the batch that was yielded last.
         num_steps_per_epoch: global batches of one epoch; None for a blend with weights, which has no end.
 
     Args:
@@ -74,18 +75,13 @@ class RankStream:
         # Settings and data are checked here, not at the first step.
         first = Loader(**self._settings, dp_rank=dp_rank, dp_size=dp_size)
         self.layout = self._settings["layout"] = first.layout
-        self._state = first.state
+        self.state: LoaderState = first.state
         self.num_steps_per_epoch = first.num_steps_per_epoch
         self._rows: tuple[int, list[int] | None] | None = None
 
-    @property
-    def state(self) -> LoaderState:
-        """The position after the batch that was yielded last."""
-        return self._state
-
     def state_dict(self) -> dict[str, int | str]:
         """Return the position: integers and strings, the same on every rank."""
-        return asdict(self._state)
+        return asdict(self.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a position that `state_dict` returned, on any number of ranks and workers; ends the workers.
@@ -104,15 +100,15 @@ class RankStream:
         """Move to a position and end the workers; raise LoaderError for another dataset, seed, order or tokenizer."""
         state = Loader(**self._settings, state=state).state
         self.close()
-        self._state = state
+        self.state = state
 
     def rows_per_step(self) -> list[int] | None:
         """Return the rows of this rank in each step of the position's epoch; None for a stream without end.
 
         Every step of the epoch is planned once, which takes seconds for 10,000 steps.
         """
-        if self._rows is None or self._rows[0] != self._state.epoch:
-            self._rows = self._state.epoch, Loader(**self._settings).rows_per_step(self._state.epoch)
+        if self._rows is None or self._rows[0] != self.state.epoch:
+            self._rows = self.state.epoch, Loader(**self._settings).rows_per_step(self.state.epoch)
         return self._rows[1]
 
     def __iter__(self) -> Iterator[RankBatch]:
@@ -121,7 +117,7 @@ class RankStream:
 
     def one_epoch(self) -> Iterator[RankBatch]:
         """Yield the batches after the position to the end of its epoch; a new iterator ends an older one."""
-        return self._read(num_epochs=self._state.epoch + 1)
+        return self._read(num_epochs=self.state.epoch + 1)
 
     def close(self) -> None:
         """End the workers; the position stays, and the stream can be read again."""
@@ -140,7 +136,7 @@ class RankStream:
 
     def _read(self, *, num_epochs: int | None) -> Iterator[RankBatch]:
         self.close()
-        loader = self._loader = Loader(**self._settings, state=self._state, num_epochs=num_epochs)
+        loader = self._loader = Loader(**self._settings, state=self.state, num_epochs=num_epochs)
 
         def batches() -> Iterator[RankBatch]:
             with loader:
@@ -149,12 +145,10 @@ class RankStream:
                     batch = next(read, None)
                     if batch is None:
                         return
-                    self._state = batch.state
+                    self.state = batch.state
                     yield batch
-            raise LoaderError(
-                "this iterator was closed or replaced by another iterator or position",
-                where=f"epoch {self._state.epoch}, after {count_of(self._state.packs_consumed, 'pack')}",
-                fix="read a stream with one iterator at a time",
-            )
+            what = "this iterator was closed or replaced by another iterator or position"
+            where = f"epoch {self.state.epoch}, after {count_of(self.state.packs_consumed, 'pack')}"
+            raise LoaderError(what, where=where, fix="read a stream with one iterator at a time")
 
         return batches()

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from harness.integrations.registry import require
@@ -87,11 +88,7 @@ class PackedDataset(IterableDataset[Row]):
         return asdict(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to a position that `state_dict` returned, on any number of ranks and workers.
-
-        Raises:
-            LoaderError: it is no such position, or of another dataset, seed, order or tokenizer.
-        """
+        """Move to a position that `state_dict` returned, on any number of ranks; see `RankStream.load_state_dict`."""
         self.stream.load_state_dict(state)
         self._position, self._rows_yielded = self.stream.state, 0
 
@@ -155,31 +152,20 @@ class PackedDataset(IterableDataset[Row]):
 
         On a device, the copy of the next row has then begun.
         """
-        before: tuple[Row, LoaderState | None] | None = None
-        for batch in batches:
-            first, skip = skip, 0
-            for index, row in enumerate(batch.rows):
-                if index < first:
-                    continue
-                fresh = self._place(self._kind.of(row)), batch.state if index + 1 == len(batch.rows) else None
-                if self._device is None:
-                    yield fresh
-                    continue
-                if before is not None:
-                    yield before
-                before = fresh
-        if before is not None:
-            yield before
+        rows = (
+            (row, batch.state if number == len(batch.rows) else None)
+            for batch in batches
+            for number, row in enumerate(batch.rows, start=1)
+        )
+        placed = ((self._place(self._kind.of(row)), after) for row, after in islice(rows, skip, None))
+        yield from placed if self._device is None else (pair for pair, _ in pairwise(chain(placed, [None])) if pair)
 
 
 class StoredRows(Dataset[Row]):
     """Map-style dataset: item i is stored pack i as one row, for loops that have an order of their own.
 
-    It has neither epochs nor ranks; with a shuffling sampler the order, and a resume, are the sampler's.
-
-    Args:
-        data: an open dataset or its path.
-        dialect: `megatron` or `huggingface`.
+    It has neither epochs nor ranks; with a shuffling sampler the order, and a resume, are the sampler's. The dialect is
+    `megatron` or `huggingface`.
     """
 
     def __init__(self, data: PackReader | str | os.PathLike[str], *, dialect: str) -> None:

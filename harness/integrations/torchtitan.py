@@ -38,7 +38,7 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
         dp_world_size, dp_rank: of the data-parallel mesh.
         seq_len: tokens that every row is padded to.
         local_batch_size: rows of a microbatch.
-        tokenizer, others: what torchtitan gives to every loader, and a dataset of tokens does not need.
+        others: what torchtitan gives to every loader, such as a tokenizer, and a dataset of tokens does not need.
 
     Raises:
         HarnessError: a batch size or `seq_len` that does not fit, or a dataset that cannot be read.
@@ -71,23 +71,13 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
         pin_memory: bool = False
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        seq_len: int,
-        local_batch_size: int,
-        tokenizer: Any = None,
-        **others: Any,
+        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **others: Any
     ) -> None:
         require_as_packed(config.schedule, trainer="torchtitan", setting="dataloader.schedule")
         if config.dataset or not config.dataset_path:
-            raise ConfigError(
-                f"a dataset of torchtitan is set: {config.dataset}" if config.dataset else "no dataset is set",
-                where="dataloader.dataset" if config.dataset else "dataloader.dataset_path",
-                fix="set only dataloader.dataset_path, to a dataset of `harness prepare`",
-            )
+            what = f"a dataset of torchtitan is set: {config.dataset}" if config.dataset else "no dataset is set"
+            fix = "set only dataloader.dataset_path, to a dataset of `harness prepare`"
+            raise ConfigError(what, where="dataloader.dataset, dataloader.dataset_path", fix=fix)
         rows_of_microbatch = local_batch_size * dp_world_size
         size = rows_of_microbatch if config.global_batch_size < 0 else config.global_batch_size
         if size < 1 or size % rows_of_microbatch:
@@ -109,38 +99,24 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
             pad_rows_to=seq_len,
             one_epoch=not config.infinite,
         )
-        self._local_batch_size = local_batch_size
-        self._pin_memory = config.pin_memory and torch.cuda.is_available()
+        self._local_batch_size, self._pin_memory = local_batch_size, config.pin_memory and torch.cuda.is_available()
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Yield `input` and `positions`, int64 [B, L], and labels, int64 [B, L], of one microbatch of this rank."""
         while rows := list(islice(self._rows, self._local_batch_size)):
-            tokens, positions, labels = (
-                torch.from_numpy(np.stack(arrays))
-                for arrays in (
-                    [row.tokens for row in rows],
-                    [row.position_ids for row in rows],
-                    [np.where(row.loss_mask > 0, row.labels, IGNORE_INDEX) for row in rows],
-                )
-            )
+            trained = [np.where(row.loss_mask > 0, row.labels, IGNORE_INDEX) for row in rows]
+            arrays = ([row.tokens for row in rows], [row.position_ids for row in rows], trained)
+            tokens, positions, labels = (torch.from_numpy(np.stack(each)) for each in arrays)
             if self._pin_memory:
                 tokens, positions, labels = tokens.pin_memory(), positions.pin_memory(), labels.pin_memory()
             yield {"input": tokens, "positions": positions}, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the steps so far: integers and strings, the same on every rank.
-
-        Raises:
-            LoaderError: a step was read in part; `global_batch_size` is not that of `training`.
-        """
+        """Return the position after the steps so far; raise LoaderError if a step was read in part."""
         return self._rows.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Move to a position that `state_dict` returned, on any number of ranks and workers.
-
-        Raises:
-            LoaderError: it is no such position, or of another dataset, seed, order or tokenizer.
-        """
+        """Move to a position that `state_dict` returned, on any number of ranks; see `RankStream.load_state_dict`."""
         self._rows.load_state_dict(state_dict)
 
     def close(self) -> None:

@@ -26,10 +26,8 @@ def prepare_process(parallel: ParallelConfig | None = None, *, shares_rows: bool
     """Silence Megatron-Core's warnings about optional packages, and import it without loading the compiler on a CPU.
 
     Call it first in a program that trains, exports or measures, before other modules of `harness.megatron` are
-    imported. Where Megatron-Core is imported already, it only sets the warning filters.
-
-    Args:
-        parallel: the layout of a run, which CUDA_DEVICE_MAX_CONNECTIONS is set for unless it is set already.
+    imported. Where Megatron-Core is imported already, it only sets the warning filters. CUDA_DEVICE_MAX_CONNECTIONS is
+    set for the layout of a run unless it is set already.
     """
     if parallel is not None:
         # The driver reads it once, at the first call of CUDA, which an import may make.

@@ -134,6 +134,7 @@ def to_device(
     bounds = _copied(row.cu_seqlens_padded, device) if is_padded else cu_seqlens
     owners, positions = _find_places(bounds, len(row), cp_size=cp_size, cp_rank=cp_rank)
     position_ids = positions if _counts_up(row) else _copied(row.position_ids[keep].astype(np.int32), device).long()
+    grid = None if row.media is None else row.media.positions(row.position_ids, row.cu_seqlens_padded)
     sources = None
     if row.sources is not None:
         named = np.pad(row.sources, (0, len(row.cu_seqlens) - 1 - len(row.sources)))
@@ -149,7 +150,7 @@ def to_device(
             max_seqlen=row.max_seqlen,
             cp_group=cp_group,
             positions=positions,
-            grid=_place_grid(row, keep, device),
+            grid=None if grid is None else _copied(np.ascontiguousarray(grid[:, keep]), device),
             lengths=tuple(filter(None, np.diff(row.cu_seqlens_padded).tolist())),
             padding_mask=own.padding_mask,
             ahead=tuple(ahead),
@@ -179,11 +180,6 @@ def _place_media(media: RowMedia, row: ThdBatch, keep: Any, device: torch.device
         features=_copied(numbers[is_held], device),
         tokens=int(media.tokens[used].sum()),
     )
-
-
-def _place_grid(row: ThdBatch, keep: Any, device: torch.device) -> torch.Tensor | None:
-    grid = None if row.media is None else row.media.positions(row.position_ids, row.cu_seqlens_padded)
-    return None if grid is None else _copied(np.ascontiguousarray(grid[:, keep]), device)
 
 
 def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> TokenTensors:
@@ -275,10 +271,7 @@ def sum_loss(
 def padding_argument(chunk: Any, padding_mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the argument that names padding to a chunk's routers of experts; none for a chunk without experts.
 
-    Megatron cuts the mask for sequence parallelism on the first stage alone.
-
-    Args:
-        padding_mask: bool [1, T / cp], True at padding.
+    Megatron cuts the mask, bool [1, T / cp], True at padding, for sequence parallelism on the first stage alone.
     """
     config = get_model_config(chunk)
     if config.num_moe_experts is None:

@@ -52,6 +52,7 @@ from harness.errors import ConfigError
 from harness.storage import StoredFile
 
 MEGATRON_VERSION: str = megatron.core.__version__
+_ENGINE = "transformer_engine.pytorch"
 _HAS_PADDING_FIELD = "pad_between_seqs" in PackedSeqParams.__dataclass_fields__
 # False for newer versions, which keep these values of a checkpoint among its objects.
 COMMON_VALUES_HAVE_A_FILE = not hasattr(serialization, "_legacy_common_state_exists")
@@ -79,9 +80,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     is_static: bool = False
     media: Any = None
     _angles: list[tuple[Any, ...]] = dataclasses.field(default_factory=list, repr=False)
-    _scanned: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = dataclasses.field(
-        default=None, repr=False
-    )
+    _scanned: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def forget_angles(self) -> None:
         """Gather the angles again: the positions are those of another row now."""
@@ -156,15 +155,10 @@ def packed_seq_params(
         cp_group: process group of the row's context-parallel ranks, where rows differ in it.
         is_padded: False for padded bounds that equal the real ones; None where they are given only if they differ.
     """
-    values: dict[str, Any] = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_kv": cu_seqlens,
-        "cu_seqlens_q_padded": cu_seqlens_padded,
-        "cu_seqlens_kv_padded": cu_seqlens_padded,
-        "max_seqlen_q": max_seqlen,
-        "max_seqlen_kv": max_seqlen,
-    }
+    values: dict[str, Any] = {"qkv_format": "thd"}
+    for of in ("q", "kv"):
+        values |= {f"cu_seqlens_{of}": cu_seqlens, f"cu_seqlens_{of}_padded": cu_seqlens_padded}
+        values[f"max_seqlen_{of}"] = max_seqlen
     if _HAS_PADDING_FIELD:
         # Without it, versions of Transformer Engine compare the bounds on the device in every layer, and wait.
         values["pad_between_seqs"] = cu_seqlens_padded is not None if is_padded is None else is_padded
@@ -182,7 +176,7 @@ def make_ring_stream() -> None:
 
     Megatron makes it only for layouts in which every row is shared.
     """
-    if _has_transformer_engine():
+    if _can_import(_ENGINE):
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         TEDotProductAttention.cp_stream = TEDotProductAttention.cp_stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -198,9 +192,7 @@ def missing_kernels(*, delta_rule: bool) -> str | None:
 class WholeLinear(torch.nn.Module):
     """A linear layer without bias that every tensor-parallel rank has all of, for its own part of the tokens.
 
-    Args:
-        init_method: draws the weight; None for that of the configuration.
-        rest: what Transformer Engine's layer takes besides; for Megatron, which makes some layers with it alone.
+    Megatron makes some layers with that of Transformer Engine alone, which takes the `rest` besides.
     """
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any = None, **rest: Any) -> None:
@@ -220,7 +212,7 @@ def _can_import(name: str) -> bool:
     """Return False for a module of a package that is missing or damaged, or of a folder that only has its name."""
     try:
         import_module(name)
-    except ImportError:
+    except (ImportError, OSError):
         return False
     return True
 
@@ -289,8 +281,9 @@ def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
 
 
 def async_checkpoint_arguments(save: Any) -> dict[str, Any]:
-    """Return the argument that selects Megatron's own background writer, which is not the default of 0.19."""
-    return {"async_strategy": "mcore"} if accepts(save, "async_strategy") else {}
+    """Return the arguments that select Megatron's own background writer, which is not the default of 0.19."""
+    strategy = {"async_strategy": "mcore"} if accepts(save, "async_strategy") else {}
+    return {"validate_access_integrity": False, "async_sharded_save": True, **strategy}
 
 
 @contextmanager
@@ -326,7 +319,7 @@ def without_kernels(*, on_cpu: bool) -> Iterator[None]:
     with ExitStack() as stack:
         # The layers around experts of another size, which Megatron makes with Transformer Engine alone.
         stack.enter_context(mock.patch.multiple(moe_layer, create=True, HAVE_TE=True, TELinear=WholeLinear))
-        if on_cpu or not _has_transformer_engine():
+        if on_cpu or not _can_import(_ENGINE):
             # Its names are there without it, or where it cannot be imported, and are no classes.
             stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
             # Megatron 0.16 compares versions with None where it is missing.
@@ -403,10 +396,10 @@ def _names_cuda(device: Any) -> bool:
 
 @contextmanager
 def _cpu_as_cuda() -> Iterator[None]:
-    def set_rng_state(state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    def set_state(state: torch.Tensor, device: object = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
-    def get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    def get_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
 
     stream = _Now()
@@ -418,15 +411,13 @@ def _cpu_as_cuda() -> Iterator[None]:
         default_stream=lambda device=None: stream,
         stream=lambda stream: nullcontext(),
         Stream=_Now,
-        get_rng_state=get_rng_state,
-        set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
+        get_rng_state=get_state,
+        set_rng_state=set_state,
         manual_seed=torch.default_generator.manual_seed,  # without other devices, each of which keeps a stack trace
         empty_cache=lambda: None,
     )
     # Megatron's seed tracker uses the GPU's generator; a CPU has one generator for everything.
-    generator = mock.patch.multiple(
-        megatron_random, _set_cuda_rng_state=set_rng_state, _get_cuda_rng_state=get_rng_state
-    )
+    generator = mock.patch.multiple(megatron_random, _set_cuda_rng_state=set_state, _get_cuda_rng_state=get_state)
     with cuda, generator, _CudaMeansCpu():
         yield
 
@@ -481,14 +472,6 @@ def _scatter_parts(input_: Any, group: Any, input_split_sizes: Any = None, *opti
 _GATHER, _SCATTER = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
 
-def _has_transformer_engine() -> bool:
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError):
-        return False
-    return True
-
-
 _NORMS = {
     "multi_tensor_applier": utils.local_multi_tensor_applier,
     "l2_norm_impl": utils.local_multi_tensor_l2_norm,
@@ -498,12 +481,8 @@ _NORMS = {
 # Names that modules of Megatron have from Transformer Engine (or Apex) where it is installed.
 _OF_A_CPU: dict[Any, dict[str, Any]] = {
     optimizer: {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
-    distrib_optimizer: {
-        "Adam": torch.optim.Adam,
-        "HAVE_APEX_OR_TE": False,
-        "USING_TE_OPTIMIZER": False,
-        "USING_APEX_OPTIMIZER": False,
-    },
+    distrib_optimizer: dict.fromkeys(("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER", "USING_APEX_OPTIMIZER"), False)
+    | {"Adam": torch.optim.Adam},
     clip_grads: _NORMS,
     mappings: {"_gather_along_first_dim": _gather_parts, "_reduce_scatter_along_first_dim": _scatter_parts},
     optimizer.optimizer: _NORMS,
@@ -513,14 +492,14 @@ _OF_A_CPU: dict[Any, dict[str, Any]] = {
 def with_router(layer: Any, router: type[TopKRouter]) -> Any:
     """Return a layer's specification whose mixture of experts, if it has one, has this router."""
     mlp = layer.submodules.mlp
-    experts = mlp.keywords.get("submodules") if isinstance(mlp, partial) else mlp.submodules
+    experts: Any = mlp.keywords.get("submodules") if isinstance(mlp, partial) else mlp.submodules
     if not hasattr(experts, "router"):
         return layer
+    experts = dataclasses.replace(experts, router=router)
     if isinstance(mlp, partial):
-        submodules = dataclasses.replace(mlp.keywords["submodules"], router=router)
-        mlp = partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
+        mlp = partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": experts})
     else:
-        mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, router=router))
+        mlp = dataclasses.replace(mlp, submodules=experts)
     return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
 
 

@@ -13,17 +13,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from harness.errors import HarnessError
-from harness.megatron.data.feed import together
 from harness.megatron.weights import global_parameters
 
 Named = list[tuple[str, torch.Tensor]]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _MOST_NAMED = 8
-
-
-def check_drift(chunks: Sequence[DistributedDataParallel], step: int, device: torch.device) -> None:
-    """Raise HarnessError on every rank, with parameter and ranks, if copies of a parameter differ after `step`."""
-    together(lambda: _check(chunks, step), device=device)
 
 
 def copies(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, torch.distributed.ProcessGroup, Named]]:
@@ -53,7 +47,8 @@ def copies(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, tor
         yield "embedding", group, [("embedding.word_embeddings.weight", weight)]
 
 
-def _check(chunks: Sequence[DistributedDataParallel], step: int) -> None:
+def check_copies(chunks: Sequence[DistributedDataParallel], step: int) -> None:
+    """Raise HarnessError, with parameter and ranks, on ranks whose copies of a parameter differ after `step`."""
     gathered = []
     for kind, group, parameters in copies(chunks):
         if group.size() == 1 or not parameters:
@@ -74,12 +69,11 @@ def _check(chunks: Sequence[DistributedDataParallel], step: int) -> None:
     holders = {one: [rank for rank, other in zip(ranks, digests, strict=True) if other == one] for one in digests}
     parts = [_describe(some) for some in sorted(holders.values(), key=len, reverse=True)]
     more = f"; {len(found) - 1} more have drifted" if len(found) > 1 else ""
-    raise HarnessError(
-        f"after step {step}, the copies of {name} differ: {' versus '.join(parts)}{more}",
-        where=f"{kind} ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{', ...' * (len(ranks) > _MOST_NAMED)}",
-        fix="resume from a checkpoint before this step; if the same rank differs again, exclude its node and test "
-        "its memory and links (`harness preflight`); if other ranks differ, report the layout and the model",
-    )
+    what = f"after step {step}, the copies of {name} differ: {' versus '.join(parts)}{more}"
+    where = f"{kind} ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{', ...' * (len(ranks) > _MOST_NAMED)}"
+    fix = "resume from a checkpoint before this step; if the same rank differs again, exclude its node and test "
+    fix += "its memory and links (`harness preflight`); if other ranks differ, report the layout and the model"
+    raise HarnessError(what, where=where, fix=fix)
 
 
 def _digest(values: torch.Tensor) -> torch.Tensor:

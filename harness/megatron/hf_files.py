@@ -49,10 +49,8 @@ class _Stored(NamedTuple):
 class HfWeights(ExitStack):
     """The safetensors files of a folder, mapped into memory. Use as a context manager.
 
-    Tensors have the names of a text model whose experts are apart, whatever the files have.
-
-    Raises:
-        FormatError: there are none, or one cannot be opened.
+    Tensors have the names of a text model whose experts are apart, whatever the files have. Raise FormatError if there
+    are none, or one cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,12 +97,9 @@ class HfWeights(ExitStack):
             # Files of qwen3_vl_moe have the inputs of an expert first.
             if is_turned := shapes[0][1] == shapes[1][2]:
                 both, hidden = shapes[0][2], shapes[1][2]
+            parts = ("gate", gates, 0, both // 2), ("up", gates, both // 2, both // 2), ("down", down, 0, hidden)
             for number in range(experts):
-                for part, of, first, rows in (
-                    ("gate", gates, 0, both // 2),
-                    ("up", gates, both // 2, both // 2),
-                    ("down", down, 0, hidden),
-                ):
+                for part, of, first, rows in parts:
                     stored = _Stored(of.file, of.name, number, first, rows, is_turned)
                     self._files[f"{layer}.mlp.experts.{number}.{part}_proj.weight"] = stored
 

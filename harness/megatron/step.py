@@ -24,7 +24,8 @@ from harness.loader import RankBatch, RankLayout
 from harness.loader.datasets import Sources
 from harness.megatron.batch import RowsAhead, RowTensors, run_row, sum_loss, to_device
 from harness.megatron.compat import make_ring_stream
-from harness.megatron.drift import check_drift
+from harness.megatron.data.feed import together
+from harness.megatron.drift import check_copies
 from harness.megatron.model.gpt import build_model
 from harness.megatron.model.mtp import predicted_losses
 from harness.megatron.model.router import expert_metrics, routers, show_sources, source_loads
@@ -50,10 +51,12 @@ def _no_limit(setting: str, arguments: str) -> ConfigError:
 
 def _build_optimizer(
     chunks: list[DistributedDataParallel], settings: OptimizerConfig, parallel: ParallelConfig, device: torch.device
-) -> Any:
+) -> tuple[Any, OptimizerParamScheduler]:
+    """Return the optimizer of these chunks, and the scheduler of its learning rate."""
     config = get_model_config(chunks[0])
     assert settings.lr is not None
-    return get_megatron_optimizer(
+    assert settings.warmup_steps is not None
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -71,15 +74,10 @@ def _build_optimizer(
         ),
         chunks,
     )
-
-
-def _build_scheduler(optimizer: Any, settings: OptimizerConfig) -> OptimizerParamScheduler:
-    assert settings.lr is not None
-    assert settings.warmup_steps is not None
     decay, decay_steps = settings.decay, settings.decay_steps
     if decay_steps is None:
         decay_steps, decay = _NO_DECAY, decay if decay == "inverse-square-root" else "constant"
-    return OptimizerParamScheduler(
+    return optimizer, OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
@@ -152,8 +150,7 @@ class MegatronStep:
         self.config = get_model_config(chunks[0])
         self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
         settings = (optimizer or OptimizerConfig()).resolved(model, decay_steps)
-        self.optimizer = _build_optimizer(chunks, settings, parallel, device)
-        self.scheduler = _build_scheduler(self.optimizer, settings)
+        self.optimizer, self.scheduler = _build_optimizer(chunks, settings, parallel, device)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.has_experts = self.config.num_moe_experts is not None
         self.mtp_layers: int = self.config.mtp_num_layers or 0
@@ -235,7 +232,7 @@ class MegatronStep:
     def check_drift(self, number: int) -> None:
         """Raise HarnessError if copies of a parameter differ between ranks after step `number`; all ranks take part."""
         self.gather_weights()
-        check_drift(self.chunks, number, self.device)
+        together(lambda: check_copies(self.chunks, number), device=self.device)
 
     def _weigh_tokens(self, rows: Sequence[ThdBatch]) -> None:
         """Let the routers' losses be means over the real tokens of the global batch, whatever divides its loss."""

@@ -94,11 +94,7 @@ _GATED = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A rank's part of every matrix that tensor parallelism divides.
-
-    Attributes:
-        expert_rank, expert_size: the same of each expert, which other ranks may share.
-    """
+    """A rank's part of every matrix that tensor parallelism divides, and of each expert, which others may share."""
 
     rank: int = 0
     size: int = 1
@@ -176,9 +172,11 @@ def _scan_module(model: ModelConfig) -> str:
     return "linear_attn" if model.has_delta_rule else "self_attn"
 
 
-def scan_inputs(model: ModelConfig) -> tuple[str, ...]:
-    """Return the linear layers of transformers that the first matrix of a layer with a scan is."""
-    return tuple(name.split(".")[1] for name in _scan_tensors("in_proj.weight", model))
+def linear_names(target: str, model: ModelConfig) -> list[str]:
+    """Return the linear layers of transformers that one of Megatron's is, such as `linear_qkv`."""
+    end = f"{'mlp' if '_fc' in target else 'self_attention'}.{target}.weight"
+    tensors = [tensor for tensor, *_ in _row_pieces(end, model, TensorShard())] or _tensors_of(end, model)[0]
+    return list(dict.fromkeys(name.split(".")[-2] for name in tensors))
 
 
 def _scan_tensors(end: str, model: ModelConfig) -> dict[str, slice]:
@@ -238,9 +236,7 @@ def check_weights(
 ) -> None:
     """Raise FormatError if the weights lack a tensor, have an unknown one, or one of another shape.
 
-    Args:
-        mtp_layers: layers after the model's own that predict further tokens and are left out.
-        encoder: shapes of the tensors of the model's encoder.
+    So many layers after the model's own, which predict further tokens, are left out; shapes of the encoder are given.
     """
     expected = expected_shapes(model, vocab_size) | dict(encoder)
     own_names = {copy: model.traits.stored_name(own) for copy, own in copied_names(model).items()}
@@ -340,14 +336,8 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
         tensors, dim = _tensors_of(end, model)
         part = shard.of_experts if expert else shard
         for own, tensor in zip(target.chunk(len(tensors)), tensors, strict=True):
-            own.copy_(_read_part(layer + tensor, dim, weights, part))
-
-
-def _read_part(tensor: str, dim: int | None, weights: HfWeights, part: TensorShard) -> torch.Tensor:
-    if dim is None:
-        return weights.rows(tensor)
-    bounds = part.of(weights.shape(tensor)[dim])
-    return weights.rows(tensor, *bounds) if dim == 0 else weights.columns(tensor, *bounds)
+            bounds = () if dim is None else part.of(weights.shape(layer + tensor)[dim])
+            own.copy_((weights.columns if dim == 1 else weights.rows)(layer + tensor, *bounds))
 
 
 def _from_stack(expert: re.Match[str], layer: str, weights: HfWeights, model: ModelConfig) -> torch.Tensor:
@@ -381,11 +371,7 @@ def _tensors_of(end: str, model: ModelConfig) -> tuple[tuple[str, ...], int | No
 
 
 def _row_pieces(end: str, model: ModelConfig, shard: TensorShard) -> list[tuple[str, int, int]]:
-    """Return where a parameter's rows are, one after the other, if they are of several tensors or places.
-
-    Returns:
-        the tensor in the layer, its first row, and how many; none for other parameters.
-    """
+    """Return tensor in the layer, first row and count of all rows of a parameter whose rows are in several places."""
     kind = end.rpartition(".")[2]
     if end == f"self_attention.linear_qkv.{kind}":
         return [(f"{tensor}.{kind}", first, count) for tensor, first, count in _qkv_rows(model, shard)]

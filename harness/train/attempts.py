@@ -145,13 +145,8 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = Fa
 
     A run that was asked to stop is always continued. A failed run is tried again until it has failed in the same way
     at the same step `max_same` times in a row, and never if its input was refused. After ten attempts in a row without
-    progress, however they ended, there are no more.
-
-    Args:
-        in_job: the caller starts the ranks again in the same job, not through Slurm.
-
-    Raises:
-        FormatError: a file of an earlier attempt is unreadable.
+    progress, however they ended, there are no more. With `in_job`, the caller starts the ranks again in the same job.
+    Raise FormatError if a file of an earlier attempt is unreadable.
     """
     if exit_code == 0:
         return Decision(False, "the run is finished")

@@ -13,14 +13,7 @@ from typing import Any
 
 from harness.errors import CheckpointError, ConfigError, FormatError, LoaderError
 from harness.loader import LoaderState
-from harness.storage import StoredFile, read_checksums
-from harness.storage.checksums import (
-    CHECKSUMS_FILE,
-    digest_files,
-    list_hash_problems,
-    list_size_problems,
-    write_checksums,
-)
+from harness.storage import StoredFile, checksums, read_checksums
 from harness.train.lines import MISREAD
 
 CHECKPOINTS = "checkpoints"
@@ -72,11 +65,9 @@ def write_run_file(
 ) -> None:
     """Complete a checkpoint: write `run.json`, then `checksums.json` with all files of the folder.
 
-    Args:
-        hashed: files whose hashes were taken while they were written.
-        others: files that are hashed now, from the memory in which the system still keeps them.
+    The hashes of some were taken while they were written; others are still in memory, from which they are hashed now.
     """
-    late = digest_files(folder, others)
+    late = checksums.digest_files(folder, others)
     document = {
         "format": FORMAT,
         "step": progress.step,
@@ -89,7 +80,7 @@ def write_run_file(
         json.dump(document, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
-    write_checksums(folder, [*hashed, *late, *digest_files(folder, [RUN_FILE])])
+    checksums.write_checksums(folder, [*hashed, *late, *checksums.digest_files(folder, [RUN_FILE])])
 
 
 def read_progress(path: Path) -> Progress:
@@ -119,11 +110,11 @@ def read_checkpoint(path: Path, *, unchecked: bool = False) -> tuple[Progress, l
         files = read_checksums(path)
         if files is None and not unchecked:
             fix = f"accept unchecked files with resume_unchecked=true or `harness export --unchecked`; {CHECKPOINT_FIX}"
-            raise CheckpointError(f"the checkpoint's {CHECKSUMS_FILE} is missing", where=str(path), fix=fix)
+            raise CheckpointError(f"the checkpoint's {checksums.CHECKSUMS_FILE} is missing", where=str(path), fix=fix)
         own = [file for file in files or () if file.path == RUN_FILE]
         if files is not None and not own:
-            raise FormatError(f"{CHECKSUMS_FILE} does not list {RUN_FILE}", fix=CHECKPOINT_FIX)
-        for problem in [*list_size_problems(path, files or ()), *list_hash_problems(path, own)]:
+            raise FormatError(f"{checksums.CHECKSUMS_FILE} does not list {RUN_FILE}", fix=CHECKPOINT_FIX)
+        for problem in [*checksums.list_size_problems(path, files or ()), *checksums.list_hash_problems(path, own)]:
             raise FormatError(problem.what.removeprefix("the "), fix=CHECKPOINT_FIX)
         return Progress(int(document["step"]), LoaderState.from_json(document["loader"])), files or []
     except FormatError as error:

@@ -23,7 +23,7 @@ from harness.records import Int64Array
 from harness.storage import write_atomically
 from harness.thd import ThdBatch
 from harness.train.lines import ROOM_FIX, LineFile, describe_hole, keep_lines_before
-from harness.train.metrics import read_lines
+from harness.train.metrics import Log, read_lines
 
 DIGESTS_FILE = "digests.jsonl"
 BATCHES = "batches"
@@ -172,11 +172,10 @@ def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepD
 class DigestWriter(LineFile):
     """Appends to `digests.jsonl` in a run's folder, one line per step.
 
-    Args:
-        first_step: lines of this step and later ones, left by a stopped run, are removed: they are trained again.
+    Lines of `first_step` and later ones, left by a stopped run, are removed: they are trained again.
     """
 
-    def __init__(self, folder: Path, *, first_step: int = 1, log: Callable[[str], None] = print) -> None:
+    def __init__(self, folder: Path, *, first_step: int = 1, log: Log = print) -> None:
         self._folder, path = folder, folder / DIGESTS_FILE
         kept = keep_lines_before(path, first_step)
         # The first steps may have been trained without digests.
@@ -229,9 +228,8 @@ def from_json(values: dict[str, Any]) -> StepDigests:
         )
         for row in values["rows"]
     ]
-    step = StepDigests(
-        int(values["step"]), int(values["epoch"]), list(values["packs"]), rows, list(values["disagreements"])
-    )
+    number, epoch = int(values["step"]), int(values["epoch"])
+    step = StepDigests(number, epoch, list(values["packs"]), rows, list(values["disagreements"]))
     if step.digest != values["digest"]:
         raise ValueError(f"the digest of step {step.step} does not match its rows")
     return step

@@ -87,8 +87,7 @@ _REMOVED = ("local_checkpoints", "local_checkpoint_interval")
 def check_settings(values: Any, *, where: Path) -> dict[str, Any]:
     """Return a run's settings, a mapping of plain values, with the defaults of those that its version did not have.
 
-    Raises:
-        FormatError: a section is missing, or they are no settings of this version.
+    Raise FormatError if a section is missing, or they are no settings of this version.
     """
     missing = [name for name in _SECTIONS if not isinstance(values, dict) or name not in values]
     if missing:
@@ -142,10 +141,9 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool, trains: bool 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other runs; a Slurm job that has the run waits for the lock of its earlier attempt.
+    """Lock a run's folder against other runs; raise ConfigError if one is still writing to it.
 
-    Raises:
-        ConfigError: another run is still writing to the folder.
+    A Slurm job that has the run waits for the lock of its earlier attempt.
     """
     running = Marker(folder / _RUNNING)
     deadline = time.monotonic() + (_LOST_LOCK_S if has_run(folder) else 0.0)

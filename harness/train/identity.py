@@ -76,7 +76,5 @@ def refuse_foreign(folder: Path, checkpoint: Path) -> None:
     own, run = read_identity(folder), json.loads((checkpoint / RUN_FILE).read_text()).get("run")
     if own is not None and own.earlier is not None and run not in (None, own.run, *own.earlier):
         what = f"the checkpoint is of another run, {run}"
-        fix = "move it out of this folder; model.init_from=PATH starts a new run from its weights"
-        raise ConfigError(
-            what, where=str(checkpoint), fix=f"{fix}. Without {IDENTITY_FILE}, the folder resumes from it"
-        )
+        fix = "move it out of this folder; model.init_from=PATH starts a new run from its weights. Without "
+        raise ConfigError(what, where=str(checkpoint), fix=f"{fix}{IDENTITY_FILE}, the folder resumes from it")

@@ -33,8 +33,7 @@ class StepLine:
 class LineFile:
     """A file that lines are appended to; each is handed to the system at once.
 
-    Raises:
-        HarnessError: from the constructor and from `append`, the disk refuses. The file then ends before the line.
+    Raise HarnessError, here and in all methods, if the disk refuses; the file then ends before the line.
     """
 
     def __init__(self, path: Path, contents: str) -> None:
@@ -97,11 +96,8 @@ def read_sound_lines(path: Path, newest: int = 0) -> list[StepLine]:
 def keep_lines_before(path: Path, first_step: int) -> list[int]:
     """Cut a file of JSON lines, one per step, to the whole lines before `first_step`; create it if missing.
 
-    Return the steps of the lines that stay. The file and its name are durable.
-
-    Raises:
-        FormatError: a line is damaged.
-        HarnessError: the disk refuses; the file is then as it was.
+    Return the steps of the lines that stay. The file and its name are durable. Raise FormatError for a damaged line,
+    and HarnessError if the disk refuses; the file is then as it was.
     """
     with os_errors_as(HarnessError, f"{path.name} cannot be written", where=path, fix=ROOM_FIX):
         lines = list(whole_lines(path)) if path.exists() else []

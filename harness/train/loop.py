@@ -223,12 +223,9 @@ class _Loop:
     def complete(self, number: int, batch: RankBatch, result: StepResult) -> bool:
         """Validate, record and save what is due after a step; return True if it is the last one."""
         if not math.isfinite(result.loss):
-            raise HarnessError(
-                f"the loss of step {number} is {result.loss}",
-                where=f"epoch {batch.epoch}, global batch {batch.step_in_epoch}, "
-                f"learning rate {result.learning_rate:g}",
-                fix="lower optimizer.lr or lengthen optimizer.warmup_steps; earlier checkpoints are not affected",
-            )
+            where = f"epoch {batch.epoch}, global batch {batch.step_in_epoch}, learning rate {result.learning_rate:g}"
+            fix = "lower optimizer.lr or lengthen optimizer.warmup_steps; earlier checkpoints are not affected"
+            raise HarnessError(f"the loss of step {number} is {result.loss}", where=where, fix=fix)
         (waited, data_s), (computed, compute_s) = self._read_s, self._time()
         evaluations = self._evaluate(number) if is_due(number, self.config.eval_interval, self.config.last_step) else {}
         own = evaluations.get(OWN_VALIDATION)

@@ -24,6 +24,7 @@ from harness.train.stragglers import CAUSES, RankTimes, Straggler
 from harness.train.trackers import PATIENCE_S, SERVICES, EventFile, Tracker, curves_of
 
 T = TypeVar("T")
+Log = Callable[[str], None]
 METRICS_FILE = "metrics.jsonl"
 REPORT_FILE = "report.md"
 
@@ -128,20 +129,12 @@ def step_metrics(
 class MetricsWriter(LineFile):
     """Appends to `metrics.jsonl` in `folder`, and feeds the run's trackers.
 
-    A tracker that fails is reported once and never ends the run, which continues without it.
-
-    Args:
-        first_step: lines of this step and later ones, written after the newest checkpoint by a run that was stopped,
-            are removed: these steps are trained again.
+    A tracker that fails is reported once and never ends the run, which continues without it. Lines of `first_step` and
+    later ones, left by a stopped run, are removed: they are trained again.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        first_step: int = 1,
-        trackers: Sequence[str] = ("tensorboard",),
-        log: Callable[[str], None] = print,
+        self, folder: Path, *, first_step: int = 1, trackers: Sequence[str] = ("tensorboard",), log: Log = print
     ) -> None:
         path = folder / METRICS_FILE
         with os_errors_as(HarnessError, "the run's folder cannot be made", where=folder, fix=ROOM_FIX):
@@ -340,11 +333,7 @@ def _slow_ranks(steps: Sequence[StepMetrics]) -> dict[str, str]:
 
 
 def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any]) -> Path:
-    """Write `report.md`: the result first, then what ran where.
-
-    Args:
-        facts: name to value, in the order to show: dataset, model, device, versions.
-    """
+    """Write `report.md`: the result first, then what ran where, the facts in their order."""
     first, last, count = steps[0], steps[-1], len(steps)
     seconds, tokens = sum(s.step_s for s in steps), sum(s.tokens for s in steps)
     rows = {

@@ -21,11 +21,7 @@ _LOG_STEPS = 20
 
 
 class RunProgress:
-    """Shows the steps of one run. Use as a context manager.
-
-    Args:
-        steps: of the whole run; None where only the end of its data ends it.
-    """
+    """Shows the steps of one run; None steps where only the end of its data ends it. Use as a context manager."""
 
     def __init__(self, steps: int | None, *, done: int = 0, quiet: bool = False) -> None:
         self._quiet, self._steps, self._done_before = quiet, steps, done
@@ -74,12 +70,10 @@ class RunProgress:
             of, every = f" of {self._steps}", max(1, self._steps // LOG_LINES)
             left = f"about {duration(each * (self._steps - metrics.step))} left"
         # Short, so that the bar fits into 80 columns; the lines have the other numbers.
-        shown = f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s"
+        speed = f"{metrics.tokens_per_s:,.0f} tokens/s"
+        shown = f"loss {metrics.loss:.4f}, {speed}"
         self._progress.update(self._task, completed=metrics.step, description=shown, left=left)
-        numbers = (
-            f"lr {metrics.learning_rate:.2e}, grad norm {metrics.grad_norm:.3g}, "
-            f"{metrics.tokens_per_s:,.0f} tokens/s, {left}"
-        )
+        numbers = f"lr {metrics.learning_rate:.2e}, grad norm {metrics.grad_norm:.3g}, {speed}, {left}"
         named = {"validation": metrics.validation_loss, **metrics.evaluation_losses}
         validations = "".join(f", {name} loss {loss:.4f}" for name, loss in named.items() if loss is not None)
         total = "" if validations else of

@@ -38,8 +38,7 @@ class RankTimes:
     """Seconds of one rank in one step.
 
     Attributes:
-        compute_s: without its loader and without waiting for other ranks.
-        data_s: of its loader, without waiting for other ranks.
+        compute_s, data_s: without its loader, and of it; without waiting for other ranks.
         wait_s: in exchanges with other ranks.
         running_s: of the main thread on a core.
         queued_s: of the main thread ready to run while other processes had the core.

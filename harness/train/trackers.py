@@ -84,13 +84,8 @@ class EventFile:
     """A new event file of TensorBoard in `folder`, written by the thread that trains.
 
     The writers of TensorBoard and of torch hand each value to a thread of their own, which dies with a traceback where
-    the disk refuses, and opens the file again for every value. Here a step is one write, and a refusal an exception.
-
-    Args:
-        first_step: TensorBoard hides what earlier files of the folder have of this step and later ones.
-
-    Raises:
-        OSError: here and in `add`, the disk refuses.
+    the disk refuses, and opens the file again for every value. Here a step is one write, and a refusal an OSError.
+    TensorBoard hides what earlier files of the folder have of `first_step` and later ones.
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
@@ -254,8 +249,5 @@ class Tracker:
                     sent.update(step=new[-1][0])
             service.finish(steps)
         except Exception as error:  # services raise many kinds
-            reason = (str(error).strip().splitlines() or [""])[0][:300]
-            self._problem = redact(
-                f"{self._name} receives no more metrics of this run ({type(error).__name__}: {reason}); "
-                "training continues"
-            )
+            why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+            self._problem = redact(f"{self._name} receives no more metrics of this run ({why}); training continues")

@@ -96,12 +96,10 @@ def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | No
         if progress is not None:
             progress(number, len(files))
     listed = {stored.path for stored in files} | {CHECKSUMS_FILE}
-    there = sorted(str(place.relative_to(folder)) for place in folder.rglob("*") if place.is_file())
-    return problems + [
-        Problem(f"the file {name} is not in {CHECKSUMS_FILE}", str(folder / name))
-        for name in there
-        if name not in listed
-    ]
+    there = {str(place.relative_to(folder)) for place in folder.rglob("*") if place.is_file()}
+    for name in sorted(there - listed):
+        problems.append(Problem(f"the file {name} is not in {CHECKSUMS_FILE}", str(folder / name)))
+    return problems
 
 
 def _identity_problems(run: Path) -> Iterator[Problem]:

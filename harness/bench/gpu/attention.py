@@ -20,7 +20,6 @@ from harness.errors import HarnessError
 from harness.megatron import compat
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
 from harness.parity.isolation import IsolationCheck
 from harness.plan import ModelConfig, ParallelConfig, SftConfig
@@ -80,7 +79,7 @@ def measure_attention(sizes: Sizes, workspace: Workspace, backend: str) -> Bench
             if dtype == "float32" and backend not in ("torch", *_SCANS) and title == "with padding":
                 continue
             with runtime.start(sizes.device) as job:
-                join(ParallelConfig(), job.world_size)
+                runtime.join(ParallelConfig(), job.world_size)
                 _compare(report, f"{dtype}, {title}", _model(backend, dtype, sizes), row, job.device)
     if backend not in ("torch", *_SCANS):
         there = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -102,7 +101,7 @@ def _compare_in_8_bits(report: BenchReport, model: ModelConfig, row: ThdBatch, d
     """Compare a model that multiplies in 8 bits; a recipe that this Transformer Engine refuses is reported."""
     row = pad_row(row, math.ceil(len(row) / _BLOCK) * _BLOCK)
     with runtime.start(device) as job:
-        join(ParallelConfig(), job.world_size)
+        runtime.join(ParallelConfig(), job.world_size)
         try:
             _compare(report, f"8 bits {model.fp8}", model, row, job.device)
         except (RuntimeError, AssertionError, ValueError, HarnessError) as error:
@@ -134,13 +133,9 @@ def _row(tokens: int, multiple: int) -> ThdBatch:
     random = np.random.default_rng(1)
     shares = np.array([0.02, 0.4, 0.08, 0.27, 0.01, 0.2])
     lengths = [2, *np.maximum(shares * (tokens - 2 * multiple), 2).astype(int).tolist()]
-    return build_thd_batch(
-        [
-            SequenceView(random.integers(0, _VOCABULARY, n + 1).astype(np.int32), np.r_[np.ones(n, np.uint8), [0]])
-            for n in lengths
-        ],
-        pad_to_multiple=multiple,
-    )
+    ids = (random.integers(0, _VOCABULARY, n + 1).astype(np.int32) for n in lengths)
+    views = [SequenceView(one, np.r_[np.ones(len(one) - 1, np.uint8), [0]]) for one in ids]
+    return build_thd_batch(views, pad_to_multiple=multiple)
 
 
 def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch, device: torch.device) -> None:
@@ -172,10 +167,7 @@ def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch,
 
 def _make_plain(chunks: list[DistributedDataParallel]) -> None:
     """Give all layers plain attention, and the reference of their scan."""
-    module = chunks[0]
-    while not hasattr(module, "decoder"):
-        module = module.module
-    for layer in module.decoder.layers:
+    for layer in chunks[0].module.decoder.layers:
         mixer = layer.self_attention
         if hasattr(mixer, "use_plain_scan"):
             mixer.use_plain_scan()

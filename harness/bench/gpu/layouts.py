@@ -20,7 +20,7 @@ from harness.errors import ConfigError
 from harness.formats import open_writer
 from harness.loader import LoaderState, RankLayout
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join, on_rank_0
+from harness.megatron.job.runtime import Runtime, on_rank_0
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
 from harness.megatron.step import MegatronStep
 from harness.parity.isolation import IsolationCheck
@@ -58,23 +58,18 @@ def measure_layouts(sizes: Sizes, workspace: Workspace, word: str) -> BenchRepor
         chosen = {name: one for name, one in presets.items() if (one.expert_parallel_size > 1) == has_experts}
         # Kernels that add in another order each time would look like leaks; those of routers have no other ones.
         with runtime.start(sizes.device, deterministic=not has_experts) as job:
-            _compare(report, chosen, workspace, job, has_experts=has_experts)
+            _compare(report, chosen, workspace, job, "dp_balanced")
             if ranks == 2 and not has_experts:
                 # Padding only at the end of a row, where Transformer Engine up to 2.17.1 does not look for it.
                 single = {"one sequence a row, CP2": ParallelConfig(context_parallel_size=2)}
-                _compare(report, single, workspace, job, has_experts=False, schedule="as_packed")
+                _compare(report, single, workspace, job, "as_packed")
     return report
 
 
 def _compare(
-    report: BenchReport,
-    presets: dict[str, ParallelConfig],
-    workspace: Workspace,
-    job: runtime.Runtime,
-    *,
-    has_experts: bool,
-    schedule: str = "dp_balanced",
+    report: BenchReport, presets: dict[str, ParallelConfig], workspace: Workspace, job: Runtime, schedule: str
 ) -> None:
+    has_experts = any(one.expert_parallel_size > 1 for one in presets.values())
     data = on_rank_0(lambda: str(_write(workspace, is_single=schedule == "as_packed")))
     start = workspace.folder / f"{schedule}-{'experts' if has_experts else 'dense'}"
     model = _model(job.device, has_experts=has_experts)
@@ -118,18 +113,11 @@ def _model(device: torch.device, *, has_experts: bool) -> ModelConfig:
 
 
 def _train(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    job: runtime.Runtime,
-    data: str,
-    start: Path,
-    schedule: str,
-    *,
-    saves: bool,
+    model: ModelConfig, parallel: ParallelConfig, job: Runtime, data: str, start: Path, schedule: str, saves: bool
 ) -> list[float]:
     """Return the losses of a few steps from the checkpoint in `start`, which is made first where it `saves` one."""
     parallel_state.destroy_model_parallel()
-    layout = join(parallel, job.world_size)
+    layout = runtime.join(parallel, job.world_size)
     step = MegatronStep(
         model,
         parallel,
@@ -146,7 +134,6 @@ def _train(
         layout = RankLayout()
     else:
         load_checkpoint(start / "step-00000001", step)
-
     capacity = 2 * _PACK // (1 if saves else layout.cp_size)
     with open_feed(Path(data), layout, job.device, ScheduleConfig(schedule, capacity), global_batch=8) as feed:
         return [step.train(batch).loss for batch in islice(feed, _STEPS)]

@@ -46,8 +46,7 @@ PARTS: dict[str, tuple[str, int | None]] = {
 def bench_gpu(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchReport:
     """Measure the parts that have no file yet, and write the report of all.
 
-    Raises:
-        ConfigError: the files in `out` are of another machine or size, or the folder cannot be written to.
+    Raise ConfigError if the files in `out` are of another machine or size, or the folder cannot be written to.
     """
     out, chosen = Path(sizes.out), sizes.choose(PARTS)
     with os_errors_as(ConfigError, "the report cannot be written", where=out, fix="choose another folder with out=DIR"):
@@ -126,13 +125,9 @@ def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> 
     folder.mkdir()
     start = time.monotonic()
     try:
-        report = measure_apart(
-            f"{__name__}:run_part",
-            *(name, sizes.size, sizes.device, folder),
-            ranks=ranks,
-            limit_s=sizes.part_limit_s,
-            log=out / f"{name}.log",
-        )
+        arguments, log = (name, sizes.size, sizes.device, folder), out / f"{name}.log"
+        limit_s = sizes.part_limit_s
+        report = measure_apart(f"{__name__}:run_part", *arguments, ranks=ranks, limit_s=limit_s, log=log)
         done = {"status": DONE, "report": report}
     except HarnessError as error:
         done = {"status": FAILED, "reason": error.what}

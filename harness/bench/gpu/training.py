@@ -20,10 +20,10 @@ from harness.bench.sizes import Sizes
 from harness.bench.step import LoopBench, bare_step, flops_of, wait_for, write_rows
 from harness.bench.workspace import Workspace
 from harness.formats import open_dataset
-from harness.loader import LoaderState, RankLayout
+from harness.loader import LoaderState
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join, on_rank_0
+from harness.megatron.job.runtime import on_rank_0
 from harness.megatron.model.fusions import slow_parts
 from harness.megatron.model.gpt import engine_layers
 from harness.megatron.state.checkpoint import CheckpointWriter
@@ -47,11 +47,10 @@ def measure_step(sizes: Sizes, workspace: Workspace, shape: str) -> BenchReport:
     report = BenchReport("gpu")
     with runtime.start(sizes.device) as job:
         parallel = ParallelConfig(distributed_optimizer=job.world_size > 1)
-        layout = join(parallel, job.world_size)
         vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _VOCABULARY
-        model, step = _build(shape, sizes, parallel, layout, job, vocabulary, report)
+        model, step = _build(shape, sizes, parallel, job, vocabulary, report)
         path = on_rank_0(lambda: write_rows(workspace, sizes.packs, sizes.pack_size, vocabulary))
-        with LoopBench(sizes, model, step, layout, job, path) as bench:
+        with LoopBench(sizes, model, step, job, path) as bench:
             peak, source = peak_of(job.device, matrix_of(sizes))
             bench.add_figures(report, peak_tflops=peak)
             traced = list(islice(bench.batches, _TRACED))
@@ -66,16 +65,9 @@ def measure_step(sizes: Sizes, workspace: Workspace, shape: str) -> BenchReport:
 
 
 def _build(
-    shape: str,
-    sizes: Sizes,
-    parallel: ParallelConfig,
-    layout: RankLayout,
-    job: runtime.Runtime,
-    vocabulary: int,
-    report: BenchReport,
+    shape: str, sizes: Sizes, parallel: ParallelConfig, job: runtime.Runtime, vocabulary: int, report: BenchReport
 ) -> tuple[ModelConfig, MegatronStep]:
-    whole = shape_of(shape, sizes, job.device)
-    row = sizes.pack_size
+    whole, row, layout = shape_of(shape, sizes, job.device), sizes.pack_size, runtime.join(parallel, job.world_size)
     model = fit(whole, parallel, vocab_size=vocabulary, ranks=job.world_size, row=row, device=job.device)
     has_engine = engine_layers(model, parallel, job.device)
     report.notes.append(
@@ -91,10 +83,8 @@ def measure_packed(sizes: Sizes, workspace: Workspace, shape: str) -> BenchRepor
     """Measure layers on a packed row of chats, and on dense sequences of as many tokens and as much attention."""
     report = BenchReport("gpu")
     with runtime.start(sizes.device) as job:
-        parallel = ParallelConfig()
-        layout = join(parallel, job.world_size)
-        vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _FEW_TOKENS
-        model, step = _build(shape, sizes, parallel, layout, job, vocabulary, report)
+        parallel, vocabulary = ParallelConfig(), _TINY_VOCABULARY if sizes.is_tiny else _FEW_TOKENS
+        model, step = _build(shape, sizes, parallel, job, vocabulary, report)
         reader = open_dataset(str(write_rows(workspace, sizes.packs, sizes.pack_size, vocabulary)))
         # Of chats, a pack as it is stored on average: neither few long ones nor many short ones.
         row = sorted((build_thd_batch(pack.sequences()) for pack in reader), key=_attended)[len(reader) // 2]
@@ -103,17 +93,15 @@ def measure_packed(sizes: Sizes, workspace: Workspace, shape: str) -> BenchRepor
         length = tokens // count
         cost, (peak, peak_source) = sequence_cost(model), peak_of(job.device, matrix_of(sizes))
 
-        def mfu(rows: list[RowTensors], lengths: Any, number: int) -> float:
-            seconds = bare_step(step, rows, rows[0].tokens.shape[1], job.device, updates=False)
+        def mfu(row: RowTensors, lengths: Any, number: int) -> float:
+            seconds = bare_step(step, [row], row.tokens.shape[1], job.device, updates=False)
             return flops_of(cost, lengths) / seconds / 1e12 / peak
 
-        dense = [_dense(row, count, length, job.device)]
+        dense, whole = (_dense(row, *of, job.device) for of in ((count, length), (1, tokens)))
         sides = {
-            "MFU, packed chats": partial(mfu, [to_device(row, job.device)], np.diff(row.cu_seqlens)),
+            "MFU, packed chats": partial(mfu, to_device(row, job.device), np.diff(row.cu_seqlens)),
             "MFU, dense, the same tokens and attention": partial(mfu, dense, np.full(count, length)),
-            "MFU, one dense sequence of the row": partial(
-                mfu, [_dense(row, 1, tokens, job.device)], np.array([tokens])
-            ),
+            "MFU, one dense sequence of the row": partial(mfu, whole, np.array([tokens])),
         }
         name = "MFU of packed chats over dense ones of the same tokens and attention"
         report.compare(name, sides, sizes.rounds, "", at_least=sizes.aim(_LEAST_OF_DENSE))
@@ -176,8 +164,7 @@ class SavingRank:
 
     def copy(self) -> float:
         """Return the seconds of one copy of the rank's own state: to pinned memory from a GPU, else to new memory."""
-        on_gpu = self._device.type == "cuda"
-        own = self._owned
+        on_gpu, own = self._device.type == "cuda", self._owned
         room = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) if on_gpu else None for one in own]
         torch.distributed.barrier()
         wait_for(self._device)
@@ -197,7 +184,7 @@ def measure_checkpoint(sizes: Sizes, workspace: Workspace, word: str) -> BenchRe
     report = BenchReport("gpu")
     with runtime.start(sizes.device) as job:
         parallel = ParallelConfig(distributed_optimizer=job.world_size > 1)
-        layout = join(parallel, job.world_size)
+        layout = runtime.join(parallel, job.world_size)
         vocabulary = _TINY_VOCABULARY if sizes.is_tiny else _SAVED_TOKENS
         # Half of the layers: two checkpoints, the one before and the one being written, fit on a small disk.
         model = shape_of("1b", sizes, job.device, share=0.5)

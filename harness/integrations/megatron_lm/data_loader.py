@@ -1,17 +1,23 @@
-"""Stored data in Megatron-LM's `pretrain`: a provider of datasets for `--dataloader-type external`."""
+"""Stored data in Megatron-LM's `pretrain`: datasets for `--dataloader-type external`, and the forward step on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
 
 from harness.errors import CheckpointError, ConfigError, ScheduleError
 from harness.formats import PackReader, open_dataset
 from harness.formats.reader import require_plain
 from harness.integrations import FixedRows, MegatronRow, RankStream, require
 from harness.integrations.fixed_rows import saved_position
+from harness.integrations.megatron_lm.data_schedule import Microbatch, get_batch_on_this_rank_for_sequence_packing
 from harness.loader import LoaderConfig, RankLayout
+from harness.megatron.batch import padding_argument, sum_loss
 from harness.megatron.data.feed import readable
 from harness.megatron.job.runtime import place_in_groups
 from harness.printing import count_of
@@ -50,11 +56,7 @@ class ExternalLoader:
         return dict(self._position)
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Continue after a position that `save_state` returned, on any number of ranks.
-
-        Raises:
-            LoaderError: it belongs to another dataset, seed or order.
-        """
+        """Continue after a position that `save_state` returned, on any number of ranks; see `RankStream`."""
         self._rows.load_state_dict(state)
         self._position = self.stream.state_dict()
 
@@ -96,12 +98,8 @@ def datasets_provider(
         sizes = {"cp_size": args.context_parallel_size, "tp_size": args.tensor_model_parallel_size}
         layout = place_in_groups(pad_to_multiple=padding_multiple(**sizes, sequence_parallel=args.sequence_parallel))
         config = loader or LoaderConfig(seed=args.seed, num_workers=args.num_workers)
-        training = _open(
-            _only(args.train_data_path or args.data_path, "--data-path") if data is None else data,
-            replace(config, global_batch_size=args.global_batch_size),
-            layout,
-            args,
-        )
+        path = _only(args.train_data_path or args.data_path, "--data-path") if data is None else data
+        training = _open(path, replace(config, global_batch_size=args.global_batch_size), layout, args)
         if (state := _saved_position(args, training)) is not None:
             training.restore_state(state)
         # Megatron keeps the position by itself only for iterators that are no list.
@@ -128,18 +126,11 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: Any, vp_stage
 
 
 def _check(args: Any) -> None:
+    loader = args.dataloader_type
     wrong = [
-        (
-            args.dataloader_type != "external",
-            f"--dataloader-type is {args.dataloader_type}",
-            "--dataloader-type external",
-        ),
+        (loader != "external", f"--dataloader-type is {loader}", "--dataloader-type external"),
         (args.micro_batch_size != 1, f"--micro-batch-size is {args.micro_batch_size}", "--micro-batch-size 1"),
-        (
-            not args.calculate_per_token_loss,
-            "Megatron averages the mean losses of microbatches, which weights packs by their number",
-            "--calculate-per-token-loss",
-        ),
+        (not args.calculate_per_token_loss, "Megatron averages the mean losses of packs", "--calculate-per-token-loss"),
         (bool(args.rampup_batch_size), "the global batch size changes during training", "no --rampup-batch-size"),
         (bool(args.mtp_num_layers), "multi-token prediction reads the next sequence's tokens", "no --mtp-num-layers"),
         (bool(args.full_validation), "--full-validation needs a dataset with an end", "--eval-iters N instead"),
@@ -162,14 +153,10 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
     if args.seq_length % layout.cp_size:
         what = f"--seq-length {args.seq_length} is not a multiple of --context-parallel-size {layout.cp_size}"
         raise ConfigError(what, where="the arguments of Megatron-LM", fix="choose a multiple")
+    # Stages that read nothing need only bounds.
+    source, schedule = readable(reader, layout), ScheduleConfig("as_packed", args.seq_length // layout.cp_size)
     try:
-        stream = RankStream(
-            # Stages that read nothing need only bounds.
-            cast(PackReader, readable(reader, layout)),
-            config,
-            schedule=ScheduleConfig("as_packed", args.seq_length // layout.cp_size),
-            layout=layout,
-        )
+        stream = RankStream(cast(PackReader, source), config, schedule=schedule, layout=layout)
     except ScheduleError as error:
         fix = "raise --seq-length, or prepare smaller packs"
         raise ScheduleError(error.what, where=f"--seq-length {args.seq_length}", fix=fix) from None
@@ -207,3 +194,43 @@ def _position_after(loader: ExternalLoader, samples: int) -> dict[str, Any]:
         raise CheckpointError(what, where="the checkpoint", fix="resume with the global batch size of the checkpoint")
     epoch, step = divmod(samples // size, steps_per_epoch)
     return {**loader.stream.state_dict(), "epoch": epoch, "packs_consumed": step * size}
+
+
+def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Microbatch:
+    """Return this rank's part of the next microbatch, as `get_batch_on_this_rank_for_sequence_packing` does.
+
+    Args:
+        data_iterator: that Megatron made of an `ExternalLoader`; None on tensor-parallel ranks other than the first.
+    """
+    return get_batch_on_this_rank_for_sequence_packing(data_iterator, vp_stage=vp_stage)
+
+
+def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[torch.Tensor, Any]:
+    """Run one microbatch through one chunk of the model; return its output and the function of its loss.
+
+    Routers of experts get the mask of padding, on every stage.
+    """
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params, padding_mask = batch
+    output = model(
+        input_ids=tokens,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        labels=labels,
+        packed_seq_params=packed_seq_params,
+        **padding_argument(model, padding_mask),
+    )
+    # Called on the last stage alone, which has a mask.
+    return output, partial(loss_function, cast(torch.Tensor, loss_mask))
+
+
+def loss_function(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the summed loss of a microbatch, its trained tokens, and Megatron's report of both.
+
+    With `--calculate-per-token-loss` Megatron divides by the tokens of the whole global batch, so the loss does not
+    depend on the placement of sequences.
+    """
+    total, tokens, report = sum_loss(loss_mask, loss_mask.sum().to(torch.int), losses)
+    return total, tokens, {"lm loss": report[:2]}

@@ -40,8 +40,7 @@ _FAILED, _ENDED = -1, -2  # in place of the lengths of a rank's samples
 def samples_of_pack(pack: Pack, *, pad_to_multiple: int = 1) -> list[Sample]:
     """Return the sequences of a stored pack as samples: what an iterator for `wrap_data_iterator` may yield.
 
-    Args:
-        pad_to_multiple: of the layout (`harness.thd.padding_multiple`).
+    `harness.thd.padding_multiple` gives the multiple of a layout.
     """
     row = build_thd_batch(pack.sequences(), pad_to_multiple=pad_to_multiple)
     real, bounds = np.diff(row.cu_seqlens), row.cu_seqlens_padded
@@ -219,9 +218,8 @@ def reroute_samples_to_dcp_ranks(
         sent = [sum(1 if one_each else lengths[i] for i in ids) for ids in outgoing]
         arriving = [1 if one_each else lengths[i] for i in received_ids]
         parts = [batch[i - first][name].reshape(-1) for ids in outgoing for i in ids]
-        dtype = batch[0][name].dtype
-        data = torch.cat(parts).to(device) if parts else torch.empty(0, dtype=dtype, device=device)
-        target = torch.empty(sum(arriving), dtype=dtype, device=device)
+        data = torch.cat([batch[0][name].new_empty(0), *parts]).to(device)
+        target = data.new_empty(sum(arriving))
         counts = [sum(1 if one_each else lengths[i] for i in ids) for ids in incoming]
         torch.distributed.all_to_all_single(target, data, counts, sent, group=dp_group)
         for i, values in zip(received_ids, torch.split(target, arriving), strict=True):
@@ -236,11 +234,7 @@ def build_packed_microbatches(
     fields: Sequence[str] = tuple(FIELDS),
     pad_to_multiple: int = 1,
 ) -> list[Row]:
-    """Return one row for each microbatch's samples; for none, a row of zero loss that is `pad_to_multiple` long.
-
-    Args:
-        fields: of FIELDS, those that rows have.
-    """
+    """Return one row with `fields` for each microbatch's samples; for none, `pad_to_multiple` tokens of zero loss."""
     rows = []
     for samples in grouped_samples:
         if samples:
@@ -277,10 +271,7 @@ def broadcast_to_pp_group(
 ) -> tuple[list[Row] | None, int | None, float | None, float | None]:
     """Send the bounds and the padding of rows, without their tokens, from the first stage to a pipeline's middle ones.
 
-    The last stage has rows of its own.
-
-    Returns:
-        The rows, their number, and the two sums.
+    The last stage has rows of its own. Return the rows, their number, and the two sums.
     """
     ours = (new_samples, num_micro_batches, seqlen_sum_this_global_batch, seqlen_squared_sum_this_global_batch)
     if pp_group.size() <= 2:
@@ -337,12 +328,8 @@ def create_data_iterator(
     whole = [bool(getattr(config, "mtp_num_layers", None))] * virtual_stages
     whole[0] |= pp_group.rank() == 0
     whole[-1] |= pp_group.rank() == pp_group.size() - 1
-    return [
-        RerunDataIterator(
-            iter([{name: row[name] for name in row if keep or name not in FIELDS} for row in new_samples])
-        )
-        for keep in whole
-    ]
+    kept = ([{name: row[name] for name in row if keep or name not in FIELDS} for row in new_samples] for keep in whole)
+    return [RerunDataIterator(iter(rows)) for rows in kept]
 
 
 def raise_together(error: Exception | None, groups: Sequence[ProcessGroup]) -> None:
@@ -353,13 +340,9 @@ def raise_together(error: Exception | None, groups: Sequence[ProcessGroup]) -> N
     """
     news: tuple[str, HarnessError] | None = None
     if error is not None:
-        known = (
-            error
-            if isinstance(error, HarnessError)
-            else LoaderError(
-                f"{type(error).__name__}: {error}", where="the data iterator", fix="see the traceback of this rank"
-            )
-        )
+        what, fix = f"{type(error).__name__}: {error}", "see the traceback of this rank"
+        foreign = LoaderError(what, where="the data iterator", fix=fix)
+        known = error if isinstance(error, HarnessError) else foreign
         # A shared error names its rank already.
         news = ("" if known.is_shared else f"rank {torch.distributed.get_rank()}: ", known)
     for group in groups:

@@ -37,7 +37,6 @@ from harness.errors import ConfigError, FormatError, HarnessError, os_errors_as
 from harness.formats import PackReader, holds_manifest
 from harness.formats.reader import refuse_media
 from harness.indexed.index import BIN, HEADER, IDX, MappedIndex, with_suffix
-from harness.indexed.verify import verify_indexed
 from harness.loader import CorpusConfig
 from harness.loader.corpus import SPLITS, CorpusSource
 from harness.loader.datasets import open_train
@@ -99,8 +98,7 @@ class OwnClient:
 class _Sources:
     """A stand-in for the dataset class of Megatron's builder: GPTDataset for corpora, PackDataset for packs.
 
-    Args:
-        fetch: copies built indices from where they are shared; None where they are not.
+    `fetch` copies built indices from where they are shared; None where they are not.
     """
 
     __name__ = "GPTDataset"
@@ -149,9 +147,8 @@ class _Sources:
         kind = shared_kind(kind, self.fetch)
         if indices is None and not self._config.is_per_split:
             # Later versions may leave this out with fast_cache_load.
-            first, last = (
-                round(bound * self.numel_low_level_dataset(dataset)) for bound in config.split_matrix[split.value]
-            )
+            size = self.numel_low_level_dataset(dataset)
+            first, last = (round(bound * size) for bound in config.split_matrix[split.value])
             indices = np.arange(first, last, dtype=np.int32)
         if indices is not None:
             _check_split(dataset, path, indices, num_samples, split.name, config.sequence_length)
@@ -173,21 +170,18 @@ class _Builder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
 
 def open_corpus(
     config: CorpusConfig,
-    *,
     seed: int,
     sizes: tuple[int, int | None, int | None],
     vocab_size: int,
     packs: dict[str, PackReader],
+    *,
     reads: bool,
     ranks: runtime.Runtime,
 ) -> Corpus | None:
     """Open the datasets of a run on every rank, and build the indices that are missing.
 
-    Args:
-        sizes: samples of training, validation and test; None for all of them, once.
-
-    Raises:
-        HarnessError: on every rank: sources are missing or damaged, or Megatron-Core refuses the settings.
+    Sizes are samples of training, validation and test; None for all of them, once. Raise HarnessError on every rank if
+    sources are missing or damaged, or Megatron-Core refuses the settings.
     """
     shared = SharedIndices(config.cache) if is_uri(config.cache) else None
     if shared is not None:
@@ -226,14 +220,17 @@ def build_corpus(
         raise missing_index(error) from error
     except Exception as error:
         named = sorted({source.path for some in blends.values() for source in some})
-        raise ConfigError(
-            f"Megatron-Core cannot build the datasets: {type(error).__name__}: {error}",
-            where=", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else ""),
-            fix=f"if an index in {config.cache} is damaged, remove that folder to build it again; "
-            "`harness verify X.idx` checks a pair",
-        ) from error
+        what = f"Megatron-Core cannot build the datasets: {type(error).__name__}: {error}"
+        where = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+        fix = f"if an index in {config.cache} is damaged, remove that folder to build it again; "
+        fix += "`harness verify X.idx` checks a pair"
+        raise ConfigError(what, where=where, fix=fix) from error
     first = blends.get("train", blends.get("all", []))
-    _check_size(train, sizes[0], first)
+    if train is None or len(train) < sizes[0]:
+        what = f"the run trains {sizes[0]:,} samples, but the sources contain {0 if train is None else len(train):,}"
+        what += " in one epoch, the limit of a blend without weights" * (len(first) > 1)
+        fix = "set weights for the sources of the blend, or train fewer steps"
+        raise ConfigError(what, where="data, trainer.steps, loader.global_batch_size", fix=fix)
     order = {
         "samples of": config.sequence_length,
         "split": None if config.is_per_split else config.split,
@@ -334,11 +331,7 @@ def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
 
 
 def find_packs(config: CorpusConfig) -> dict[str, PackReader]:
-    """Open the packed SFT datasets among the sources, by path.
-
-    Raises:
-        HarnessError: one is damaged, or its packs are longer than a sample.
-    """
+    """Open the packed SFT datasets among the sources, by path; raise HarnessError if packs are longer than a sample."""
     if config.fast_cache_load:  # each file access costs time, and packs have no index to build
         return {}
     packs = {}
@@ -359,20 +352,8 @@ def _facts_of(opened: Any) -> list[Any]:
     if isinstance(opened, PackReader):
         return [opened.fingerprint]
     lengths, pointers = opened.index.sequence_lengths, opened.index.sequence_pointers
-    # As np.linspace gives them, in a tenth of its time: a blend may have thousands of sources.
-    probes = (np.arange(64) * ((len(lengths) - 1) / 63)).astype(np.int64)
-    probes[-1] = len(lengths) - 1
+    probes = np.linspace(0, len(lengths) - 1, 64).astype(np.int64)
     return [len(lengths), int(opened.index.document_count), int(pointers[-1]), lengths[probes].tolist()]
-
-
-def _check_size(train: Any, wanted: int, sources: list[CorpusSource]) -> None:
-    if train is None or len(train) < wanted:
-        raise ConfigError(
-            f"the run trains {wanted:,} samples, but the sources contain {0 if train is None else len(train):,}"
-            + (" in one epoch, the limit of a blend without weights" if len(sources) > 1 else ""),
-            where="data, trainer.steps, loader.global_batch_size",
-            fix="set weights for the sources of the blend, or train fewer steps",
-        )
 
 
 def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
@@ -420,8 +401,7 @@ def _check_pair(prefix: Path) -> None:
     end = int(index.pointers[-1]) + int(index.lengths[-1]) * index.header.dtype.itemsize
     size = with_suffix(prefix, BIN).stat().st_size
     if end > size:
-        problems = verify_indexed(prefix)
-        what = problems[0].what if problems else f"the file has {size:,} bytes, but its index requires {end:,}"
+        what = f"the file has {size:,} bytes, but its index requires {end:,}"
         fix = "copy the pair again; `harness verify` checks all of it"
         raise FormatError(what, where=str(with_suffix(prefix, BIN)), fix=fix)
 

@@ -41,10 +41,7 @@ _RATE_OVER_S = 30.0
 
 
 class LiveFeed(Feed):
-    """The batches of a stream of live chunks, in step with all other ranks of the job.
-
-    Args:
-        timeout_s: the longest wait for a rank that does not answer.
+    """The batches of a stream of live chunks, in step with all other ranks of the job, each of which answers in time.
 
     Raises:
         HarnessError: on every rank: a pack would not fit a row, another run trains on the chunks, or `state` belongs to
@@ -64,8 +61,10 @@ class LiveFeed(Feed):
         timeout_s: float = 600.0,
         device: torch.device,
     ) -> None:
-        if tokenizer is not None:
-            _check_size(config.pack_size, plan.max_tokens_per_row)
+        if tokenizer is not None and config.pack_size > (most := plan.max_tokens_per_row):
+            what = f"packs of {config.pack_size:,} tokens do not fit the {most:,} of a row"
+            fix = f"set it to {most:,} or less, or increase schedule.max_tokens_per_rank"
+            raise ConfigError(what, where="data.live.pack_size", fix=fix)
         self._folders = [LiveFolder(path) for path in config.folders]
         self._is_rank_0 = torch.distributed.get_rank() == 0
         count = len(self._folders)
@@ -83,23 +82,18 @@ class LiveFeed(Feed):
         if allow_other_data:
             positions = [replace(position, ended=False) for position in positions]
         positions = runtime.on_rank_0(lambda: self._lock(positions, is_new=state is None))
-        if state is not None:
-            state = replace(state, live=positions_to_json(positions))
         copy, readers = _groups(plan.layout.dp_rank, timeout_s)
 
-        open_folder = partial(FolderReader, config, plan, tokenizer=tokenizer, features=features)
-
         def loader() -> LiveLoader:
+            open_folder = partial(FolderReader, config, plan, tokenizer=tokenizer, features=features)
+            places = enumerate(zip(positions, streams, strict=True))
             return LiveLoader(
-                [
-                    open_folder(source=source, position=position, stream=stream)
-                    for source, (position, stream) in enumerate(zip(positions, streams, strict=True))
-                ],
+                [open_folder(source=source, position=at, stream=stream) for source, (at, stream) in places],
                 plan,
                 exchange=lambda offers: _exchange(offers, readers),
                 swap=lambda outgoing, expected: _swap(outgoing, expected, readers),
                 features=features,
-                state=state or fresh,
+                state=fresh if state is None else replace(state, live=positions_to_json(positions)),
                 timeout_s=config.timeout_s,
                 folders=config.folders,
                 # Flushed, so that a wait shows in a log file while it lasts.
@@ -214,13 +208,6 @@ class LiveFeed(Feed):
         for mark, status in zip(self._marks, self._statuses, strict=True):
             with suppress(OSError, FormatError):  # the producer reports a full disk, and `check` a store that is gone
                 mark.write(json.dumps({**status, **changed}).encode())
-
-
-def _check_size(pack_size: int, max_tokens_per_row: int) -> None:
-    if pack_size > max_tokens_per_row:
-        what = f"packs of {pack_size:,} tokens do not fit the {max_tokens_per_row:,} of a row"
-        fix = f"set it to {max_tokens_per_row:,} or less, or increase schedule.max_tokens_per_rank"
-        raise ConfigError(what, where="data.live.pack_size", fix=fix)
 
 
 def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:

@@ -66,46 +66,31 @@ class PackDataset(MegatronDataset):  # type: ignore[misc]
     def __getitem__(self, index: int) -> dict[str, Any]:
         pack = self.dataset[self.pack_of(index)]
         row = build_thd_batch(pack.sequences())
-        return {
-            "tokens": row.tokens,
-            "labels": row.labels,
-            "loss_mask": row.loss_mask,
-            "position_ids": row.position_ids,
-            "lengths": np.diff(row.cu_seqlens).astype(np.int64),
-        }
+        return {name: getattr(row, name) for name in _DTYPES} | {"lengths": np.diff(row.cu_seqlens).astype(np.int64)}
 
 
 _PART = 1 << 22
+# Of a sample's fields, on the way from a worker.
+_DTYPES = {"tokens": np.int32, "labels": np.int32, "loss_mask": np.uint8, "position_ids": np.int32}
 
 
 class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
     """A GPTDataset whose documents are shuffled in blocks and windows, as packs of SFT data are (`EpochOrder`).
 
-    Neighboring documents are read together, for corpora that no cache can hold.
-
-    Samples are cut from the documents, and indexed, as Megatron does. Then samples are shuffled within windows that
-    hold as many tokens as a window of documents. Every epoch has an order of its own, which depends on the seed, the
-    documents and the two sizes alone: with more samples the earlier ones stay the same.
+    Neighboring documents are read together, for corpora that no cache can hold. Samples are cut from the documents, and
+    indexed, as Megatron does. Then samples are shuffled within windows that hold as many tokens as a window of
+    documents. Every epoch has an order of its own, which depends on the seed, the documents and the two sizes alone:
+    with more samples the earlier ones stay the same.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        path: str,
-        indices: Any,
-        num_samples: int | None,
-        split: Any,
-        config: Any,
-        *,
-        block_documents: int,
-        window_blocks: int,
-    ) -> None:
+    def __init__(self, *arguments: Any, block_documents: int, window_blocks: int) -> None:
+        config = arguments[-1]
         # The identity of the source keeps sources of equal length from one order.
         source = int(config.tokenizer.unique_identifiers["source"] or "0", 16)
         self.order_config = LoaderConfig(
             seed=config.random_seed ^ source, block_packs=block_documents, window_blocks=window_blocks
         )
-        super().__init__(dataset, path, indices, num_samples, split, config)
+        super().__init__(*arguments)
 
     def _build_document_sample_shuffle_indices(self) -> Any:
         """Write the indices where Megatron looks for built ones, unless they are there, and let it map them."""
@@ -169,9 +154,7 @@ class SampleReader:
     """Reads the samples of one rank in a step. Sent to every worker.
 
     Number i of a row is sample `start + (microbatch * dp_size + dp_rank) * micro_batch_size + i`, as in Megatron-LM.
-
-    Attributes:
-        boundary: the token after which attention starts again; None for none.
+    Attention starts again after the token `boundary`, if there is one.
     """
 
     dataset: Any
@@ -185,30 +168,22 @@ class SampleReader:
         """Return the samples of every row of the job; an empty row trains nothing."""
         rows_per_round = self.layout.dp_size * self.layout.group_size
         needed = -(-(step.stop - step.start) // self.micro_batch_size)
-        starts = range(
-            step.start,
-            step.start + -(-needed // rows_per_round) * rows_per_round * self.micro_batch_size,
-            self.micro_batch_size,
-        )
+        count = -(-needed // rows_per_round) * rows_per_round
+        starts = range(step.start, step.start + count * self.micro_batch_size, self.micro_batch_size)
         return [range(min(at, step.stop), min(at + self.micro_batch_size, step.stop)) for at in starts]
 
     def read(self, step: BatchRange) -> RawBatch:
-        """Read this rank's rows of `step`.
-
-        Raises:
-            LoaderError: a sample is not one of Megatron-Core's datasets; HarnessError: as a PackReader does.
-        """
+        """Read this rank's rows of `step`; raise LoaderError for a sample that is not one of Megatron-Core's."""
         rows = self.rows(step)
         mine = rows[self.layout.dp_rank :: self.layout.dp_size]
         samples = {index: self._sample(index) for row in mine for index in row}
         lengths = [[self.lengths_of(index) for index in row] for row in rows]
-        dtypes = {"tokens": np.int32, "labels": np.int32, "loss_mask": np.uint8, "position_ids": np.int32}
         return RawBatch(
             step=step,
             pack_ids=np.arange(step.start, step.stop, dtype=np.int64),
             tokens={
                 name: np.concatenate([np.zeros(0, dtype), *(sample[name].astype(dtype) for sample in samples.values())])
-                for name, dtype in dtypes.items()
+                for name, dtype in _DTYPES.items()
             },
             row_lengths=[_end_to_end([samples[index]["lengths"] for index in row]) for row in mine],
             sequence_ids=[
@@ -241,17 +216,14 @@ class SampleReader:
             fix = "a built index is damaged, or the corpus changed while it was read: delete the index "
             fix += "folder (data.path_to_cache) to build it again"
             raise LoaderError(what, where="the corpus", fix=fix) from error
-        sample = {name: np.asarray(entry[name]) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        sample = {name: np.asarray(entry[name]) for name in _DTYPES}
         count = sample["tokens"].shape[0]
         wrong = [name for name, values in sample.items() if values.shape != (count,)]
         if wrong or (count != self.sequence_length and "lengths" not in entry):
-            raise LoaderError(
-                f"sample {index} has {count:,} tokens"
-                + (f" and {wrong[0]} of shape {sample[wrong[0]].shape}" if wrong else ""),
-                where="the corpus",
-                fix=f"samples of {self.sequence_length:,} tokens were requested, but the index was built with other "
-                "settings: remove it from data.path_to_cache",
-            )
+            what = f"sample {index} has {count:,} tokens, not the {self.sequence_length:,} that were requested"
+            what += f", and {wrong[0]} of shape {sample[wrong[0]].shape}" if wrong else ""
+            fix = "the index was built with other settings: remove it from data.path_to_cache"
+            raise LoaderError(what, where="the corpus", fix=fix)
         sample["lengths"] = entry["lengths"] if "lengths" in entry else self._between_boundaries(sample["tokens"])
         return sample
 
@@ -272,11 +244,9 @@ class SampleReader:
 
 
 class SampleLoader(BatchStream[RawBatch]):
-    """Global batches of samples in Megatron's order, from a state on to the last sample.
+    """Global batches of samples in Megatron's order, from a state, whose `packs_consumed` are samples, on to the last.
 
-    Args:
-        num_samples: end of the batches; the last one may be ragged.
-        start: of the run; its `packs_consumed` are samples.
+    The last batch, which ends at `num_samples`, may be ragged.
     """
 
     def __init__(

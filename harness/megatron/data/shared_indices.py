@@ -90,12 +90,9 @@ class SharedIndices:
         self.folder = LocalCache().folder / "index_cache" / hashlib.sha256(str(self._place).encode()).hexdigest()[:16]
 
     def run(self, build: Callable[..., T], *, builds: bool) -> T:
-        """Return the result of `build(fetch=...)`.
+        """Return the result of `build(fetch=...)`; `fetch` copies indices by the beginning of their names to `folder`.
 
-        `fetch` copies the built indices whose names begin with a text, unless they are in `folder`.
-
-        Args:
-            builds: the process builds what is missing: it waits for another builder, and uploads what it has made.
+        A process that `builds` what is missing waits for another builder, and uploads what it has made.
         """
         if not builds:
             return build(fetch=self._fetch_from(BucketFolder(self._place)))

@@ -114,10 +114,8 @@ def _mask(facts: Mapping[str, str]) -> str:
 def run_facts(document: Mapping[str, Any], settings: Mapping[str, Any], steps: list[StepMetrics]) -> dict[str, str]:
     """Return the facts of the run, by name."""
     model, parallel, optimizer = settings["model"], settings["parallel"], settings["optimizer"]
-    shape = (
-        f"{model['family']}, {model['num_layers']} layers of {model['hidden_size']}, "
-        f"vocabulary {model['vocab_size']:,}, {model['dtype']}"
-    )
+    shape = f"{model['family']}, {model['num_layers']} layers of {model['hidden_size']}"
+    shape += f", vocabulary {model['vocab_size']:,}, {model['dtype']}"
     facts = {"base model": model.get("init_from") or "none: trained from random weights", "model": shape}
     if model.get("lora_rank"):
         facts["LoRA"] = f"rank {model['lora_rank']}, alpha {model['lora_alpha']:g}, {', '.join(model['lora_targets'])}"

@@ -132,13 +132,11 @@ def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[st
         except ConfigError as error:
             reasons.append(f"{name}: {error.what}" + f" ({error.fix})" * error.fix.startswith("pip "))
             continue
+        then = {"tokenizer": recorded.tokenizer_hash, "chat template": recorded.chat_template_hash}
         wrong = [
-            f"{name} has the {what} {now or 'none'}, but the data was prepared with {then}"
-            for what, now, then in (
-                ("tokenizer", tokens, recorded.tokenizer_hash),
-                ("chat template", template, recorded.chat_template_hash),
-            )
-            if then and now != then
+            f"{name} has the {what} {now or 'none'}, but the data was prepared with {then[what]}"
+            for what, now in (("tokenizer", tokens), ("chat template", template))
+            if then[what] and now != then[what]
         ]
         if not wrong:
             found.tokenizer = name
@@ -174,8 +172,7 @@ class SpecialTokens:
 def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> SpecialTokens | None:
     """Write the tokenizer of the data with its chat template; None, with a reason in `found.missing`, if that fails.
 
-    Raises:
-        ConfigError: the data records an end token that the tokenizer does not have.
+    Raise ConfigError if the data records an end token that the tokenizer does not have.
     """
     if not found.tokenizer:
         return None

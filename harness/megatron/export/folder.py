@@ -21,7 +21,6 @@ from harness.megatron.export.card import CARD_FILE, model_card
 from harness.megatron.export.data import SpecialTokens, TrainedData, find_data, write_tokenizer
 from harness.megatron.hf_files import INDEX_FILE, HfWeights
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join
 from harness.megatron.model import lora
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.state.checkpoint import find_damage, find_newest
@@ -148,7 +147,7 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
 
 
 def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
-    join(ParallelConfig(), 1)
+    runtime.join(ParallelConfig(), 1)
     (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=torch.device("cpu"))
     try:
         state = load_tree({"model": sharded_weights(chunk)}, path)

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed
 
 from harness.errors import HarnessError
-from harness.megatron.job.runtime import choose_device
+from harness.megatron.job.runtime import choose_device, gather
 
 # Large enough to measure the rate of the links, small compared with a GPU's memory.
 _GPU_BYTES, _CPU_BYTES = 256 << 20, 4 << 20
@@ -56,12 +55,11 @@ def check_all_reduce(*, timeout_s: float) -> dict[str, Any]:
         rate = _rate(numbers, list(range(ranks)))
         node_rates, pair_rates, own = _measure_nodes(numbers, device)
     except RuntimeError as error:
-        raise HarnessError(
-            f"{backend} all-reduce over {ranks} ranks failed: {str(error).splitlines()[0][:300]}",
-            where=f"MASTER_ADDR {os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}",
-            fix="cluster.env.NCCL_DEBUG=INFO (TORCH_CPP_LOG_LEVEL=INFO for gloo) shows the link; NCCL_SOCKET_IFNAME, "
-            "GLOO_SOCKET_IFNAME and NCCL_IB_HCA select others",
-        ) from None
+        what = f"{backend} all-reduce over {ranks} ranks failed: {str(error).splitlines()[0][:300]}"
+        where = f"MASTER_ADDR {os.environ.get('MASTER_ADDR')}, port {os.environ.get('MASTER_PORT')}"
+        fix = "cluster.env.NCCL_DEBUG=INFO (TORCH_CPP_LOG_LEVEL=INFO for gloo) shows the link; NCCL_SOCKET_IFNAME, "
+        fix += "GLOO_SOCKET_IFNAME and NCCL_IB_HCA select others"
+        raise HarnessError(what, where=where, fix=fix) from None
     if total != expected:
         fix = "replace the broken GPU or link: sums of the same numbers must agree"
         what = f"{backend} returned a sum of {total:g}, expected {expected:g}"
@@ -88,8 +86,7 @@ def _measure_nodes(
     """Return the rates within each node, between pairs of nodes, and the measurements of every rank, on every rank."""
     rank = torch.distributed.get_rank()
     own = {"node": os.environ.get("SLURMD_NODENAME", socket.gethostname()), **_measure_processor(device)}
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, own)
+    gathered = gather(own)
     by_node: dict[str, list[int]] = {}
     for number, entry in enumerate(gathered):
         by_node.setdefault(entry["node"], []).append(number)
@@ -108,10 +105,8 @@ def _measure_nodes(
         for name, members in groups.items():
             if rank in members:
                 measured[name] = _rate(numbers, members, handles[name])
-    shared: list[Any] = [None] * len(gathered)
-    torch.distributed.all_gather_object(shared, measured)
     rates: dict[str, float] = {}
-    for of_rank in shared:
+    for of_rank in gather(measured):
         for name, rate in of_rank.items():
             rates[name] = min(rate, rates.get(name, rate))
     within = {name: rate for name, rate in rates.items() if name in rounds[0]}
@@ -134,7 +129,7 @@ def _rate(numbers: torch.Tensor, members: Sequence[int], group: Any = None) -> f
     return 2 * (len(members) - 1) / len(members) * moved / took / 1e9
 
 
-def _measure_processor(device: torch.device) -> dict[str, float]:
+def _measure_processor(device: torch.device) -> dict[str, Any]:
     is_gpu = device.type == "cuda"
     rows = _GPU_ROWS if is_gpu else _CPU_ROWS
     left = torch.ones(rows, rows, device=device, dtype=torch.bfloat16 if is_gpu else torch.float32)

@@ -15,7 +15,6 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 from unittest import mock
 
-import torch
 import torch.distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
@@ -54,11 +53,9 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(what, where=f"host {socket.gethostname()}, torch {torch.__version__}", fix=fix)
     local_rank = place_in_job("LOCAL_RANK")
     if local_rank >= torch.cuda.device_count():
-        error = ConfigError(
-            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}",
-            where=f"host {socket.gethostname()}",
-            fix="start one process per GPU of the node",
-        )
+        what = f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}"
+        fix = "start one process per GPU of the node"
+        error = ConfigError(what, where=f"host {socket.gethostname()}", fix=fix)
         error.rank = place_in_job("RANK")  # other ranks have a GPU and report nothing
         raise error
     return torch.device("cuda", local_rank)
@@ -111,18 +108,12 @@ def start(
 
     same_bits = _same_bits() if deterministic else nullcontext()
     with compat.without_kernels(on_cpu=chosen.type == "cpu"), same_bits:
-        timeout = timedelta(seconds=timeout_s)
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout_s)}
+        # NCCL then connects at once, on this device, and not in the first step.
+        place["device_id"] = chosen if chosen.type == "cuda" else None
         backend = "gloo" if chosen.type == "cpu" else "nccl"
         store = _meet(rank, world_size, meet_timeout_s or timeout_s) if world_size > 1 else HashStore()
-        torch.distributed.init_process_group(
-            backend,
-            store=PrefixStore("job", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            # NCCL then connects at once, on this device, and not in the first step.
-            device_id=chosen if chosen.type == "cuda" else None,
-        )
+        torch.distributed.init_process_group(backend, store=PrefixStore("job", store), **place)
         with _left_at_the_end():
             try:
                 yield Runtime(chosen, rank, world_size, local_rank)
@@ -176,8 +167,7 @@ def join(
 ) -> RankLayout:
     """Make Megatron's process groups, with this timeout of their collectives, and return this rank's place in them.
 
-    Args:
-        shares_rows: also make the groups of data-parallel ranks that share rows; for `dynamic_context`.
+    With `shares_rows`, also make the groups of data-parallel ranks that share rows; for `dynamic_context`.
     """
     from megatron.core import parallel_state
 
@@ -311,11 +301,8 @@ def on_rank_0(function: Callable[[], T]) -> T:
         except HarnessError as error:
             outcome[1] = error
         except OSError as error:
-            outcome[1] = ConfigError(
-                f"the folder cannot be used: {error.strerror or error}",
-                where=str(error.filename or "the run's folder"),
-                fix="free disk space, or use a writable folder",
-            )
+            what, where = f"the folder cannot be used: {error.strerror or error}", error.filename or "the run's folder"
+            outcome[1] = ConfigError(what, where=str(where), fix="free disk space, or use a writable folder")
     if size > 1:
         with waiting():
             torch.distributed.broadcast_object_list(outcome, src=0)

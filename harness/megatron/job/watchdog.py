@@ -23,7 +23,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
-import torch
 import torch.distributed
 from torch.distributed import distributed_c10d
 
@@ -105,12 +104,7 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class Beat:
-    """State that a rank publishes.
-
-    Attributes:
-        step: the current step, 1 for the first.
-        idle_s: seconds without progress.
-    """
+    """State that a rank publishes: its current step, from 1 on, its activity, and the seconds without progress."""
 
     count: int
     step: int
@@ -124,13 +118,9 @@ class Beat:
 
 
 def find_culprit(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> tuple[int | None, str]:
-    """Find the rank that holds the others up, from the beats of all ranks at two moments.
+    """Return the rank that holds the others up, None if it is unknown, and a sentence, from all beats at two moments.
 
-    Args:
-        before, after: by rank. A rank with the same count in both is silent; a rank in neither never published.
-
-    Returns:
-        The rank, None if it is unknown; and a sentence.
+    A rank with the same count in both is silent; a rank in neither never published.
     """
     silent = [rank for rank, beat in sorted(after.items()) if rank in before and before[rank].count == beat.count]
     if silent:
@@ -296,12 +286,10 @@ class Watchdog:
             return
         message = f"no progress for {self._limit_s:g} s in step {self.step}: {sentence}"
         if self._leave(Stop(max(0, self.step - 1), "hang", message, rank=rank)):
-            print_text(
-                f"HarnessError: {message}\n  where: {self._folder or f'rank {self._rank}'}\n"
-                "  fix:   check that rank's log and node; resume=auto continues from the newest checkpoint. Increase "
-                f"{self._setting} if this can take longer",
-                file=sys.stderr,
-            )
+            fix = "check that rank's log and node; resume=auto continues from the newest checkpoint. Increase "
+            fix += f"{self._setting} if this can take longer"
+            error = HarnessError(message, where=str(self._folder or f"rank {self._rank}"), fix=fix)
+            print_text(f"HarnessError: {error}", file=sys.stderr)
         if rank in (self._rank, None):
             faulthandler.dump_traceback(all_threads=True)  # for its log
         self._keep_stacks()
@@ -332,12 +320,9 @@ class Watchdog:
 
     def _lost(self, error: RuntimeError) -> LostRankError:
         rank, sentence = self._culprit(time.sleep)
-        lost = LostRankError(
-            sentence if rank is not None else f"the other ranks cannot be reached: {str(error).splitlines()[0]}",
-            where=f"rank {self._rank}, step {self.step}",
-            fix="check that rank's log and the kernel log (out of memory?); resume=auto continues from the newest "
-            "checkpoint",
-        )
+        what = sentence if rank is not None else f"the other ranks cannot be reached: {str(error).splitlines()[0]}"
+        fix = "check that rank's log and the kernel log (out of memory?); resume=auto continues from the newest "
+        lost = LostRankError(what, where=f"rank {self._rank}, step {self.step}", fix=f"{fix}checkpoint")
         lost.rank, lost.about = self._rank, rank
         return lost
 

@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.nn import functional
@@ -49,16 +44,12 @@ class VarlenAttention(_Divided):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
+        *,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        **_unused: Any,  # arguments of newer versions for features that are off here
+        **_unused: Any,  # arguments for features that are off here, such as dropout
     ) -> None:
         super().__init__()
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if has_window else None
@@ -74,10 +65,9 @@ class VarlenAttention(_Divided):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
+        *_: Any,
         packed_seq_params: PackedSeqParams | None = None,
+        **_unused: Any,
     ) -> torch.Tensor:
         """Attend within each sequence.
 
@@ -124,7 +114,7 @@ class VarlenAttention(_Divided):
     ) -> torch.Tensor:
         cp_rank, cp_size = group.rank(), group.size()
         # One collective for both: [cp * T / cp, heads, key and value], in order of ranks; its backward sums over ranks.
-        both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
+        both = mappings.gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
         local = [length // cp_size for length in lengths]
         by_rank = [torch.split(part, local) for part in both.chunk(cp_size)]
         pieces = []
@@ -172,7 +162,6 @@ class VarlenAttention(_Divided):
             attn_mask=allowed,
             is_causal=allowed is None,
             scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=key.shape[1] != query.shape[1],
         )
         return out[..., -shape[0] :, : shape[1]]
@@ -203,8 +192,7 @@ def _heads_first(tokens: torch.Tensor) -> torch.Tensor:
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm whose weight is marked: under sequence parallelism its gradient is partial.
 
-    Args:
-        config: reads `sequence_parallel`, `params_dtype` and `layernorm_zero_centered_gamma`: weights relative to 1.
+    With `layernorm_zero_centered_gamma`, weights are relative to 1.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
@@ -247,7 +235,7 @@ class JointQueryNorm(_Divided):
         wide = heads.float()
         own = wide.square().sum(dim=(-2, -1), keepdim=True)
         # Each rank needs the sum over all, and its gradient is the sum of what each rank made of it.
-        whole = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(own))
+        whole = mappings.copy_to_tensor_model_parallel_region(mappings.reduce_from_tensor_model_parallel_region(own))
         weight = self.weight.float().view(wide.shape[-2:])
         return (wide * torch.rsqrt(whole / self.size + self.eps) * weight).type_as(heads)
 

@@ -50,19 +50,8 @@ def chunk_gated_delta_rule(
     log_decays, rates = (row.split(each[0].to(inner)).transpose(1, 2) for each in (g, beta))
     if use_qk_l2norm_in_kernel:
         queries, keys = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (queries, keys))
-    mixed = row.merge(_scan(row, queries * q.shape[-1] ** -0.5, keys, values, log_decays, rates).transpose(1, 2))
-    return mixed.unsqueeze(0).to(q.dtype), None
-
-
-def _scan(
-    row: ChunkedRow,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    log_decays: torch.Tensor,
-    rates: torch.Tensor,
-) -> torch.Tensor:
-    """Return [chunks, heads, slots, value_dim]; a slot without a token has zeros, and changes nothing."""
+    queries = queries * q.shape[-1] ** -0.5
+    # A slot without a token has zeros, and changes nothing.
     between, since_start = segment_decays(log_decays), log_decays.cumsum(-1).exp()[..., None]
     # What a token adds to the state is corrected by what those before it in the chunk, and the state, give for its key.
     system = (rates[..., None] * between * (keys @ keys.mT)).tril(-1)
@@ -81,7 +70,7 @@ def _scan(
         corrected = own - of_state @ state
         outputs.append(inside @ corrected + asked @ state)
         state = state * decay + ends @ corrected
-    return torch.cat(outputs)
+    return row.merge(torch.cat(outputs).transpose(1, 2)).unsqueeze(0).to(q.dtype), None
 
 
 def gate(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

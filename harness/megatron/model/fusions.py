@@ -19,33 +19,26 @@ _PACKAGES = {"fuse_weight_gradient": _ADDING_KERNEL, "fuse_permutation": _ENGINE
 def choose_fusions(model: ModelConfig, device: torch.device) -> dict[str, bool]:
     """Return Megatron's settings of the fusions of a model: what is `on`, and on a GPU what is `auto` and there."""
     model, is_gpu = model.on(device.type), device.type == "cuda"
-    for name, package in _PACKAGES.items():
-        if getattr(model, name) == "on" and (missing := _why_not(package, device)):
+
+    def uses(name: str) -> bool:
+        choice, missing = getattr(model, name), _why_not(_PACKAGES[name], device) if name in _PACKAGES else None
+        if choice == "on" and missing:
             raise ConfigError(f"model.{name} is on, but {missing}", where=f"model.{name}", fix="set it to auto")
+        return not missing and (choice == "on" or (choice == "auto" and is_gpu))
+
     deterministic = torch.are_deterministic_algorithms_enabled()
-    if model.fuse_cross_entropy == "on" and deterministic:
-        raise ConfigError(
-            "model.fuse_cross_entropy is on, but the fused loss is not deterministic and trainer.deterministic is true",
-            where="model.fuse_cross_entropy, trainer.deterministic",
-            fix="model.fuse_cross_entropy=auto",
-        )
-    if model.fuse_cross_entropy == "on" and model.dtype != "bfloat16":
-        raise ConfigError(
-            "model.fuse_cross_entropy is on, but model.dtype is float32: the fused loss rounds gradients to bfloat16",
-            where="model.fuse_cross_entropy, model.dtype",
-            fix="model.fuse_cross_entropy=auto, or model.dtype=bfloat16",
-        )
+    odd = "trainer.deterministic is true" * deterministic or "model.dtype is float32" * (model.dtype != "bfloat16")
+    if model.fuse_cross_entropy == "on" and odd:
+        what = f"model.fuse_cross_entropy is on, but {odd}: the fused loss is not deterministic, and rounds gradients "
+        fix = "model.fuse_cross_entropy=auto, or trainer.deterministic=false and model.dtype=bfloat16"
+        raise ConfigError(f"{what}to bfloat16", where=f"model.fuse_cross_entropy, {odd.split()[0]}", fix=fix)
     # Megatron's fused loss saves a second copy of the logits in float32, and rounds their gradients to bfloat16.
-    fuses_loss = _is_on(model.fuse_cross_entropy, is_gpu) and not deterministic and model.dtype == "bfloat16"
     return {
-        "bias_activation_fusion": _is_on(model.fuse_swiglu, is_gpu) and model.halves == 2,
-        "cross_entropy_loss_fusion": fuses_loss,
-        "gradient_accumulation_fusion": _is_on(model.fuse_weight_gradient, is_gpu)
-        and not _why_not(_ADDING_KERNEL, device),
+        "bias_activation_fusion": uses("fuse_swiglu") and model.halves == 2,
+        "cross_entropy_loss_fusion": uses("fuse_cross_entropy") and not odd,
+        "gradient_accumulation_fusion": uses("fuse_weight_gradient"),
         # Without it, the host waits in every layer for the numbers of tokens by expert.
-        "moe_permute_fusion": bool(model.num_experts)
-        and _is_on(model.fuse_permutation, is_gpu)
-        and not _why_not(_ENGINE, device),
+        "moe_permute_fusion": uses("fuse_permutation") and bool(model.num_experts),
     }
 
 
@@ -56,19 +49,15 @@ def slow_parts(
     if device.type != "cuda":
         return []
     model, found = model.on(device.type), []
+    costs = "launches kernels for every sequence of a row, and gathers keys and values with context parallelism"
     if model.attention == "auto" and not has_engine:
         why = "Transformer Engine cannot be imported"
         if model.dtype == "float32" and parallel.padding_setting is not None:
             why = f"Transformer Engine has no float32 attention with {parallel.padding_setting}"
-        found.append(
-            f"model.attention is auto, but {why}: PyTorch's attention launches kernels for every sequence of a row, "
-            "and gathers keys and values with context parallelism"
-        )
+        found.append(f"model.attention is auto, but {why}: PyTorch's attention {costs}")
     if model.traits.has_sinks:
-        found.append(
-            f"models of the family {model.family} have attention sinks, which require PyTorch's attention: it launches "
-            "kernels for every sequence of a row, and gathers keys and values with context parallelism"
-        )
+        sinks = f"models of the family {model.family} have attention sinks, which require PyTorch's attention"
+        found.append(f"{sinks}: it {costs}")
     reason = model.why_not_grouped or (None if has_engine else "the layers do not use Transformer Engine")
     if model.num_experts and model.grouped_gemm == "auto" and reason:
         found.append(f"model.grouped_gemm is auto, but {reason}: experts are computed one after another")
@@ -111,10 +100,6 @@ def _wrong_connections(parallel: ParallelConfig, device: torch.device, shares_ro
     given = "not set" if value is None else value
     why = "delays communication until the overlapped GEMM ends" if best == 1 else "queues communication after kernels"
     return [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}, which {why}: set it to {best} before the job starts"]
-
-
-def _is_on(choice: str, is_gpu: bool) -> bool:
-    return choice == "on" or (choice == "auto" and is_gpu)
 
 
 def _why_not(package: str, device: torch.device) -> str | None:

@@ -50,11 +50,9 @@ def use_transformer_engine(choice: str, device: torch.device) -> bool:
     except (ImportError, OSError) as error:
         if choice == "auto":
             return False
-        raise ConfigError(
-            f"model.attention is {choice}, but Transformer Engine cannot be imported: {error}",
-            where="model.attention",
-            fix="install the `gpu` extra, use a container with it, or set model.attention=torch",
-        ) from error
+        what = f"model.attention is {choice}, but Transformer Engine cannot be imported: {error}"
+        fix = "install the `gpu` extra, use a container with it, or set model.attention=torch"
+        raise ConfigError(what, where="model.attention", fix=fix) from error
     return True
 
 
@@ -74,11 +72,9 @@ def _require_engine(
     """Raise ConfigError where layers are PyTorch's; `without` is the value of the setting that does without."""
     name, _, value = setting.partition("=")
     if not engine_layers(model, parallel, device):
-        raise ConfigError(
-            f"{name} is {value}, but layers use PyTorch: Transformer Engine is not installed or not on this device",
-            where=name,
-            fix=f"install the `gpu` extra, use a container with it, or set {name}={without}",
-        )
+        what = f"{name} is {value}, but layers use PyTorch: Transformer Engine is not installed or not on this device"
+        fix = f"install the `gpu` extra, use a container with it, or set {name}={without}"
+        raise ConfigError(what, where=name, fix=fix)
 
 
 def _check_backend_variables(model: ModelConfig) -> None:
@@ -87,11 +83,9 @@ def _check_backend_variables(model: ModelConfig) -> None:
     for name, backend in zip(_BACKEND_VARIABLES, _BACKENDS.values(), strict=True):
         wanted, now = "1" if chosen in (None, backend) else "0", os.environ.get(name)
         if now not in (None, wanted):
-            raise ConfigError(
-                f"{name} is {now}, but model.attention is {model.attention}, which sets it to {wanted}",
-                where=f"environment, {name}",
-                fix=f"unset it; model.attention={', '.join(_BACKENDS)} each select a backend",
-            )
+            what = f"{name} is {now}, but model.attention is {model.attention}, which sets it to {wanted}"
+            fix = f"unset it; model.attention={', '.join(_BACKENDS)} each select a backend"
+            raise ConfigError(what, where=f"environment, {name}", fix=fix)
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> TransformerConfig:
@@ -180,6 +174,10 @@ def _kernel_settings(model: ModelConfig, parallel: ParallelConfig, device: torch
 
 
 def _division(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
+    dispatcher = parallel.expert_dispatcher if model.num_experts else "alltoall"
+    if dispatcher == "flex" and (device.type != "cuda" or find_spec("deep_ep") is None):
+        what = "DeepEP's kernels require GPUs and the package deep_ep"
+        raise ConfigError(what, where="parallel.expert_dispatcher=flex", fix="parallel.expert_dispatcher=alltoall")
     pipelined = parallel.pipeline_parallel_size > 1
     interleaved = parallel.virtual_pipeline_parallel_size is not None
     return {
@@ -194,7 +192,7 @@ def _division(model: ModelConfig, parallel: ParallelConfig, device: torch.device
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
         "variable_seq_lengths": pipelined and not parallel.static_rows,
-        "moe_token_dispatcher_type": _dispatcher(parallel, device) if model.num_experts else "alltoall",
+        "moe_token_dispatcher_type": dispatcher,
         # A stage of an interleaved pipeline of two sends to the same rank in both directions. Single exchanges stay in
         # order; batched ones are matched by order alone, and a gradient would arrive as an activation.
         "overlap_p2p_comm": interleaved,
@@ -202,17 +200,6 @@ def _division(model: ModelConfig, parallel: ParallelConfig, device: torch.device
         # Gloo may still be reading a tensor that is being sent.
         "deallocate_pipeline_outputs": pipelined and device.type == "cuda",
     }
-
-
-def _dispatcher(parallel: ParallelConfig, device: torch.device) -> str:
-    if parallel.expert_dispatcher != "flex":
-        return parallel.expert_dispatcher
-    reason = "DeepEP's kernels require GPUs" if device.type != "cuda" else ""
-    if not reason and find_spec("deep_ep") is None:
-        reason = "the package deep_ep, with DeepEP's kernels, is not installed"
-    if reason:
-        raise ConfigError(reason, where="parallel.expert_dispatcher=flex", fix="parallel.expert_dispatcher=alltoall")
-    return "flex"
 
 
 def _clamped_gate(gate: torch.Tensor) -> torch.Tensor:
@@ -265,11 +252,9 @@ def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> 
     _require_engine(model, parallel, device, f"model.fp8={model.fp8}", "off")
     there = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if there is not None and there < _FP8_SINCE[model.fp8]:
-        raise ConfigError(
-            f"model.fp8 is {model.fp8}, which requires compute capability {'.'.join(map(str, _FP8_SINCE[model.fp8]))}",
-            where=f"{torch.cuda.get_device_name(device)}, compute capability {'.'.join(map(str, there))}",
-            fix="model.fp8=tensorwise on Ada and Hopper, or off",
-        )
+        needed, given = ("compute capability " + ".".join(map(str, one)) for one in (_FP8_SINCE[model.fp8], there))
+        what, where = f"model.fp8 is {model.fp8}, which requires {needed}", torch.cuda.get_device_name(device)
+        raise ConfigError(what, where=f"{where}, {given}", fix="model.fp8=tensorwise on Ada and Hopper, or off")
     return {
         # Gradients have the larger range of e5m2 only where one scale has to do for a whole tensor.
         "fp8": "hybrid" if model.fp8 == "tensorwise" else "e4m3",
@@ -281,6 +266,9 @@ def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> 
 def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
     if not model.num_experts:
         return {}
+    if model.grouped_gemm == "on":
+        _require_engine(model, parallel, device, "model.grouped_gemm=on", "auto")
+    can_group = model.grouped_gemm != "off" and model.why_not_grouped is None
     return {
         "num_moe_experts": model.num_experts,
         "moe_router_topk": model.experts_per_token,
@@ -300,18 +288,9 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device)
         # Adapters leave the biases of the model that they are for as they are.
         "moe_router_bias_update_rate": 0.0 if model.lora_rank else model.expert_bias_rate,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": _groups_experts(model, parallel, device),
+        "moe_grouped_gemm": can_group and engine_layers(model, parallel, device),
         "moe_shared_expert_overlap": parallel.overlap_shared_experts,
     }
-
-
-def _groups_experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> bool:
-    """Return True if experts are multiplied at once; raise ConfigError if that is requested and cannot be."""
-    if model.grouped_gemm == "off":
-        return False
-    if model.grouped_gemm == "on":
-        _require_engine(model, parallel, device, "model.grouped_gemm=on", "auto")
-    return engine_layers(model, parallel, device) and model.why_not_grouped is None
 
 
 def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None) -> Any:
@@ -379,15 +358,10 @@ def build_chunks(
         model.seed, use_cudagraphable_rng=by_generators, force_reset_rng=by_generators
     )
     torch.manual_seed(model.seed)
-    stages = range(parallel.virtual_pipeline_parallel_size or 1)
+    number, size = parallel.virtual_pipeline_parallel_size or 1, padded_vocab_size(vocab_size)
+    stages, with_engine = range(number) if number > 1 else [None], engine_layers(model, parallel, device)
     chunks = [
-        _build_chunk(
-            model,
-            config,
-            vp_stage=stage if len(stages) > 1 else None,
-            vocab_size=padded_vocab_size(vocab_size),
-            with_engine=engine_layers(model, parallel, device),
-        ).to(device)
+        _build_chunk(model, config, vp_stage=stage, vocab_size=size, with_engine=with_engine).to(device)
         for stage in stages
     ]
     shard = TensorShard(parallel_state.get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
@@ -397,8 +371,10 @@ def build_chunks(
             chunk.encoder.to(device)
         if model.num_experts:
             prepare_experts(chunk, model, device)
-        if model.kv_lora_rank:
-            _share_angles(chunk)
+        if model.kv_lora_rank:  # one rotary embedding, whose angles are gathered once a microbatch
+            attentions = [layer.self_attention for _, layer in decoder_layers(chunk)]
+            for attention in attentions:
+                attention.rotary_pos_emb = attentions[0].rotary_pos_emb
         if model.init_from is not None:
             _hide_padding(chunk, vocab_size)
         if model.lora_rank:
@@ -424,6 +400,7 @@ def _build_chunk(
             own = [_with_own_parts(layer, model, transformer_engine=with_engine) for layer in last]
             block = replace(block, layer_specs=own)
         further = predicting_layers(config, block, transformer_engine=with_engine, vp_stage=vp_stage)
+    scaled = "yarn" if hasattr(config, "yarn_mscale") else "rope"
     return (PredictingModel if model.mtp_layers else GPTModel)(
         config=config,
         transformer_layer_spec=layers,
@@ -435,9 +412,7 @@ def _build_chunk(
         # Features of media take the places of placeholders before the tokens are divided.
         scatter_embedding_sequence_parallel=model.encoder is None,
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type=("yarn" if hasattr(config, "yarn_mscale") else "rope")
-        if model.rotated_size
-        else "none",
+        position_embedding_type=scaled if model.rotated_size else "none",
         rotary_percent=model.traits.rotated_part,
         rotary_base=model.rotary_base,
         rope_scaling=model.rope_scaling == "llama3",
@@ -445,13 +420,6 @@ def _build_chunk(
         seq_len_interpolation_factor=model.rope_scaling_factor if model.rope_scaling == "linear" else None,
         vp_stage=vp_stage,
     )
-
-
-def _share_angles(chunk: GPTModel) -> None:
-    """Give all layers of latent attention one rotary embedding: its angles are gathered once a microbatch."""
-    attentions = [layer.self_attention for _, layer in decoder_layers(chunk)]
-    for attention in attentions:
-        attention.rotary_pos_emb = attentions[0].rotary_pos_emb
 
 
 def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:
@@ -478,22 +446,17 @@ def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.de
         what = f"parallel.cuda_graphs is true, but the device is {device.type}"
         raise ConfigError(what, where="parallel.cuda_graphs", fix="parallel.cuda_graphs=false")
     if engine_layers(model, parallel, device) and compat.engine_compares_bounds():
-        raise ConfigError(
-            f"parallel.cuda_graphs is true, but megatron-core {compat.MEGATRON_VERSION} cannot inform this version of "
-            "Transformer Engine that rows are padded, so it checks on the host",
-            where="parallel.cuda_graphs",
-            fix="megatron-core 0.19, Transformer Engine 2.19, or parallel.cuda_graphs=false",
-        )
+        what = f"parallel.cuda_graphs is true, but megatron-core {compat.MEGATRON_VERSION} cannot inform this version "
+        what += "of Transformer Engine that rows are padded, so it checks on the host"
+        fix = "megatron-core 0.19, Transformer Engine 2.19, or parallel.cuda_graphs=false"
+        raise ConfigError(what, where="parallel.cuda_graphs", fix=fix)
     # Torch reads both names.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     grows = next((name for name in names if "expandable_segments:True" in os.environ.get(name, "")), None)
     if grows is not None and (registers := os.environ.get("NCCL_GRAPH_REGISTER", "1")) != "0":
-        raise ConfigError(
-            f"{grows} has expandable_segments:True, and NCCL_GRAPH_REGISTER is {registers}: replayed collectives "
-            "would use memory that was moved",
-            where="environment, NCCL_GRAPH_REGISTER",
-            fix="NCCL_GRAPH_REGISTER=0",
-        )
+        what = f"{grows} has expandable_segments:True, and NCCL_GRAPH_REGISTER is {registers}: replayed collectives "
+        what += "would use memory that was moved"
+        raise ConfigError(what, where="environment, NCCL_GRAPH_REGISTER", fix="NCCL_GRAPH_REGISTER=0")
 
 
 def _runs_behind(device: torch.device) -> bool:

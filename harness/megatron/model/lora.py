@@ -17,35 +17,16 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import mappings, set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
 from harness.errors import ConfigError
-from harness.megatron.weights import ADAPTER, TensorShard, scan_inputs, to_hf
+from harness.megatron.weights import ADAPTER, TensorShard, linear_names, to_hf
 from harness.plan import ModelConfig
 from harness.plan.families.base import SCANS
 from harness.plan.layout import DIVIDED_BY_COLUMNS, LORA_TARGETS, ON_EVERY_RANK
-
-_HF_MODULES = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_q_proj": ("q_proj",),
-    "linear_q_down_proj": ("q_a_proj",),
-    "linear_q_up_proj": ("q_b_proj",),
-    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
-    "linear_kv_up_proj": ("kv_b_proj",),
-    "linear_proj": ("o_proj",),
-    "out_proj": ("out_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
 
 
 @dataclass(frozen=True)
@@ -169,9 +150,9 @@ class Adapter(torch.nn.Module):
         if self.is_whole:
             return functional.linear(functional.linear(inputs, self.a), rows) * self.scale
         whole, split = (
-            (reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region)
+            (mappings.reduce_from_tensor_model_parallel_region, mappings.reduce_scatter_to_sequence_parallel_region)
             if self.by_columns
-            else (copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region)
+            else (mappings.copy_to_tensor_model_parallel_region, mappings.gather_from_sequence_parallel_region)
         )
         low = (split if self._sequence_parallel else whole)(functional.linear(inputs, self.a))
         return functional.linear(low, rows) * self.scale
@@ -265,12 +246,7 @@ def peft_config(model: ModelConfig) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": [
-            name
-            for target in model.adapted
-            for name in _HF_MODULES.get(target, scan_inputs(model))
-            if name != "gate_proj" or model.halves == 2
-        ],
+        "target_modules": [name for target in model.adapted for name in linear_names(target, model)],
     }
 
 

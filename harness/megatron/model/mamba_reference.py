@@ -98,10 +98,7 @@ def segment_decays(log_decays: torch.Tensor) -> torch.Tensor:
     """Return the decay after slot j through slot i as entry (i, j) of [..., size, size]: exp of a segment's sum.
 
     Each sum adds only what the segment contains: a difference of prefix sums would lose the digits that a long chunk
-    cancels. Entries with j > i are zero, masked before the exponential.
-
-    Args:
-        log_decays: [..., size], the logarithm of the decay of each slot.
+    cancels. Entries with j > i are zero, masked before the exponential. `log_decays` are [..., size].
     """
     size = log_decays.shape[-1]
     causal = torch.ones(size, size, dtype=torch.bool, device=log_decays.device).tril()
@@ -183,7 +180,6 @@ class GroupedRMSNorm(torch.nn.Module):
     def __init__(
         self, hidden_size: int, eps: float = 1e-5, *, group_size: int, norm_before_gate: bool = False, **kw: Any
     ) -> None:
-        """Make the weight; `kw` are its device and dtype."""
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, **kw))
         self.register_parameter("bias", None)

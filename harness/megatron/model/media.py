@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -44,8 +45,7 @@ class MediaTensors:
 class MediaEncoder(nn.Module):
     """Turns the media of a row into one feature for each placeholder token; never in training mode.
 
-    Raises:
-        ConfigError: transformers is missing, or cannot build it from `model.encoder`.
+    Raise ConfigError if transformers is missing, or cannot build it from `model.encoder`.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -118,6 +118,11 @@ class _Deepened(torch.autograd.Function):
         return gradients[0], None, *(one.grad for one in ctx.added)
 
 
+# Encoders with a projector: a text model that they are for, the part that encodes, and the projector.
+_PROJECTED = {
+    "llava": ("llama", "vision", "LlavaMultiModalProjector"),
+    "qwen2_audio": ("qwen2", "audio", "Qwen2AudioMultiModalProjector"),
+}
 # Encoders that take images of any size.
 _WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
@@ -125,24 +130,13 @@ _WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 def _build(name: str, values: dict[str, Any], hidden_size: int) -> dict[str, nn.Module]:
     from transformers import AutoConfig, AutoModel
 
-    if name == "llava":
-        from transformers import LlavaConfig
-        from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
-
-        config = LlavaConfig(**values, text_config={"model_type": "llama", "hidden_size": hidden_size})
-        return {
-            "vision_tower": AutoModel.from_config(config.vision_config),
-            "multi_modal_projector": LlavaMultiModalProjector(config),
-        }
-    if name == "qwen2_audio":
-        from transformers import Qwen2AudioConfig
-        from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioMultiModalProjector
-
-        config = Qwen2AudioConfig(**values, text_config={"model_type": "qwen2", "hidden_size": hidden_size})
-        return {
-            "audio_tower": AutoModel.from_config(config.audio_config),
-            "multi_modal_projector": Qwen2AudioMultiModalProjector(config),
-        }
+    if name in _PROJECTED:
+        text, kind, projector = _PROJECTED[name]
+        of_text = {"model_type": text, "hidden_size": hidden_size}
+        config = AutoConfig.for_model(**{**values, "model_type": name, "text_config": of_text})
+        project = getattr(import_module(f"transformers.models.{name}.modeling_{name}"), projector)
+        tower = AutoModel.from_config(getattr(config, f"{kind}_config"))
+        return {f"{kind}_tower": tower, "multi_modal_projector": project(config)}
     if name in _WITH_GRIDS:
         whole = AutoConfig.for_model(name, vision_config=dict(values["vision_config"]))
         vision = whole.vision_config

@@ -39,8 +39,7 @@ class RowSelfAttention(SelfAttention):  # type: ignore[misc]
     def forward(self, *args: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **kw: Any) -> Any:
         """Attend as Megatron does; it rotates itself where rows are no `PackedRow`, and where its fused kernel does.
 
-        Args:
-            rotary_pos_emb: angles [max_seqlen, 1, 1, d], or a pair of equal ones for queries and keys.
+        Angles are [max_seqlen, 1, 1, d], or a pair of equal ones for queries and keys.
         """
         by_row = isinstance(packed_seq_params, PackedRow) and _turns_itself(self.config, packed_seq_params)
         if by_row and rotary_pos_emb is not None:

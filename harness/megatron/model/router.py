@@ -24,7 +24,7 @@ from harness.megatron.model.mtp import decoder_layers, own_tokens
 from harness.plan import ModelConfig
 
 # Sums of one layer and step beside the tokens of each expert.
-_SUMS = ("tokens", "shared_tokens", "bias_tokens", "entropy", "aux_loss", "bias")
+_SUMS = ("tokens", "shared_tokens", "bias_tokens", "entropy", "aux_loss")
 
 
 class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
@@ -77,7 +77,9 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         padding = None if padding_mask is None else padding_mask.reshape(-1)
         counted = self.training and torch.is_grad_enabled()  # once, also where activations are computed again
         if counted and config.moe_z_loss_coeff:
-            logits = self._add_z_loss(logits, padding)
+            squares = torch.logsumexp(logits, dim=-1).square()
+            squares = squares if padding is None else squares.masked_fill(padding, 0.0)
+            logits = MoEAuxLossAutoScaler.apply(logits, squares.sum() * (config.moe_z_loss_coeff * self.token_weight))
         weights, chosen = topk_routing_with_score_function(
             logits,
             self.topk,
@@ -99,14 +101,6 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
                 real = chosen if padding is None else chosen & ~padding.unsqueeze(1)
                 self.source_counts.index_add_(0, self.row_sources, real.to(self.source_counts.dtype))
         return weights, chosen
-
-    def _add_z_loss(self, logits: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-        squares = torch.logsumexp(logits, dim=-1).square()
-        if padding is not None:
-            squares = squares.masked_fill(padding, 0.0)
-        loss = squares.sum() * (self.config.moe_z_loss_coeff * self.token_weight)
-        attached: torch.Tensor = MoEAuxLossAutoScaler.apply(logits, loss)
-        return attached
 
     def _balance(self, logits: torch.Tensor, weights: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         """Attach the balancing loss of the row, or of its sequences, to `weights`, and record it.
@@ -177,9 +171,8 @@ def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
 def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -> None:
     """Draw the experts' weights, which then do not depend on the layout, and let routers see their shared experts.
 
-    Their gradients are marked for the ranks that have the same experts, before adapters copy the mark.
-
-    On GPUs Megatron draws them from a generator of each expert-parallel rank.
+    Their gradients are marked for the ranks that have the same experts, before adapters copy the mark. On GPUs Megatron
+    draws them from a generator of each expert-parallel rank.
     """
     for place, (number, layer) in enumerate(decoder_layers(chunk)):
         if not hasattr(layer.mlp, "router"):
@@ -296,8 +289,7 @@ def expert_metrics(
 ) -> dict[str, float]:
     """Return the statistics of `StepMetrics.experts` over all ranks, which all take part, and begin those of the next.
 
-    Args:
-        num_layers: of the whole model, with those that predict further tokens.
+    Layers are those of the whole model, with those that predict further tokens.
     """
     found = {router.layer: router for router in routers(chunks)}
     experts = chunks[0].module.config.num_moe_experts

@@ -185,11 +185,10 @@ def _uses_kernels(device: torch.device, *, delta_rule: bool) -> bool:
     if not has_them or torch.are_deterministic_algorithms_enabled():
         return False
     if (reason := compat.why_no_packed_scan(delta_rule=delta_rule)) is not None:
-        raise ConfigError(
-            f"the installed kernels ignore where sequences begin, or compute wrong gradients: {reason}",
-            where="package flash-linear-attention" if delta_rule else "packages mamba-ssm, causal-conv1d",
-            fix=f"install {reason.partition(' is required')[0]}, or remove the kernels",
-        )
+        what = f"the installed kernels ignore where sequences begin, or compute wrong gradients: {reason}"
+        where = "package flash-linear-attention" if delta_rule else "packages mamba-ssm, causal-conv1d"
+        fix = f"install {reason.partition(' is required')[0]}, or remove the kernels"
+        raise ConfigError(what, where=where, fix=fix)
     return True
 
 
@@ -198,11 +197,9 @@ def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tens
     if not _uses_kernels(device, delta_rule=False):
         return mamba_reference.mamba_split_conv1d_scan_combined
     if features % 8:
-        raise ConfigError(
-            f"a rank would scan {features} numbers per token, but causal-conv1d requires a multiple of 8",
-            where="model.scan_num_heads, parallel.tensor_parallel_size, parallel.context_parallel_size",
-            fix="fewer tensor- or context-parallel ranks",
-        )
+        what = f"a rank would scan {features} numbers per token, but causal-conv1d requires a multiple of 8"
+        where = "model.scan_num_heads, parallel.tensor_parallel_size, parallel.context_parallel_size"
+        raise ConfigError(what, where=where, fix="fewer tensor- or context-parallel ranks")
     from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
 
     return mamba_split_conv1d_scan_combined  # type: ignore[no-any-return]
@@ -249,12 +246,8 @@ def only(part: str, layer: ModuleSpec, *, is_whole: bool) -> ModuleSpec:
     """Return a layer of attention and an MLP or experts with the part that a letter of `model.layer_pattern` names."""
     parts = layer.submodules
     if part in "-E":
-        return replace(
-            layer,
-            submodules=replace(
-                parts, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
-            ),
-        )
+        absent = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+        return replace(layer, submodules=replace(parts, **absent))
     attention = parts.self_attention
     # Tensor-parallel ranks divide both; in Transformer Engine's, the first includes the norm.
     linear = attention.submodules

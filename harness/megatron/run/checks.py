@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,21 +69,16 @@ def list_warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
     if isinstance(data, LiveData):
         return []
     if data.blend is None and size > len(data.train):
-        warnings.append(
-            f"loader.global_batch_size is {size:,}, but the dataset has {count_of(len(data.train), 'pack')}: every "
-            "step trains the whole dataset, one epoch"
-        )
+        what = f"loader.global_batch_size is {size:,}, but the dataset has {count_of(len(data.train), 'pack')}"
+        warnings.append(f"{what}: every step trains the whole dataset, one epoch")
     longest = int(data.train.sequence_lengths.max()) - 1
     if config.shares_rows and longest <= config.schedule.max_tokens_per_rank:
-        warnings.append(
-            f"schedule.name is {config.schedule.name}, and the longest sequence has {longest:,} tokens, which fit on "
-            "one rank: schedule=cost_balanced trains at about the same speed"
-        )
+        what = f"schedule.name is {config.schedule.name}, and the longest sequence has {longest:,} tokens, which fit"
+        warnings.append(f"{what} on one rank: schedule=cost_balanced trains at about the same speed")
     if batches is not None and data.validation is not None and (batches - 1) * size >= len(data.validation):
-        warnings.append(
-            f"trainer.eval_batches is {batches:,}, but the validation set has "
-            f"{count_of(len(data.validation), 'pack')}: every validation reads the whole set"
-        )
+        there = count_of(len(data.validation), "pack")
+        what = f"trainer.eval_batches is {batches:,}, but the validation set has {there}"
+        warnings.append(f"{what}: every validation reads the whole set")
     return warnings
 
 
@@ -130,25 +126,17 @@ def explained(config: RunConfig) -> Iterator[None]:
         if (found := reason_of_memory(error)) is None:
             raise
         what = str(found).partition("\n")[0]
-        raise ConfigError(
-            f"out of memory: {what[max(0, what.find(_NO_MEMORY)) :] or 'this process'}",
-            where="model or row size",
-            fix="a smaller model or rows, model.recompute=full, or more ranks; see `harness plan`",
-        ) from error
+        what = f"out of memory: {what[max(0, what.find(_NO_MEMORY)) :] or 'this process'}"
+        fix = "a smaller model or rows, model.recompute=full, or more ranks; see `harness plan`"
+        raise ConfigError(what, where="model or row size", fix=fix) from error
 
 
 def check_memory(config: RunConfig, device: torch.device, *, vocab_size: int, dp_size: int) -> None:
     """Raise ConfigError if weights, gradients and optimizer alone are more than a CPU machine has."""
     if device.type != "cpu":
         return
-    planned = plan_memory(
-        config.model,
-        config.parallel,
-        vocab_size=vocab_size,
-        dp_size=dp_size,
-        max_tokens_per_rank=1,
-        optimizer=config.optimizer,
-    )
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "dp_size": dp_size, "max_tokens_per_rank": 1}
+    planned = plan_memory(config.model, config.parallel, **sizes, optimizer=config.optimizer)
     needed = (planned.total + planned.host) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     there = memory_bytes()
     if needed > there:

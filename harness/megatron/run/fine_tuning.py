@@ -69,10 +69,8 @@ def settle_length(config: SftConfig, data: RunData, progress: Progress | None) -
     if packs is None or trainer.steps is None:
         return ""
     epochs = epochs_after(config.loader, packs, max(0, trainer.steps - done), **at)
-    are = "is" if trainer.steps == 1 else "are"
-    return (
-        f"{count_of(trainer.steps, 'step')} {are} {epochs:.3g} epoch{'s' * (epochs != 1)} of {count_of(packs, 'pack')}"
-    )
+    steps = f"{count_of(trainer.steps, 'step')} {'is' if trainer.steps == 1 else 'are'}"
+    return f"{steps} {epochs:.3g} epoch{'s' * (epochs != 1)} of {count_of(packs, 'pack')}"
 
 
 def _max_sequences(config: SftConfig, data: RunData | LiveData) -> int:
@@ -107,17 +105,11 @@ def make_feeds(
 
     training: Feed
     if isinstance(data, LiveData):
+        sizes, live = (config.loader.global_batch_size, config.max_tokens_per_row), data.train
+        name, window = config.schedule.name, live.window_sequences
         training = LiveFeed(
-            data.train,
-            BatchPlan(
-                layout,
-                config.loader.global_batch_size,
-                config.max_tokens_per_row,
-                cost,
-                config.schedule.name,
-                window_sequences=data.train.window_sequences,
-                weights=data.train.weights,
-            ),
+            live,
+            BatchPlan(layout, *sizes, cost, name, window_sequences=window, weights=live.weights),
             tokenizer=data.tokenizer,
             features=features,
             state=state,

@@ -15,7 +15,7 @@ from harness.loader import LoaderConfig, LoaderState, RankLayout
 from harness.megatron.data.corpus import find_packs, open_corpus
 from harness.megatron.data.feed import Feed
 from harness.megatron.data.samples import SampleLoader, SampleReader
-from harness.megatron.job import runtime
+from harness.megatron.job.runtime import Runtime, on_rank_0
 from harness.megatron.pretrained import find_pretrained
 from harness.megatron.run.training import Task
 from harness.plan import PretrainConfig, sequence_cost
@@ -27,7 +27,7 @@ from harness.train.loop import OWN_VALIDATION
 _SAMPLE_BYTES = 24
 
 
-def open_pretraining(config: PretrainConfig, ranks: runtime.Runtime, progress: Progress | None = None) -> Task:
+def open_pretraining(config: PretrainConfig, ranks: Runtime, progress: Progress | None = None) -> Task:
     """Check the settings, as far as is possible without reading the corpus."""
     _check_samples(config)
     packs = find_packs(config.data)
@@ -69,11 +69,7 @@ def _check_samples(config: PretrainConfig) -> None:
 
 
 def make_feeds(
-    config: PretrainConfig,
-    packs: dict[str, PackReader],
-    layout: RankLayout,
-    progress: Progress | None,
-    ranks: runtime.Runtime,
+    config: PretrainConfig, packs: dict[str, PackReader], layout: RankLayout, progress: Progress | None, ranks: Runtime
 ) -> tuple[Feed, dict[str, Feed]]:
     """Return the training batches after `progress`, and those of the validation and test splits by name."""
     data, size, cost = config.data, config.loader.global_batch_size, sequence_cost(config.model)
@@ -83,42 +79,25 @@ def make_feeds(
     consumed = state.packs_consumed if state is not None else 0
     # Earlier steps may have had another batch size.
     wanted = consumed + max(0, config.trainer.last_step - done) * size
-    corpus = open_corpus(
-        data,
-        seed=config.loader.seed,
-        sizes=(max(wanted, data.num_samples or 0), evaluated, evaluated),
-        vocab_size=config.model.vocab_size or 0,
-        packs=packs,
-        reads=layout.tp_rank == 0,
-        ranks=ranks,
-    )
+    sizes, vocabulary = (max(wanted, data.num_samples or 0), evaluated, evaluated), config.model.vocab_size or 0
+    corpus = open_corpus(data, config.loader.seed, sizes, vocabulary, packs, reads=layout.tp_rank == 0, ranks=ranks)
 
     def feed(dataset: Any, settings: LoaderConfig, count: int | None, start: LoaderState | None) -> Feed:
         def loader() -> SampleLoader:
             assert corpus is not None
             fresh = LoaderState(config.loader.seed, fingerprint=corpus.fingerprint, order=corpus.order)
-            allow = config.loader.allow_other_data
-            reader = SampleReader(
-                dataset,
-                layout=layout,
-                sequence_length=data.sequence_length,
-                micro_batch_size=data.micro_batch_size,
-                boundary=data.eod if data.reset_attention_mask else None,
-                cost=cost,
-            )
-            return SampleLoader(
-                reader,
-                settings,
-                layout=layout,
-                num_samples=min(len(dataset), count or len(dataset)),
-                start=fresh if start is None else start.resumed(fresh, num_packs=None, allow_other_data=allow),
-            )
+            if start is not None:
+                allow = config.loader.allow_other_data
+                fresh = start.resumed(fresh, num_packs=None, allow_other_data=allow)
+            boundary, last = data.eod if data.reset_attention_mask else None, min(len(dataset), count or len(dataset))
+            reader = SampleReader(dataset, layout, data.sequence_length, data.micro_batch_size, boundary, cost)
+            return SampleLoader(reader, settings, layout=layout, num_samples=last, start=fresh)
 
         return Feed(loader, device=ranks.device)
 
     # Every rank makes the same feeds; ranks that do not read learn from rank 0 which splits exist.
     splits = corpus and {OWN_VALIDATION: corpus.validation, "test": corpus.test}
-    names = runtime.on_rank_0(lambda: [name for name, split in (splits or {}).items() if split and len(split)])
+    names = on_rank_0(lambda: [name for name, split in (splits or {}).items() if split and len(split)])
     once = replace(config.loader, num_workers=0)
     validation = {name: feed(splits and splits[name], once, evaluated, None) for name in names}
     return feed(corpus and corpus.train, config.loader, wanted, state), validation

@@ -8,7 +8,6 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed
 
 from harness.errors import FormatError
@@ -28,10 +27,7 @@ from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, find_
 
 
 class RunRecords:
-    """Writes the records of a run; every rank has one, and that of rank 0 writes.
-
-    Args:
-        first_step: records of this step and later ones, left by an earlier part of the run, are removed.
+    """Writes the records of a run, without those of `first_step` and later ones; every rank has one, and rank 0 writes.
 
     Attributes:
         progress: the terminal's view, a context manager; it prints nothing on other ranks.
@@ -53,8 +49,11 @@ class RunRecords:
         self._keeps_data = trainer.record_digests or trainer.record_batches
         writes = ranks.rank == 0
         self.progress = RunProgress(trainer.steps, done=first_step - 1, quiet=not writes)
-        self._digests: DigestWriter | None = None
-        self._metrics: MetricsWriter | None = None
+        begins: dict[str, Any] = {"first_step": first_step, "log": self.progress.log}
+        self._digests = DigestWriter(folder, **begins) if writes and self._keeps_data else None
+        self._metrics = MetricsWriter(folder, trackers=trainer.trackers, **begins) if writes else None
+        if writes and sampler is not None and sampler.hole:
+            self.progress.log(sampler.hole)
         self.leaving: str | None = None
         self._named: set[tuple[int | None, str]] = set()
         self._thread = thread_times()
@@ -64,12 +63,6 @@ class RunRecords:
         if trainer.straggler_ratio is not None:
             limits: dict[str, Any] = {"ratio": trainer.straggler_ratio, "steps": trainer.straggler_steps}
             self._watch = StragglerWatch(nodes, stages, **limits, on_gpu=ranks.device.type == "cuda")
-        if writes:
-            log = self.progress.log
-            self._digests = DigestWriter(folder, first_step=first_step, log=log) if self._keeps_data else None
-            self._metrics = MetricsWriter(folder, first_step=first_step, trackers=trainer.trackers, log=log)
-            if sampler is not None and sampler.hole:
-                log(sampler.hole)
 
     def step(self, record: StepRecord) -> None:
         """Record one step; every rank takes part."""

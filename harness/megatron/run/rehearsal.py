@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join
 from harness.megatron.model.router import routers
 from harness.megatron.state.checkpoint import count_sharded_tensors
 from harness.megatron.step import MegatronStep
@@ -59,10 +58,8 @@ class RankRehearsal:
         """Return a line about this rank."""
         place = " ".join(f"{name} {number}" for name, number in self.place.items())
         shares = ", ".join(f"{name} {self.found[name] / max(1, planned):.1%}" for name, planned in self.planned.items())
-        return (
-            f"rank {self.rank} ({place}): {self.layers} layers, {self.microbatches} microbatches, "
-            f"{self.sharded_tensors:,} sharded tensors; of the plan: {shares}"
-        )
+        parts = f"{self.layers} layers, {self.microbatches} microbatches, {self.sharded_tensors:,} sharded tensors"
+        return f"rank {self.rank} ({place}): {parts}; of the plan: {shares}"
 
 
 def usual_ranks(world_size: int) -> list[int]:
@@ -81,13 +78,12 @@ def rehearse(
 ) -> list[RankRehearsal]:
     """Build ranks of a job in turn, train each for a step, and describe its part of a checkpoint.
 
+    Raise ConfigError if the layout does not divide the model or the ranks.
+
     Args:
         ranks: None for the first, the middle and the last.
         optimizer: None for the settings' defaults. Its moments are in float32, as those of PyTorch's AdamW.
         shares_rows: also make the groups of ranks that share rows, and let as many as can share one.
-
-    Raises:
-        ConfigError: the layout does not divide the model or the ranks.
     """
     small = narrow(model, parallel)
     # Sizes of rows that ranks would exchange come from nobody.
@@ -198,15 +194,10 @@ def _row(tokens: int, parallel: ParallelConfig, ranks: int = 1) -> ThdBatch:
 
 
 def _rehearse_rank(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    optimizer: OptimizerConfig,
-    rank: int,
-    world_size: int,
-    shares_rows: bool,
+    model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig, rank: int, ranks: int, shares_rows: bool
 ) -> RankRehearsal:
-    with runtime.alone(rank, world_size) as job:
-        layout = join(parallel, world_size, shares_rows=shares_rows)
+    with runtime.alone(rank, ranks) as job:
+        layout = runtime.join(parallel, ranks, shares_rows=shares_rows)
         tokens = _tokens(model, parallel)
         padded = _SEQUENCES * tokens if parallel.static_rows else None
         step = MegatronStep(
@@ -223,16 +214,9 @@ def _rehearse_rank(
         with kept.counted():
             step.train(rows)
         trained = [weight for weight in weights if weight.requires_grad]
-        memory = plan_stage_memory(
-            model,
-            parallel,
-            stage=layout.pp_rank,
-            vocab_size=_VOCABULARY,
-            dp_size=layout.dp_size,
-            max_tokens_per_rank=_SEQUENCES * tokens // parallel.context_parallel_size,
-            microbatches=microbatches,
-            optimizer=optimizer,
-        )
+        sizes: dict[str, Any] = {"vocab_size": _VOCABULARY, "dp_size": layout.dp_size, "optimizer": optimizer}
+        sizes["max_tokens_per_rank"] = _SEQUENCES * tokens // parallel.context_parallel_size
+        memory = plan_stage_memory(model, parallel, stage=layout.pp_rank, microbatches=microbatches, **sizes)
         memory = replace(memory, optimizer=memory.optimizer + memory.host)
         # The plan has the activations of the scan's kernel, and a CPU those of its reference; attention of shared rows
         # keeps masks here.

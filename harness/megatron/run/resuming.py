@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
 from harness.train.folder import choose_run_folder
 from harness.train.identity import Identity, refuse_foreign
 from harness.train.lines import MISREAD
+from harness.train.metrics import Log
 
 
 def choose_folder(config: RunConfig) -> Path:
@@ -84,36 +84,24 @@ def read_validations(folder: Path, first_step: int) -> list[float]:
 
 
 def report_resume(
-    config: RunConfig,
-    folder: Path,
-    identity: Identity,
-    done: int,
-    newest: Path,
-    passed_over: list[CheckpointError],
-    log: Callable[[str], None],
+    config: RunConfig, folder: Path, identity: Identity, newest: Path, passed_over: list[CheckpointError], log: Log
 ) -> None:
     """Log and record from where a run resumes."""
-    last = config.trainer.last_step
+    done, last = read_progress(newest).step, config.trainer.last_step
     log(f"resuming after step {done}, from {newest}")
     written_by = json.loads((newest / RUN_FILE).read_text()).get("run", identity.run)
     if written_by != identity.run:
-        log(
-            f"this folder was copied, moved or restored: its checkpoint belongs to run {written_by}, and the "
-            f"resumed run is {identity.run}"
-        )
+        was = f"this folder was copied, moved or restored: its checkpoint belongs to run {written_by}"
+        log(f"{was}, and the resumed run is {identity.run}")
     for note in notes_of_moments(newest, config.optimizer):
         log(note)
     if done >= last:
-        log(
-            f"nothing to train: step {last:,} of {last:,} is complete; to train more, resume with "
-            f"a higher number, such as trainer.steps={2 * last}"
-        )
+        more = f"to train more, resume with a higher number, such as trainer.steps={2 * last}"
+        log(f"nothing to train: step {last:,} of {last:,} is complete; {more}")
     record_resume(folder, identity, done, newest, passed_over)
 
 
 def notes_of_moments(checkpoint: Path, optimizer: OptimizerConfig) -> list[str]:
     """Return what the log of a run says of a checkpoint's moments that have another dtype than its own."""
-    stored = stored_moments(checkpoint)
-    if stored in (None, optimizer.moments_dtype):
-        return []
-    return [f"its optimizer moments were stored as {stored} and converted to {optimizer.moments_dtype}"]
+    stored, now = stored_moments(checkpoint), optimizer.moments_dtype
+    return [] if stored in (None, now) else [f"its optimizer moments were stored as {stored} and converted to {now}"]

@@ -33,11 +33,8 @@ def generate(
 ) -> list[list[int]]:
     """Extend each prompt by its most likely token again and again; every rank takes part and gets the answers.
 
-    All prompts are one row, computed anew for each token: a few answers at an evaluation are not worth a cache.
-
-    Args:
-        prompts: token ids, at least one each.
-        ends: tokens that end an answer and are not part of it.
+    All prompts are one row, computed anew for each token: a few answers at an evaluation are not worth a cache. They
+    have at least a token each. Tokens that end an answer (`ends`) are not part of it.
     """
     for chunk in step.chunks:
         chunk.eval()
@@ -128,11 +125,9 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
 
 
 class Sampler:
-    """Answers a run's prompts at its evaluations and appends the answers to `samples.jsonl`.
+    """Answers a run's prompts at its evaluations and appends the answers to `samples.jsonl` in `folder`, if given.
 
-    Args:
-        folder: the run's; None if this rank writes nothing.
-        first_step: lines of this step and later ones, left by a stopped run, are removed.
+    Lines of `first_step` and later ones, left by a stopped run, are removed.
     """
 
     def __init__(

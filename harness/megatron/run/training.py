@@ -20,7 +20,6 @@ from harness.loader.datasets import Sources
 from harness.megatron.data.feed import Feed, together
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join
 from harness.megatron.job.waits import Waits
 from harness.megatron.job.watchdog import StopSignals, Watchdog
 from harness.megatron.model.fusions import slow_parts
@@ -113,11 +112,7 @@ def run_training(config: C, open_task: OpenTask[C]) -> int:
 
 
 class _Run(Hooks):
-    """A run on one rank, from its folder to its end; the hooks of its steps.
-
-    Attributes:
-        newest: the checkpoint that it resumes from, None for a new run.
-    """
+    """A run on one rank, from its folder to its end, resumed from `newest`, None for a new run; hooks of its steps."""
 
     waits: Waits
 
@@ -134,12 +129,10 @@ class _Run(Hooks):
             self._progress = runtime.on_rank_0(lambda: resuming.check_resumed(config, folder, newest))
             config.optimizer = runtime.on_rank_0(lambda: resuming.keep_recorded(config.optimizer, folder))
         elif config.model.lora_rank and config.model.init_from is None:
-            raise ConfigError(
-                f"model.lora_rank is {config.model.lora_rank}, but model.init_from is not set: the adapters would be "
-                "trained on frozen random weights",
-                where="model.init_from",
-                fix="set it to the folder or hub id of the base model, or train all weights with model.lora_rank=0",
-            )
+            what = f"model.lora_rank is {config.model.lora_rank}, but model.init_from is not set: the adapters would "
+            what += "be trained on frozen random weights"
+            fix = "set it to the folder or hub id of the base model, or train all weights with model.lora_rank=0"
+            raise ConfigError(what, where="model.init_from", fix=fix)
         self.first_step = self._progress.step + 1 if self._progress is not None else 1
 
     def open(self, open_task: OpenTask[C]) -> None:
@@ -148,7 +141,7 @@ class _Run(Hooks):
         at(first_step, "opening the data")
         self._task = task = together(lambda: self._checked(open_task), device=ranks.device)
         config.optimizer = config.optimizer.resolved(config.model, self._trainer.steps)
-        self._layout = layout = join(
+        self._layout = layout = runtime.join(
             config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s, shares_rows=config.shares_rows
         )
         self.training, self.validation = task.feeds(layout, self._progress, ranks)
@@ -208,9 +201,9 @@ class _Run(Hooks):
             self.log(line)
         for warning in [*config.warnings(), *task.warnings, *pretrained, *slow]:
             self.log(f"warning: {warning}")
-        identity, done = self._identity, self.first_step - 1
+        identity = self._identity
         if (newest := self.newest) is not None:
-            start = (self.folder, identity, done, newest, self._passed_over)
+            start = (self.folder, identity, newest, self._passed_over)
             runtime.on_rank_0(lambda: resuming.report_resume(config, *start, self.log))
         folder = self.folder / CHECKPOINTS
         self._checkpoints = CheckpointWriter(

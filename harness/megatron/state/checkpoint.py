@@ -37,30 +37,14 @@ from harness.errors import CheckpointError, LoaderError
 from harness.megatron import compat
 from harness.megatron.job.runtime import gather_on_rank_0, on_rank_0, place_among_ranks
 from harness.megatron.job.watchdog import is_about_ranks
+from harness.megatron.state import loading
 from harness.megatron.state import optimizer as optimizer_state
-from harness.megatron.state.loading import (
-    METADATA_FILE,
-    load_tree,
-    put_weights,
-    read_metadata,
-    reason_of,
-    sharded_weights,
-)
 from harness.megatron.step import MegatronStep
 from harness.printing import print_text
 from harness.storage import StoredFile, make_folder
 from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems, share_of
 from harness.storage.files import sync_path, sync_tree
-from harness.train import Progress
-from harness.train.checkpoints import (
-    CHECKPOINT_FIX,
-    UnreadableError,
-    list_checkpoints,
-    read_checkpoint,
-    unreadable,
-    whole_checkpoints,
-    write_run_file,
-)
+from harness.train import Progress, checkpoints
 
 # What torch's C++ code says of a write that failed; it hides the system's reason.
 _TORCHS = re.compile(
@@ -75,17 +59,10 @@ def _models(step: MegatronStep) -> dict[str, Any]:
 
 def _run_state(step: MegatronStep, *, is_loading: bool) -> tuple[dict[str, Any], list[list[torch.Tensor]]]:
     """Return the tree that `dist_checkpointing` saves or loads, and the local tensors of each optimizer in it."""
-    weights = {name: sharded_weights(model) for name, model in _models(step).items()}
-    parts = optimizer_state.parts_of(step.optimizer)
-    tensors = [
-        optimizer_state.sharded_tensors(
-            part,
-            weights["model"] if len(weights) == 1 else weights,
-            is_float32=step.config.params_dtype == torch.float32,
-            is_loading=is_loading,
-        )
-        for part in parts
-    ]
+    weights = {name: loading.sharded_weights(model) for name, model in _models(step).items()}
+    parts, named = optimizer_state.parts_of(step.optimizer), weights["model"] if len(weights) == 1 else weights
+    of = {"is_float32": step.config.params_dtype == torch.float32, "is_loading": is_loading}
+    tensors = [optimizer_state.sharded_tensors(part, named, **of) for part in parts]
     state = {
         **weights,
         "optimizer": {str(number): sharded for number, (sharded, _) in enumerate(tensors)},
@@ -103,8 +80,8 @@ def count_sharded_tensors(step: MegatronStep) -> int:
 
 def stored_moments(path: Path) -> str | None:
     """Return the dtype of the optimizer's moments in a checkpoint, such as `float32`; None if it has none."""
-    with (path / METADATA_FILE).open("rb") as file:
-        stored = read_metadata(file, path).state_dict_metadata
+    with (path / loading.METADATA_FILE).open("rb") as file:
+        stored = loading.read_metadata(file, path).state_dict_metadata
     for name, tensor in stored.items():
         if name.startswith("optimizer.state.exp_avg.") and isinstance(tensor, TensorStorageMetadata):
             return str(tensor.properties.dtype).removeprefix("torch.")
@@ -122,13 +99,13 @@ def find_newest(folder: Path, *, unchecked: bool = False) -> tuple[Path | None, 
         LoaderError: none of them can be read, which may succeed at the next attempt.
     """
     passed_over: list[CheckpointError] = []
-    for path in on_rank_0(lambda: list_checkpoints(folder))[::-1]:
+    for path in on_rank_0(lambda: checkpoints.list_checkpoints(folder))[::-1]:
         error = find_damage(path, unchecked=unchecked)
         if error is None:
             return path, passed_over
         passed_over.append(error)
     if passed_over:
-        error, is_unreadable = passed_over[0], all(isinstance(one, UnreadableError) for one in passed_over)
+        error, is_unreadable = passed_over[0], all(isinstance(one, checkpoints.UnreadableError) for one in passed_over)
         refused = LoaderError(error.what, where=error.where, fix=error.fix) if is_unreadable else error
         refused.is_shared = True
         raise refused
@@ -142,7 +119,7 @@ def find_damage(path: Path, *, unchecked: bool = False) -> CheckpointError | Non
     checksums is too, unless `unchecked`; loading then compares the tensors with the checksums of `torch.save`.
     """
     try:
-        files = on_rank_0(lambda: read_checkpoint(path, unchecked=unchecked)[1])
+        files = on_rank_0(lambda: checkpoints.read_checkpoint(path, unchecked=unchecked)[1])
     except CheckpointError as error:
         return error
     if not files:
@@ -153,9 +130,9 @@ def find_damage(path: Path, *, unchecked: bool = False) -> CheckpointError | Non
     try:
         for problem in list_hash_problems(path, share_of(files, rank, size)):
             what = f"the checkpoint's {problem.what.removeprefix('the ')}"
-            found.append(CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX))
+            found.append(CheckpointError(what, where=str(path), fix=checkpoints.CHECKPOINT_FIX))
     except OSError as error:
-        found.append(unreadable(path, error))
+        found.append(checkpoints.unreadable(path, error))
     everywhere = gather_on_rank_0(found)
     return on_rank_0(lambda: next((error for errors in everywhere for error in errors), None))
 
@@ -170,7 +147,7 @@ def load_checkpoint(path: Path, step: MegatronStep) -> None:
     """
     wanted, tensors = _run_state(step, is_loading=True)
     try:
-        state = load_tree(wanted, path)
+        state = loading.load_tree(wanted, path)
     except CheckpointError:
         raise
     # Megatron and torch raise many kinds, one of which is not an Exception.
@@ -182,11 +159,11 @@ def load_checkpoint(path: Path, step: MegatronStep) -> None:
         if unread is not None:
             what = f"the checkpoint cannot be read: {unread}"
             raise LoaderError(what, where=str(path), fix="check the file system of that node") from error
-        what = f"the checkpoint does not fit this run: {reason_of(error)}"
+        what = f"the checkpoint does not fit this run: {loading.reason_of(error)}"
         fix = "resume with the model settings of the run that wrote it (its config.yaml)"
         raise CheckpointError(what, where=str(path), fix=fix) from error
     for name, model in _models(step).items():
-        put_weights(model, state[name])
+        loading.put_weights(model, state[name])
     parts = optimizer_state.parts_of(step.optimizer)
     for number, (part, asked) in enumerate(zip(parts, tensors, strict=True)):
         optimizer_state.put_back(part, asked, state["optimizer"][str(number)], state["optimizer_steps"])
@@ -238,16 +215,11 @@ class CheckpointWriter:
         self._unfinished = on_rank_0(lambda: self._make_folder(progress))
         self._step.gather_weights()
         self._hashes.take()  # of one that failed
+        options = compat.async_checkpoint_arguments(dist_checkpointing.save)
         try:
             with compat.rank_0_goes_on() as errors:
-                request = dist_checkpointing.save(
-                    _run_state(self._step, is_loading=False)[0],
-                    str(self._unfinished),
-                    self._strategy,
-                    validate_access_integrity=False,
-                    async_sharded_save=True,
-                    **compat.async_checkpoint_arguments(dist_checkpointing.save),
-                )
+                state, place = _run_state(self._step, is_loading=False)[0], str(self._unfinished)
+                request = dist_checkpointing.save(state, place, self._strategy, **options)
             on_rank_0(lambda: self._raise_first(errors))
             self._calls.schedule_async_request(self._hashes.of_files_written_by(request))
         except CheckpointException as error:
@@ -291,7 +263,7 @@ class CheckpointWriter:
         try:
             sync_tree(self._unfinished)
             self._describe(progress, hashed)
-            read_checkpoint(self._unfinished)
+            checkpoints.read_checkpoint(self._unfinished)
             sync_path(self._unfinished)
             final = self._folder / f"step-{progress.step:08d}"
             if final.exists():  # of an earlier attempt at the same step, resumed from before it
@@ -299,7 +271,7 @@ class CheckpointWriter:
             self._unfinished.rename(final)
             sync_path(self._folder)
             # Newer ones are damaged, or this step would not have been trained again: they do not replace older ones.
-            for old in [path for path in whole_checkpoints(self._folder) if path <= final][: -self._keep]:
+            for old in [path for path in checkpoints.whole_checkpoints(self._folder) if path <= final][: -self._keep]:
                 _remove(old)
         except OSError as error:
             raise self._failed(error) from error
@@ -318,7 +290,7 @@ class CheckpointWriter:
         }
         # Written by libraries under a path of their own choice: torch's C++ code (common.pt), and `.metadata`.
         others = [name for path in files if (name := str(path.relative_to(self._unfinished))) not in known]
-        write_run_file(self._unfinished, progress, facts, hashed, others)
+        checkpoints.write_run_file(self._unfinished, progress, facts, hashed, others)
 
     def _fail_together(self, error: CheckpointException) -> NoReturn:
         """Raise on every rank the causes that rank 0 knows."""

@@ -53,9 +53,8 @@ _CLASSES = {
 def load_tree(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return what `dist_checkpointing.load` does, without running code of the checkpoint; every rank takes part.
 
-    Raises:
-        CheckpointError: a file holds anything but tensors and plain values; the error names it. Or a newer
-            Megatron-Core wrote the checkpoint, in a form that this version cannot read.
+    Raise CheckpointError, with the name of the file, if one holds anything but tensors and plain values, or if a newer
+    Megatron-Core wrote the checkpoint, in a form that this version cannot read.
     """
     try:
         # Before Megatron looks at them: torch logs a traceback for metadata that cannot be read.

@@ -61,12 +61,9 @@ class _Value:
 def check_archive(file: IO[bytes], *, compare: bool = False) -> None:
     """Check a file of `torch.save`, which `torch.load` may then read within memory and time like its size.
 
-    Args:
-        compare: compare all bytes with the checksums of its records, which torch does not.
-
     Raises:
         pickle.UnpicklingError: its records claim more bytes than it has, or its pickle is refused by `check_pickle`, or
-            a record differs from its checksum.
+            where all are to be compared, a record differs from its checksum, which torch does not look at.
     """
     num_bytes = file.seek(0, 2)
     file.seek(0)
@@ -96,10 +93,7 @@ def check_archive(file: IO[bytes], *, compare: bool = False) -> None:
 
 
 def check_pickle(data: bytes, builders: re.Pattern[str] | None = None) -> None:
-    """Check a pickle whose values are to take memory and time like its bytes.
-
-    Args:
-        builders: names that it may call, as `module name`; None leaves them to the unpickler.
+    """Check a pickle whose values are to take memory and time like its bytes, and that calls no names but `builders`.
 
     Raises:
         pickle.UnpicklingError: an opcode claims more than there is, values refer to values so often that their size

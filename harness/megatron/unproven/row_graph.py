@@ -23,7 +23,6 @@ class RowGraph:
 
     Megatron's own graphs capture layers that are given tensors alone, or all microbatches of a step, whose number has
     to stay. One row is captured here, whose bounds are tensors of one width, so that a step has any number of rows.
-
     The rows of the first step are computed as they are: kernels are compiled, and communicators and workspaces made,
     when they are first needed, which a capture cannot do.
 

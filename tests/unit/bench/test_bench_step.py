@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from harness.bench import BENCHES
-from harness.bench.step import bench_step, step_flops
+from harness.bench.step import bench_step, flops_of
 from harness.bench.workspace import Workspace
 from harness.records import SequenceView
 from harness.schedule import SequenceCost
@@ -23,7 +22,8 @@ def test_flops_of_a_step_count_real_tokens_three_times() -> None:
         )
         for lengths in ((3, 5), (7,))
     ]
-    assert step_flops(SequenceCost(linear=10.0, quadratic=2.0), SimpleNamespace(rows=rows)) == 3 * (10 * 15 + 2 * 83)
+    cost = SequenceCost(linear=10.0, quadratic=2.0)
+    assert sum(flops_of(cost, np.diff(row.cu_seqlens)) for row in rows) == 3 * (10 * 15 + 2 * 83)
 
 
 def test_the_bench_gives_its_figures_on_a_small_model(tmp_path) -> None:

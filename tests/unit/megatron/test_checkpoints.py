@@ -123,7 +123,7 @@ def test_a_failed_load_is_a_lost_rank_an_unreadable_file_or_another_model(
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(checkpoints, "load_tree", fail)
+    monkeypatch.setattr(checkpoints.loading, "load_tree", fail)
     monkeypatch.setattr(checkpoints, "_run_state", lambda step, is_loading: ({}, {}))
     with pytest.raises(kind, match=message):
         checkpoints.load_checkpoint(tmp_path, SimpleNamespace())

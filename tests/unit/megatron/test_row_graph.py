@@ -230,7 +230,7 @@ def test_runs_without_a_graph_are_refused_before_they_start(monkeypatch) -> None
 def test_empty_sequences_and_a_mask_of_the_whole_row_leave_attention_as_it_is(window, sinks) -> None:
     attention = VarlenAttention.__new__(VarlenAttention)
     torch.nn.Module.__init__(attention)
-    attention.dropout, attention.scale, attention.window, attention.cp_group = 0.0, 0.3, window, None
+    attention.scale, attention.window, attention.cp_group = 0.3, window, None
     torch.manual_seed(0)
     attention.softmax_offset = torch.nn.Parameter(torch.randn(4)) if sinks else None
     query, key, value = (torch.randn(24, heads, 8, requires_grad=True) for heads in (4, 2, 2))
