@@ -6,11 +6,22 @@ Data sets describe parameters in other ways, too: `{"city": {"type": "str", "def
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from harness.prep.chat.records import BadReason, Message
-from harness.prep.chat.values import BadRecordError, check_json, decoded, decoded_object, first_name, is_empty, show
+from harness.prep.chat.values import (
+    JSON_ENCODER,
+    BadRecordError,
+    check_json,
+    decoded,
+    decoded_object,
+    first_name,
+    is_empty,
+    show,
+)
 
 _NAMES = {
     "string": ("str", "string"),
@@ -48,6 +59,20 @@ def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(items, list):
         raise BadRecordError(BadReason.BAD_TOOLS, f"`tools` is of type {type(items).__name__}, expected a list")
+    try:
+        text = JSON_ENCODER.encode(items)
+    except (TypeError, ValueError, RecursionError):
+        return _parse_list(items)
+    return _parse_text(text)
+
+
+# Most records of a source have the same tools: checked once.
+@lru_cache(maxsize=64)
+def _parse_text(text: str) -> tuple[Mapping[str, Any], ...]:
+    return _parse_list(json.loads(text))
+
+
+def _parse_list(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(_parse_tool(item, f"tool {number}") for number, item in enumerate(items, start=1))
 
 

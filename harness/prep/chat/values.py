@@ -19,6 +19,7 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _MAX_DEPTH = 64
 # Python converts integers of up to 4,300 digits to text.
 _MAX_BITS = 14_000
+JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 # What a chat template gets from elsewhere, or what decides how it is run.
 _RESERVED_KWARGS = {"messages", "conversation", "conversations", "tools", "chat_template", "tokenize", "return_dict"}
 _RESERVED_KWARGS |= {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
@@ -136,7 +137,12 @@ def _problem_of(value: object, depth: int) -> str:
 
 
 def parse_calls(value: object, what: str) -> tuple[ToolCall, ...]:
-    """Return tool calls: of a list, or its JSON text, of what `parse_call` takes."""
+    """Return tool calls.
+
+    Args:
+        value: a list of calls, or its JSON text; each a `{"function": {"name", "arguments"}}`, or flat without
+            `function`, or JSON text of it.
+    """
     items = decoded(value, what, BadReason.BAD_TOOLS)
     if is_empty(items):
         return ()

@@ -52,8 +52,9 @@ class KnownForms:
     def __init__(self, template: Template, *, trusts_plain: bool) -> None:
         self._template, self._trusts_plain = template, trusts_plain
         self._known: dict[Any, KnownForm | BadRecordError] = {}
-        # What is left out of tools, by their JSON.
+        # What is left out of tools, by their JSON; and those that were looked up last.
         self._tried_tools: dict[str, BadRecordError | None] = {}
+        self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
 
     def find(self, conversation: Conversation) -> KnownForm:
         """Return how the template takes conversations of this shape."""
@@ -80,6 +81,9 @@ class KnownForms:
 
     def _check_tools(self, conversation: Conversation, known: KnownForm) -> KnownForm | BadRecordError:
         """Return `known`, or the error about what the template leaves out of these tools, tried once for each list."""
+        # Nearly always the tools of the conversation before.
+        if conversation.tools is self._tools[0]:
+            return self._tools[1] or known
         spelled = json.dumps(conversation.tools)
         if spelled not in self._tried_tools:
             probe, words = with_unique_words(conversation, self._template.tags)
@@ -87,7 +91,8 @@ class KnownForms:
             if len(self._tried_tools) >= _MAX_SHAPES:
                 self._tried_tools.clear()
             self._tried_tools[spelled] = self._try_form(RenderedChat(self._template, probe, known.form, {}), of_tools)
-        return self._tried_tools[spelled] or known
+        self._tools = conversation.tools, self._tried_tools[spelled]
+        return self._tools[1] or known
 
     def _probe(self, conversation: Conversation) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:
@@ -145,7 +150,11 @@ class KnownForms:
 
 
 def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
-    """Return the error about a part that the template leaves out, and that the fields `ignorable` hold, if any."""
+    """Return the error about a part of a conversation that the template leaves out.
+
+    Args:
+        ignorable: fields of records that hold it, if the conversation is still one without.
+    """
     detail = f"the chat template does not write {missing}; set one that does"
     if not ignorable:
         return BadRecordError(BadReason.NOT_WRITTEN, f"{detail} with tokenizer.chat_template")
@@ -214,7 +223,11 @@ def shape_of(conversation: Conversation, tags: tuple[str, ...] = ()) -> tuple[An
 def with_unique_words(
     conversation: Conversation, tags: tuple[str, ...] = ()
 ) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
-    """Return the same shape with unique words as texts, and each word with its message (None: tools) and field."""
+    """Return a conversation of the same shape whose texts are unique words, between the same marks.
+
+    Returns:
+        the conversation, and of each word the number of its message (None for tools), the word and its field's name.
+    """
     words: list[tuple[int | None, str, str]] = []
 
     def word(number: int | None, name: str) -> str:

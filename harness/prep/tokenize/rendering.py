@@ -27,6 +27,7 @@ _DICT_METHODS = frozenset(dir(dict))
 # What loops and templates keep, and the values in it that are no functions.
 _STATES = (jinja2.runtime.LoopContext, jinja2.utils.Namespace)
 _VALUES = frozenset((str, bool, int, list, tuple, dict))
+_JSON = json.JSONEncoder(ensure_ascii=False)
 # Methods of texts whose first argument a template looks for.
 _SEARCHING = {
     *("startswith", "endswith", "split", "rsplit", "partition", "rpartition"),
@@ -41,12 +42,24 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self, now: datetime | None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self.now = now
         # First character and text of each marked part.
         self.marked: list[tuple[int, str]] | None = None
         self.written = 0
-        self.filters["tojson"] = _to_json
+        # Of each tool of the conversation in hand, by identity: its JSON once it was written.
+        self.tools: Sequence[Any] = ()
+        self.tool_texts: dict[int, str] = {}
+        self.filters["tojson"] = self._to_json
         self.globals["raise_exception"] = _raise
-        self.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)  # noqa: PLW0108 - of now
+        self.globals["strftime_now"] = self._format_now
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(function) is jinja2.runtime.Macro:  # safe to call, being the template's own
+            return context.call(function, *args, **kwargs)
+        return super().call(context, function, *args, **kwargs)
+
+    def _format_now(self, form: str) -> str:
+        return (self.now or datetime.now()).strftime(form)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # The turns of a conversation, of which everything is asked again and again.
@@ -60,16 +73,24 @@ class _Environment(ImmutableSandboxedEnvironment):
                 return value
         return super().getattr(obj, attribute)
 
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes HTML.
+        if ensure_ascii or sort_keys or indent is not None or separators is not None:
+            return json.dumps(
+                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+            )
+        # Each tool is written in every rendering of a conversation.
+        if id(value) not in self.tool_texts:
+            return _JSON.encode(value)
+        self.tool_texts[id(value)] = text = self.tool_texts[id(value)] or _JSON.encode(value)
+        return text
 
 
 class _Generation(jinja2.ext.Extension):
@@ -153,6 +174,9 @@ class Template:
         """Return the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
         environment, program = self._environment, self._program
         environment.written = 0
+        if tools is not environment.tools:
+            environment.tools = tools
+            environment.tool_texts = {id(tool): "" for tool in tools}
         context = {
             **self._variables,
             "messages": messages,
