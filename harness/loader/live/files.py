@@ -83,11 +83,6 @@ class LocalFiles:
         """Write a small file whole."""
         write_atomically(self.path / name, data)
 
-    def touch(self, name: str) -> None:
-        """Make an empty file, unless it is there."""
-        (self.path / name).touch()
-        sync_path(self.path)
-
     def delete(self, name: str) -> None:
         """Delete a file; a missing one is no error."""
         (self.path / name).unlink(missing_ok=True)
@@ -171,10 +166,6 @@ class BucketFiles:
         # A producer that has lost its lease must not replace the records of the next one.
         if self._store.put(name, data, only_if="") is None:
             raise conflict(name, self.place)
-
-    def touch(self, name: str) -> None:
-        self._listed_at = -_LISTING_S
-        self._store.put(name, b"", only_if="")
 
     def delete(self, name: str) -> None:
         self._listed_at = -_LISTING_S
