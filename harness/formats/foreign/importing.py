@@ -197,17 +197,12 @@ def _read_jsonl(source: str, pack_of: Callable[[dict[str, Any], Counter[str]], P
     if not paths or not paths[0].is_file():
         raise FormatError("there is no .jsonl file", where=source, fix="check the path")
 
-    def packs(counts: Counter[str]) -> Iterator[Pack]:
+    def rows() -> Iterator[tuple[JsonlShard, int]]:
         for file in paths:
             with closing(JsonlShard(file)) as shard:
-                for row in range(shard.num_packs):
-                    yield _pack_of_row(shard, row, pack_of, counts)
+                yield from ((shard, row) for row in range(shard.num_packs))
 
-    num_packs = 0
-    for file in paths:
-        with closing(JsonlShard(file)) as shard:
-            num_packs += shard.num_packs
-    return packs, num_packs
+    return lambda counts: (_pack_of_row(*row, pack_of, counts) for row in rows()), sum(1 for _ in rows())
 
 
 def _pack_of_row(
