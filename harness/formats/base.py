@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.errors import ConfigError
 from harness.formats.manifest import Manifest
@@ -144,6 +145,17 @@ class ShardWriter(ABC, Generic[File]):
     def abort(self) -> None:
         for file in self._files:
             file.abort()
+
+
+def start_arrays(
+    folder: Folder, name: str, arrays: Mapping[str, npt.DTypeLike], widths: Mapping[str, int], *, zeros: Sequence[str]
+) -> Iterator[NpyStream]:
+    """Start the arrays of a shard that is a folder; those of `widths` have rows, and those of `zeros` begin with 0."""
+    for array, dtype in arrays.items():
+        stream = NpyStream(folder.create_file(f"{name}/{array}"), np.dtype(dtype), width=widths.get(array))
+        if array in zeros:
+            stream.write(np.zeros(1, dtype))
+        yield stream
 
 
 @dataclass(frozen=True)
