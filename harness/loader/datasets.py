@@ -16,15 +16,14 @@ import xxhash
 
 from harness.checks import LONGEST_S, CheckedSettings, bounded, one_of
 from harness.errors import ConfigError
-from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
-from harness.formats.opening import holds_dataset
+from harness.formats import PackReader, Provenance, open_dataset
+from harness.formats.opening import find_splits
 from harness.loader.blend import Blend, check_sources
 from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 from harness.prep.media import MediaRules
 from harness.prep.tokenize.config import refuse_weighted
 from harness.printing import count_of
 from harness.records import Int32Array, Int64Array, Medium, Pack
-from harness.storage import is_uri, join_path
 from harness.storage.local_copies import local_copy
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -442,25 +441,14 @@ def open_live(config: DataConfig) -> LiveData:
 
 def _open_evaluation(config: DataConfig) -> dict[str, PackReader]:
     """Open the named validation sets; of a folder with several splits, its `validation`."""
-    opened = {}
-    for name, original in config.evaluation.items():
-        path = local_copy(original)
-        inner = join_path(path, "validation")
-        opened[name] = open_dataset(inner if _is_folder(inner) and not holds_manifest(path) else path)
-    return opened
+    paths = {name: local_copy(path) for name, path in config.evaluation.items()}
+    return {name: open_dataset(find_splits(path).get("validation", path)) for name, path in paths.items()}
 
 
 def open_train(path: str) -> tuple[PackReader, str | None]:
     """Open the training set at a path; also return the path of its validation set, if there is one."""
-    inner, beside = join_path(path, "train"), join_path(path, "validation")
-    if not _is_folder(inner) or holds_manifest(path):
-        return open_dataset(path), None
-    return open_dataset(inner), beside if _is_folder(beside) else None
-
-
-def _is_folder(path: str) -> bool:
-    # Object storage has no folders: there the manifest marks a dataset.
-    return holds_dataset(path) if is_uri(path) else Path(path).is_dir()
+    splits = find_splits(path)
+    return open_dataset(splits.get("train", path)), splits.get("validation") if "train" in splits else None
 
 
 def _tokenizer_of(reader: PackReader) -> tuple[str, str]:
