@@ -119,13 +119,9 @@ class CorpusConfig(CheckedSettings, section="data"):
             what = f"{', '.join(needs_eod)} requires the id of the end-of-document token"
             raise ConfigError(what, where="data.eod", fix="set data.eod")
         for name in ("fast_cache_load", "defer_npy_index_mmap"):
-            if getattr(self, name) and self.path_to_cache is None:
-                what = f"{name} requires a folder of built indices"
-                fix = "set the folder, and train once without this setting to build the indices"
-                raise ConfigError(what, where="data.path_to_cache", fix=fix)
-            if getattr(self, name) and is_uri(self.path_to_cache or ""):
-                what = f"{name} requires all indices on this machine, but those in a bucket are copied on demand"
-                fix = f"use a local folder, or set data.{name}=false"
+            if getattr(self, name) and (self.path_to_cache is None or is_uri(self.path_to_cache)):
+                what = f"{name} requires all indices on this machine, in a folder of built indices"
+                fix = f"set a local folder, and train once with data.{name}=false to build them"
                 raise ConfigError(what, where="data.path_to_cache", fix=fix)
 
     def _check_sources(self) -> None:
