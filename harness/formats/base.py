@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import ConfigError
-from harness.formats.manifest import Manifest
+from harness.formats.index import IndexPart
 from harness.formats.media import media_name
-from harness.records import Int32Array, Int64Array, Pack, UInt8Array, UInt64Array
+from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.storage import Folder, Place, natural_key
 from harness.storage.arrays import NpyStream
 from harness.storage.cache import Entry
@@ -29,25 +29,6 @@ FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 FORMATS = ("npy", "memmap", "binidx", "jsonl", "virtual", "parquet")
 
 File = TypeVar("File", OutputFile, NpyStream)
-
-
-@dataclass(frozen=True, eq=False)
-class ShardContents:
-    """The index entries of a shard, gathered from its own files.
-
-    Attributes:
-        sequence_counts: int64 [packs].
-        sequence_lengths: int32 [sequences].
-        pack_size: as stored, or None if the files do not have it.
-        checksums: uint64 [packs] if the file holds its own index.
-        manifest: if the file holds its own.
-    """
-
-    sequence_counts: Int64Array
-    sequence_lengths: Int32Array
-    pack_size: int | None = None
-    checksums: UInt64Array | None = None
-    manifest: Manifest | None = None
 
 
 class PackPart(NamedTuple):
@@ -94,11 +75,11 @@ class ShardReader(ABC):
         """
         return [(pack, None) for pack in self.read(rows)]
 
-    def contents(self) -> ShardContents:
+    def contents(self) -> IndexPart:
         """Gather index entries, for files without a manifest; by default from every pack."""
         lengths = [self.read_row(row).sequence_lengths for row in range(self.num_packs)]
         counts = np.array([len(one) for one in lengths], np.int64)
-        return ShardContents(counts, np.concatenate([np.zeros(0, np.int32), *lengths]))
+        return IndexPart(counts, np.concatenate([np.zeros(0, np.int32), *lengths]))
 
     @abstractmethod
     def where(self, row: int) -> str:

@@ -132,15 +132,23 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
 
 @dataclass(frozen=True, eq=False)
 class IndexPart:
-    """The index entries of one shard: sequences per pack int32, sequence lengths int32, checksums uint64, media.
+    """The index entries of one shard.
 
-    Its media are numbered as those of the first sequences of the first shard.
+    Attributes:
+        sequence_counts: int32 [packs]; int64 where they are gathered from the shard's own files.
+        sequence_lengths: int32 [sequences].
+        checksums: uint64 [packs]; empty where the files do not hold their own index.
+        media: numbered as those of the first sequences of the first shard.
+        pack_size: as stored in the files, or None if they do not have it.
+        manifest: if the file holds its own.
     """
 
-    sequence_counts: Int32Array
+    sequence_counts: Int32Array | Int64Array
     sequence_lengths: Int32Array
-    checksums: UInt64Array
+    checksums: UInt64Array = field(default_factory=lambda: np.zeros(0, np.uint64))
     media: MediaRows = field(default_factory=no_rows)
+    pack_size: int | None = None
+    manifest: Manifest | None = None
 
     def to_bytes(self) -> bytes:
         """Serialize the arrays end to end."""

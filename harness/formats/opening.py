@@ -285,24 +285,22 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
     contents = [handle.contents() for handle in handles]
     if not any(one.sequence_counts.shape[0] for one in contents):
         what = "the file contains no packs" if len(places) == 1 else f"the {len(places):,} files contain no packs"
-        raise FormatError(what, where=str(places[0] if len(places) == 1 else path), fix="write at least one pack")
+        raise FormatError(what, where=path, fix="write at least one pack")
     ends = np.cumsum(np.concatenate([one.sequence_counts for one in contents]), dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), ends])
     lengths = np.concatenate([one.sequence_lengths for one in contents]).astype(np.int32, copy=False)
     offsets.flags.writeable = lengths.flags.writeable = False
-    checksums = [one.checksums for one in contents if one.checksums is not None]
-    index = PackIndex(offsets, lengths, np.concatenate(checksums) if len(checksums) == len(contents) else None)
+    checksums = np.concatenate([one.checksums for one in contents])
+    index = PackIndex(offsets, lengths, checksums if len(checksums) == len(ends) else None)
     manifest = contents[0].manifest if len(contents) == 1 else None
     # As stored, or the longest pack if that is larger.
-    pack_size = max(one.pack_size or 0 for one in contents) if manifest is None else manifest.pack_size
-    if manifest is None:
-        pack_size = max(pack_size, int(np.add.reduceat(lengths, offsets[:-1], dtype=np.int64).max()))
+    longest = int(np.add.reduceat(lengths, offsets[:-1], dtype=np.int64).max())
     reader = PackReader(
         path=path,
         format=format,
         index=index,
         shards=[(place, one.sequence_counts.shape[0]) for place, one in zip(places, contents, strict=True)],
-        pack_size=pack_size,
+        pack_size=max(longest, *(one.pack_size or 0 for one in contents)),
         manifest=manifest,
         stamps=stamps if index.checksums is None else None,
     )

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, find_folders, make_pack, start_arrays
-from harness.formats.index import lengths_from_starts
+from harness.formats.base import Format, ShardReader, ShardWriter, find_folders, make_pack, start_arrays
+from harness.formats.index import IndexPart, lengths_from_starts
 from harness.records import Pack
 from harness.storage import Folder
 from harness.storage.arrays import NpyStream, map_npy, read_npy_header
@@ -73,7 +73,7 @@ class MemmapShard(ShardReader):
         end = begin + num_tokens
         return make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts)
 
-    def contents(self) -> ShardContents:
+    def contents(self) -> IndexPart:
         lengths, offsets = np.asarray(self._lengths), np.asarray(self._offsets)
         # A block at a time, before memory is spent on as many rows as a header claims: a file can claim terabytes and
         # take no space, because what nothing was written to reads as zeros.
@@ -87,7 +87,7 @@ class MemmapShard(ShardReader):
         offsets = offsets.astype(np.int64)
         where = str(self._path / SEQ_STARTS)
         of_sequences = lengths_from_starts(lengths.astype(np.int64), self._starts, offsets, where=where)
-        return ShardContents(np.diff(offsets), of_sequences, pack_size=self.pack_size)
+        return IndexPart(np.diff(offsets), of_sequences, pack_size=self.pack_size)
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, row {row:,}"

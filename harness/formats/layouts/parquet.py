@@ -14,6 +14,7 @@ import itertools
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError
-from harness.formats.base import FIELDS, Format, PackPart, ShardContents, ShardReader, find_files, make_pack
+from harness.formats.base import FIELDS, Format, PackPart, ShardReader, find_files, make_pack
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
 from harness.formats.layouts.parquet_packs import METADATA_PREFIX, ParquetWriter, find_table, read_packs
@@ -141,7 +142,7 @@ class ParquetShard(ShardReader):
     def read_row(self, row: int) -> Pack:
         return self.read((row,))[0]
 
-    def contents(self) -> ShardContents:
+    def contents(self) -> IndexPart:
         self._open_footer()
         with self._explained("the footer"):
             check_totals(self._groups, self._source.num_bytes)
@@ -163,9 +164,9 @@ class ParquetShard(ShardReader):
             lengths.append(
                 lengths_from_starts(num_tokens, starts.values, starts.offsets, where=str(self._place), first_row=first)
             )
-        return ShardContents(np.concatenate(counts), np.concatenate(lengths))
+        return IndexPart(np.concatenate(counts), np.concatenate(lengths))
 
-    def _own_contents(self, text: bytes, index: bytes) -> ShardContents:
+    def _own_contents(self, text: bytes, index: bytes) -> IndexPart:
         """Parse manifest and index of a dataset of a single file."""
         manifest = Manifest.from_json(text.decode("utf-8", "replace"), where=f"{self._place}, metadata")
         num_packs, num_sequences = manifest.num_packs, manifest.num_sequences
@@ -184,13 +185,7 @@ class ParquetShard(ShardReader):
         if dataset_fingerprint([part.checksums]) != manifest.fingerprint:
             what = "the checksums of the index do not match the fingerprint in the manifest"
             raise FormatError(what, where=str(self._place), fix="copy the file again")
-        return ShardContents(
-            part.sequence_counts.astype(np.int64),
-            part.sequence_lengths,
-            pack_size=manifest.pack_size,
-            checksums=part.checksums,
-            manifest=manifest,
-        )
+        return replace(part, pack_size=manifest.pack_size, manifest=manifest)
 
     def where(self, row: int) -> str:
         if self._table is not None:

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, os_errors_as
-from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, find_folders, make_pack, start_arrays
+from harness.formats.base import Format, ShardReader, ShardWriter, find_folders, make_pack, start_arrays
 from harness.formats.digest import sequence_digest
 from harness.formats.incomplete import find_traces, incomplete_error
-from harness.formats.index import INDEX_NAMES, load_index, write_npy
+from harness.formats.index import INDEX_NAMES, IndexPart, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.media import INDEX, MEDIA_DTYPE
 from harness.formats.reader import HandleCache
@@ -97,11 +97,11 @@ class SequenceShard(ShardReader):
             raise FormatError(what, where=str(self._path / INPUT_IDS), fix=fix)
         return ids, mask
 
-    def contents(self) -> ShardContents:
+    def contents(self) -> IndexPart:
         lengths = np.diff(self._starts)
         if lengths.max() > np.iinfo(np.int32).max:
             raise FormatError(f"a sequence has {int(lengths.max()):,} tokens", where=str(self._path))
-        return ShardContents(np.diff(np.asarray(self._packs)), lengths.astype(np.int32))
+        return IndexPart(np.diff(np.asarray(self._packs)), lengths.astype(np.int32))
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, pack {row:,}"
