@@ -70,7 +70,6 @@ class ParquetShard(ShardReader):
         self._place = place
         self._pack_size = pack_size
         self._cache: OrderedDict[int, list[_Column]] = OrderedDict()
-        self._cached_bytes = 0
         self._file: Any = None
         with self._explained("the footer"):
             self._source = open_source(place)
@@ -202,15 +201,12 @@ class ParquetShard(ShardReader):
         self._source.close()
 
     def _group(self, group: int) -> list[_Column]:
-        cached = self._cache.get(group)
-        if cached is not None:
-            self._cache.move_to_end(group)
-            return cached
-        self._cache[group] = columns = self._columns(group, FIELDS)
-        self._cached_bytes += _count_bytes(columns)
-        while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-            self._cached_bytes -= _count_bytes(self._cache.popitem(last=False)[1])
-        return columns
+        if group not in self._cache:
+            self._cache[group] = self._columns(group, FIELDS)
+            while len(self._cache) > 1 and sum(map(_count_bytes, self._cache.values())) > CACHE_BYTES:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(group)
+        return self._cache[group]
 
     def _columns(self, group: int, names: Sequence[str]) -> list[_Column]:
         rows = self._groups[group].num_rows
@@ -271,10 +267,8 @@ def _count_bytes(columns: Sequence[_Column]) -> int:
 
 def _column_of(column: Any, name: str) -> _Column:
     """Return numpy views of an Arrow list column's buffers."""
-    chunks = [chunk for chunk in column.chunks if len(chunk)]
-    if len(chunks) != 1:
-        chunks = [pa.concat_arrays(chunks)] if chunks else [pa.array([], column.type)]
-    array = chunks[0]
+    # Combining copies even a single chunk.
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if array.null_count or array.values.null_count:
         raise FormatError(f"has missing values in {name}")
     return _Column(array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy())

@@ -207,9 +207,6 @@ class BucketFiles:
                 "the chunk was deleted", where=join_path(self.place, stored.path), fix="see `harness live status`"
             )
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return BucketFiles, (ObjectPath.parse(self.place),)
-
 
 def conflict(name: str, place: str) -> FormatError:
     """Return the error for a file that another writer has made in a folder."""
