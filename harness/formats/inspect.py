@@ -139,12 +139,10 @@ class TokenizerFile:
         from tokenizers import Tokenizer
 
         file = folder / "tokenizer.json"
-        fix = "set tokenizer.name=DIR to a folder that contains a tokenizer.json"
-        if not file.is_file():
-            raise ConfigError("the tokenizer file does not exist", where=str(file), fix=fix)
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
+            fix = "set tokenizer.name=DIR to a folder that contains a tokenizer.json"
             raise ConfigError(f"the tokenizer cannot be loaded: {error}", where=str(file), fix=fix) from error
         self._folder = folder
 
