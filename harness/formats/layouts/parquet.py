@@ -179,11 +179,10 @@ class ParquetShard(ShardReader):
             data = zlib.decompressobj().decompress(base64.b64decode(index, validate=True), size + 1)
             # Both counts come first.
             part = IndexPart.from_bytes(data[16:], num_packs, num_sequences)
+            if dataset_fingerprint([part.checksums]) != manifest.fingerprint:
+                raise ValueError("its checksums do not match the fingerprint in the manifest")
         except (ValueError, zlib.error) as error:
             raise FormatError(f"the index in the metadata is damaged: {error}", where=str(self._place)) from None
-        if dataset_fingerprint([part.checksums]) != manifest.fingerprint:
-            what = "the checksums of the index do not match the fingerprint in the manifest"
-            raise FormatError(what, where=str(self._place), fix="copy the file again")
         return replace(part, pack_size=manifest.pack_size, manifest=manifest)
 
     def where(self, row: int) -> str:
