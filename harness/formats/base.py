@@ -164,12 +164,12 @@ class Format:
     """
 
     name: str
-    shard_template: str
-    packs_per_shard: int
     write_shard: Callable[[Folder, str, int, int], ShardWriter[Any]]
     open_shard: Callable[..., ShardReader]
     find_bare: Callable[[Path], list[Path]]
     is_own: Callable[[Any], bool]
+    shard_template: str = "shard_{:06d}"
+    packs_per_shard: int = 16384
     suffixes: tuple[str, ...] = ()
     files_per_shard: int = 1
     shard_files: tuple[str, ...] = ("",)

@@ -143,9 +143,7 @@ def is_own(prefix: Path) -> bool:
 
 FORMAT = Format(
     name="binidx",
-    shard_template="shard_{:06d}",
     suffixes=(BIN, IDX),
-    packs_per_shard=16384,
     files_per_shard=3,
     write_shard=BinIdxWriter,
     open_shard=BinIdxShard,

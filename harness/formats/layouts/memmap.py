@@ -149,8 +149,6 @@ def is_own(path: Path) -> bool:
 
 FORMAT = Format(
     name="memmap",
-    shard_template="shard_{:06d}",
-    packs_per_shard=16384,
     files_per_shard=5,
     write_shard=MemmapWriter,
     open_shard=MemmapShard,

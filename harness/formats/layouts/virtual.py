@@ -45,7 +45,6 @@ from harness.storage.files import explain_os_errors
 from harness.storage.uris import relative_path, resolve_path
 
 NAME = "virtual"
-SHARD_TEMPLATE = "shard_{:06d}"
 INPUT_IDS, LOSS_MASK = "input_ids.npy", "loss_mask.npy"
 SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS = "sequence_offsets.npy", "sequence_checksums.npy"
 PACK_OFFSETS = "pack_offsets.npy"
@@ -335,7 +334,7 @@ def write_plan(
 
 def _write(folder: Folder, store: SequenceStore, pack_offsets: Int64Array, sequence_ids: Int64Array) -> Manifest:
     """Write all but the manifest, which is the store's with the plan's own packs and files."""
-    shard = SHARD_TEMPLATE.format(0)
+    shard = FORMAT.shard_name(0)
     names = [f"{shard}/{name}" for name in (PACK_OFFSETS, PLAN, SEQUENCE_IDS)]
     write_npy(folder, names[2], np.dtype("<i8"), len(sequence_ids), [sequence_ids])
     write_npy(folder, names[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
@@ -380,7 +379,6 @@ def is_own(path: Path) -> bool:
 
 FORMAT = Format(
     name=NAME,
-    shard_template=SHARD_TEMPLATE,
     # Stores hold millions of sequences, and few of their shards can be open at a time.
     packs_per_shard=1 << 18,
     files_per_shard=len(_ARRAYS),
