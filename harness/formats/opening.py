@@ -80,7 +80,8 @@ def _is_folder(folder: Folder) -> bool:
 def _open(path: str, folder: Folder) -> PackReader:
     place = folder.place
     if isinstance(place, ObjectPath):
-        is_pattern, is_folder = glob.has_magic(place.key), not _is_object(place)
+        is_file = place.name.endswith(_suffixes()) and find_size(place) is not None
+        is_pattern, is_folder = glob.has_magic(place.key), not is_file
     else:
         is_pattern, is_folder = glob.has_magic(path) and not place.exists(), place.is_dir()
     if is_pattern:
@@ -109,10 +110,6 @@ def _open(path: str, folder: Folder) -> PackReader:
             raise _incomplete(folder)
     _refuse_lost_shards([place])
     return _open_files(path, [place])
-
-
-def _is_object(place: ObjectPath) -> bool:
-    return place.name.endswith(_suffixes()) and find_size(place) is not None
 
 
 def refuse_parts(path: str | PathLike[str]) -> None:

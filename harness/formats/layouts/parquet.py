@@ -202,8 +202,10 @@ class ParquetShard(ShardReader):
     def _group(self, group: int) -> list[_Column]:
         if group not in self._cache:
             self._cache[group] = self._columns(group, FIELDS)
-            while len(self._cache) > 1 and sum(map(_count_bytes, self._cache.values())) > CACHE_BYTES:
+            sizes = [sum(array.nbytes for column in columns for array in column) for columns in self._cache.values()]
+            while len(sizes) > 1 and sum(sizes) > CACHE_BYTES:
                 self._cache.popitem(last=False)
+                del sizes[0]
         self._cache.move_to_end(group)
         return self._cache[group]
 
@@ -260,10 +262,6 @@ def is_own(place: Place) -> bool:
         return shard._has_own_types and not shard._file.metadata.metadata
 
 
-def _count_bytes(columns: Sequence[_Column]) -> int:
-    return sum(values.nbytes + offsets.nbytes for values, offsets in columns)
-
-
 def _column_of(column: Any, name: str) -> _Column:
     """Return numpy views of an Arrow list column's buffers."""
     # Combining copies even a single chunk.
@@ -281,7 +279,6 @@ FORMAT = Format(
     name="parquet",
     shard_template=f"shard_{{:06d}}{SUFFIX}",
     suffixes=SUFFIXES,
-    packs_per_shard=16384,
     files_per_shard=2,
     write_shard=ParquetWriter,
     open_shard=ParquetShard,
