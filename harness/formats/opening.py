@@ -207,14 +207,17 @@ def _open_own(
     return handle
 
 
-def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatError]:
-    """Yield problems with existence and size of the listed files, and with other files that look like shards."""
+def list_file_problems(folder: Folder, manifest: Manifest, *, hashes: bool = False) -> Iterator[FormatError]:
+    """Yield problems with existence and size of the listed files, and with other files that look like shards.
+
+    With `hashes`, also those with the hashes of whole files, each of which is read.
+    """
     format = load_format(manifest.format)
     listed = {shard.path.split("/")[0] for shard in manifest.shards}
     for number, shard in enumerate(manifest.shards):
         listed.update(stored.path.split("/")[0] for stored in shard.files)
         for stored in shard.files:
-            yield from _size_problems(folder, stored, f"file of shard {number:,}")
+            yield from _problems_of(folder, stored, f"file of shard {number:,}", hashes=hashes)
     expected = set(index_names(manifest))
     if {stored.path for stored in manifest.index} != expected:
         yield FormatError(
@@ -222,7 +225,7 @@ def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatErr
             where=folder.where(MANIFEST_NAME),
         )
     for stored in manifest.index:
-        yield from _size_problems(folder, stored, "file of the index")
+        yield from _problems_of(folder, stored, "file of the index", hashes=hashes)
     extra = [
         name
         for name in folder.names()
@@ -236,17 +239,20 @@ def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatErr
         )
 
 
-def _size_problems(folder: Folder, stored: StoredFile, kind: str) -> Iterator[FormatError]:
+def _problems_of(folder: Folder, stored: StoredFile, kind: str, *, hashes: bool) -> Iterator[FormatError]:
     where = folder.where(stored.path)
     try:
         num_bytes = folder.find_size(stored.path)
+        digest = folder.digest(stored.path) if hashes and num_bytes == stored.num_bytes else stored.xxh3
     except OSError as error:
-        yield FormatError(f"a {kind} is missing: {error.strerror or error}", where=where)
+        yield FormatError(f"a {kind} is missing, or cannot be read: {error.strerror or error}", where=where)
     except FormatError as error:
         yield FormatError(f"a {kind} {error.what}", where=where, fix=error.fix)
     else:
         if num_bytes != stored.num_bytes:
             yield FormatError(f"a {kind} has {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}", where=where)
+        if digest != stored.xxh3:
+            yield FormatError(f"the file has the hash {digest}, but the manifest lists {stored.xxh3}", where=where)
 
 
 # ---- files without a manifest
