@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -235,34 +234,31 @@ class _TableOfChats:
     Raises OSError, ArrowException or PrepError, as `read_parquet` does.
     """
 
+    _pieces: Iterator[tuple[int, list[Any], int]]
+    _rows: list[Any]
+    _first: int
+
     def __init__(self, path: Path, reader: RecordReader) -> None:
         self._path, self._reader = path, reader
-        metadata = pq.read_metadata(path)
-        self._group_ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] or [0])
-        self.num_rows = int(self._group_ends[-1])
-        self._pieces: Iterator[tuple[int, list[Any], int]] = iter(())
-        self._rows: list[Any] = []
-        self._first = self._next = -1
+        self.num_rows = pq.read_metadata(path).num_rows
+        self.close()
 
     def row(self, number: int) -> Any:
         """Return a row; rows in ascending order are each read once."""
-        if not self._first <= number <= self._next:
+        if number < self._first:
             self.close()
-            group = int(np.searchsorted(self._group_ends, number, side="right"))
-            self._next = int(self._group_ends[group - 1]) if group else 0
-            size, groups = self._path.stat().st_size, (group, self._group_ends.shape[0])
-            self._pieces = read_parquet(self._path, size, self._reader, groups, self._next)
-        while number >= self._next:
+        while number >= self._first + len(self._rows):
+            self._first += len(self._rows)
             self._rows = []  # before the next ones are read
             if (piece := next(self._pieces, None)) is None:
-                raise pa.ArrowInvalid(f"it has {self._next:,} rows, and its footer counts {self.num_rows:,}")
-            self._first, self._rows, _ = piece
-            self._next = self._first + len(self._rows)
+                raise pa.ArrowInvalid(f"it has {self._first:,} rows, and its footer counts {self.num_rows:,}")
+            self._rows = piece[1]
         return self._rows[number - self._first]
 
     def close(self) -> None:
-        self._pieces, self._rows = iter(()), []
-        self._first = self._next = -1
+        """Drop the rows in memory; reading begins with the first one again."""
+        self._pieces = read_parquet(self._path, self._path.stat().st_size, self._reader, None, 0)
+        self._rows, self._first = [], 0
 
 
 class LiveChunk:
