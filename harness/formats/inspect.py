@@ -104,7 +104,6 @@ def length_histogram(lengths: Int64Array) -> list[tuple[int, int, int]]:
 
 
 def render_summary(summary: DatasetSummary) -> RenderableType:
-    """Render a summary: counts, origin and a histogram of lengths."""
     share = summary.trained_tokens / summary.tokens
     rows = {
         "format": summary.format,

@@ -113,7 +113,6 @@ class LiveConfig(CheckedSettings, section="data.live"):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The weight of each of `folders`."""
         return tuple(source.weight for source in self.blend) or (1.0,)
 
 
@@ -344,7 +343,6 @@ class RunData:
 
     @property
     def sources(self) -> tuple[PackReader, ...]:
-        """The datasets of `train`."""
         return self.train.readers if isinstance(self.train, JoinedReader) else (self.train,)
 
     @property

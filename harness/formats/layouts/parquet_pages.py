@@ -229,7 +229,6 @@ def _encode_value(value: Any) -> bytes:
 
 
 def encode_number(value: int) -> bytes:
-    """Serialize a number of 32 or 64 bits."""
     return encode_varint(2 * value if value >= 0 else -2 * value - 1)
 
 

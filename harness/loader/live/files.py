@@ -48,11 +48,9 @@ class LocalFiles:
             return []
 
     def exists(self) -> bool:
-        """Return whether there is such a folder."""
         return self.path.is_dir()
 
     def make(self) -> None:
-        """Create the folder if it is missing."""
         make_folder(self.path)
 
     def remove_temporary(self) -> None:
@@ -88,7 +86,6 @@ class LocalFiles:
         (self.path / name).unlink(missing_ok=True)
 
     def lock(self, name: str) -> Marker:
-        """Return the lock of that name, which is not yet acquired."""
         return Marker(self.path / name)
 
     def begin_chunk(self, name: str) -> Path:
