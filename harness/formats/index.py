@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import FormatError, os_errors_as
+from harness.errors import FormatError
 from harness.formats.digest import content_digest, dataset_fingerprint
-from harness.formats.manifest import Manifest, Totals
+from harness.formats.manifest import Manifest, Totals, file_problems
 from harness.formats.media import INDEX, MEDIA_DTYPE, MediaRows, check_rows, fold_media, no_rows
 from harness.records import Int32Array, Int64Array, Pack, UInt64Array
-from harness.storage import Folder, file_digest
+from harness.storage import Folder, LocalFolder
 from harness.storage.arrays import map_npy, npy_header
 
 INDEX_FOLDER = "index"
@@ -107,12 +107,8 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
     """
     # A map outlives the eviction of its file, so the entry need not be kept.
     root = folder.fetch(manifest.index).folder
-    for stored in manifest.index:
-        path = root / stored.path
-        with os_errors_as(FormatError, "an index file that the manifest lists cannot be read", where=path):
-            digest = file_digest(path)
-        if digest != stored.xxh3:
-            raise FormatError(f"the file has the hash {digest}, but the manifest lists {stored.xxh3}", where=str(path))
+    for error in file_problems(LocalFolder(root), manifest.index, "file of the index", hashes=True):
+        raise error
     offsets = map_npy(root / PACK_OFFSETS, np.dtype(np.int64), (manifest.num_packs + 1,))
     lengths = map_npy(root / SEQUENCE_LENGTHS, np.dtype(np.int32), (manifest.num_sequences,))
     checksums = None

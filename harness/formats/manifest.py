@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -108,7 +108,6 @@ class Manifest:
         return replace(versioned, checksum=content_checksum(versioned.to_plain()))
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what is stored, as plain values."""
         values = asdict(self)
         if not self.num_media:
             del values["num_media"]
@@ -138,6 +137,27 @@ class Totals:
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, name) + getattr(other, name) for name in _COUNTS))
+
+
+def file_problems(folder: Folder, files: Iterable[StoredFile], kind: str, *, hashes: bool) -> Iterator[FormatError]:
+    """Yield problems with existence and size of files, and with `hashes` with their content, which is read."""
+    for stored in files:
+        where = folder.where(stored.path)
+        try:
+            num_bytes = folder.find_size(stored.path)
+            digest = folder.digest(stored.path) if hashes and num_bytes == stored.num_bytes else stored.xxh3
+        except OSError as error:
+            yield FormatError(f"a {kind} is missing, or cannot be read: {error.strerror or error}", where=where)
+        except FormatError as error:
+            yield FormatError(f"a {kind} {error.what}", where=where, fix=error.fix)
+        else:
+            if num_bytes != stored.num_bytes:
+                what = f"a {kind} has {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}"
+                yield FormatError(what, where=where)
+            if digest != stored.xxh3:
+                what = f"the file has the hash {digest}, but the manifest lists {stored.xxh3}"
+                fix = "open the dataset again if it was replaced; if not, copy it again"
+                yield FormatError(what, where=where, fix=fix)
 
 
 def content_checksum(values: Mapping[str, Any]) -> str:

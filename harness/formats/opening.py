@@ -18,21 +18,11 @@ from harness.formats.base import FORMATS, Format, ShardReader, load_format
 from harness.formats.digest import KeptFingerprint
 from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, incomplete_error
 from harness.formats.index import PackIndex, index_names, load_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, file_problems, load_manifest
 from harness.formats.media import SHARDS
 from harness.formats.reader import PackReader, explained, stamp_shard
 from harness.paths import explain_path, is_run, near_paths
-from harness.storage import (
-    BucketFolder,
-    Folder,
-    LocalFolder,
-    ObjectPath,
-    Place,
-    StoredFile,
-    join_path,
-    natural_key,
-    open_folder,
-)
+from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, join_path, natural_key, open_folder
 from harness.storage.bucket import check_bucket, find_size
 from harness.storage.inputs import match_objects
 
@@ -55,7 +45,7 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
     text = str(path)
     try:
         return _open(text, open_folder(text))
-    except (OSError, MemoryError, FormatError) as error:
+    except (OSError, MemoryError) as error:
         raise explained(error, text) from error
 
 
@@ -198,12 +188,9 @@ def _open_own(
         handle.entry = entry
         return handle
     handle = open_shard(place, pack_size)
-    for stored in shard.files:
-        if (digest := folder.digest(stored.path)) != stored.xxh3:
-            handle.close()
-            what = f"the file has the hash {digest}, the manifest that was opened says {stored.xxh3}"
-            fix = "open the dataset again if it was replaced; if not, copy it again"
-            raise FormatError(what, where=folder.where(stored.path), fix=fix)
+    for error in file_problems(folder, shard.files, "file of the plan", hashes=True):
+        handle.close()
+        raise error
     return handle
 
 
@@ -216,16 +203,14 @@ def list_file_problems(folder: Folder, manifest: Manifest, *, hashes: bool = Fal
     listed = {shard.path.split("/")[0] for shard in manifest.shards}
     for number, shard in enumerate(manifest.shards):
         listed.update(stored.path.split("/")[0] for stored in shard.files)
-        for stored in shard.files:
-            yield from _problems_of(folder, stored, f"file of shard {number:,}", hashes=hashes)
+        yield from file_problems(folder, shard.files, f"file of shard {number:,}", hashes=hashes)
     expected = set(index_names(manifest))
     if {stored.path for stored in manifest.index} != expected:
         yield FormatError(
             f"the manifest lists {len(manifest.index)} index files, expected {', '.join(sorted(expected))}",
             where=folder.where(MANIFEST_NAME),
         )
-    for stored in manifest.index:
-        yield from _problems_of(folder, stored, "file of the index", hashes=hashes)
+    yield from file_problems(folder, manifest.index, "file of the index", hashes=hashes)
     extra = [
         name
         for name in folder.names()
@@ -237,22 +222,6 @@ def list_file_problems(folder: Folder, manifest: Manifest, *, hashes: bool = Fal
             where=folder.where(),
             fix="remove what does not belong to the dataset, or copy the dataset again",
         )
-
-
-def _problems_of(folder: Folder, stored: StoredFile, kind: str, *, hashes: bool) -> Iterator[FormatError]:
-    where = folder.where(stored.path)
-    try:
-        num_bytes = folder.find_size(stored.path)
-        digest = folder.digest(stored.path) if hashes and num_bytes == stored.num_bytes else stored.xxh3
-    except OSError as error:
-        yield FormatError(f"a {kind} is missing, or cannot be read: {error.strerror or error}", where=where)
-    except FormatError as error:
-        yield FormatError(f"a {kind} {error.what}", where=where, fix=error.fix)
-    else:
-        if num_bytes != stored.num_bytes:
-            yield FormatError(f"a {kind} has {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}", where=where)
-        if digest != stored.xxh3:
-            yield FormatError(f"the file has the hash {digest}, but the manifest lists {stored.xxh3}", where=where)
 
 
 # ---- files without a manifest

@@ -19,7 +19,7 @@ from harness.formats.base import FORMATS, Format, ShardWriter, load_format
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.incomplete import MARKER_NAME, find_traces
 from harness.formats.index import INDEX_FOLDER, IndexBuilder, IndexPart, index_names, write_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, file_problems, load_manifest
 from harness.formats.media import MediaWriter
 from harness.records import Pack
 from harness.settings import from_plain
@@ -280,24 +280,14 @@ class PackWriter:
             if loaded is None or loaded[0].path != self._format.shard_name(number):
                 return names
             shard, totals, _ = loaded
+            # An upload exists once all of it has arrived, so its size is enough.
+            hashes = isinstance(self._folder, LocalFolder)
             # A short shard was the last of a write that stopped in its final steps: it is written again.
-            if totals.num_packs != self._sizes["packs_per_shard"] or not self._is_whole(shard):
+            is_short = totals.num_packs != self._sizes["packs_per_shard"]
+            if is_short or any(file_problems(self._folder, shard.files, "file", hashes=hashes)):
                 return names
             self._add_finished(shard, totals)
             names += [*(stored.path for stored in shard.files), _part_name(number)]
-
-    def _is_whole(self, shard: Shard) -> bool:
-        folder = self._folder
-        try:
-            # An upload exists once all of it has arrived, so its size is enough.
-            is_remote = isinstance(folder, BucketFolder)
-            return all(
-                folder.find_size(stored.path) == stored.num_bytes
-                and (is_remote or folder.digest(stored.path) == stored.xxh3)
-                for stored in shard.files
-            )
-        except (OSError, FormatError):
-            return False
 
 
 class _FileClaim(PlacingClaim):

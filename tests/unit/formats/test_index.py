@@ -101,7 +101,7 @@ def test_an_index_that_is_damaged_or_of_other_sequences_is_refused(tmp_path, wit
             load_index(folder, manifest)
         assert refused.value.where == str(path)
         path.unlink()
-        with pytest.raises(FormatError, match="an index file that the manifest lists cannot be read"):
+        with pytest.raises(FormatError, match="a file of the index is missing, or cannot be read"):
             load_index(folder, manifest)
         path.write_bytes(whole)
     manifest.index.clear()  # of an index whose hashes are those of the manifest
