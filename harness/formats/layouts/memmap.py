@@ -40,6 +40,7 @@ _ARRAYS: dict[str, type[np.generic]] = {
     SEQ_STARTS: np.uint32,
 }
 SHARD_MANIFEST = "manifest.json"
+_COUNTS = ("num_bins", "pack_size", "num_tokens", "num_sequences")
 _MAX_COUNTS_BYTES = 1 << 16
 _BLOCK_ROWS = 1 << 20
 
@@ -123,12 +124,8 @@ class MemmapWriter(ShardWriter[NpyStream]):
 
     def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
         names = super().finish(metadata)
-        counts = {
-            "num_bins": self._num_packs,
-            "pack_size": self._pack_size,
-            "num_tokens": self._num_tokens,
-            "num_sequences": self._num_starts,
-        }
+        values = (self._num_packs, self._pack_size, self._num_tokens, self._num_starts)
+        counts = dict(zip(_COUNTS, values, strict=True))
         self._folder.write(names[-1], [json.dumps(counts, indent=1).encode() + b"\n"])
         return names
 
@@ -140,11 +137,9 @@ def is_own(path: Path) -> bool:
     try:
         with (path / SHARD_MANIFEST).open("rb") as file:
             counts = json.loads(file.read(_MAX_COUNTS_BYTES))
-    except FileNotFoundError:
-        return True
-    except (ValueError, RecursionError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return True  # A damaged file is more likely ours, because of the shard's name.
-    return isinstance(counts, dict) and counts.keys() == {"num_bins", "pack_size", "num_tokens", "num_sequences"}
+    return isinstance(counts, dict) and counts.keys() == set(_COUNTS)
 
 
 FORMAT = Format(

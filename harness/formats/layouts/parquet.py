@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError
-from harness.formats.base import FIELDS, Format, PackPart, ShardReader, find_files, make_pack
+from harness.formats.base import FIELDS, Format, PackPart, ShardReader, find_files
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
 from harness.formats.layouts.parquet_packs import METADATA_PREFIX, ParquetWriter, find_table, read_packs
@@ -93,7 +93,7 @@ class ParquetShard(ShardReader):
                 thrift_string_size_limit=_MAX_FOOTER_STRING,
                 thrift_container_size_limit=_MAX_FOOTER_LIST,
             )
-            # Columns of exactly the types that we write need no conversion.
+            # As every shard of ours has them.
             self._has_own_types = self._check_schema()
             if len(self._groups) != self._file.metadata.num_row_groups:
                 raise FormatError("the footer is damaged: its row groups cannot be counted")
@@ -121,8 +121,7 @@ class ParquetShard(ShardReader):
 
     def _read_groups(self, rows: Sequence[int]) -> list[Pack]:
         groups = (np.searchsorted(self._starts, np.asarray(rows, np.int64), side="right") - 1).tolist()
-        # Copies in both cases: a view would keep the whole row group in memory for as long as the pack lives.
-        build = make_pack if self._has_own_types else Pack
+        # Copies: a view would keep the whole row group in memory for as long as the pack lives.
         packs: list[Pack | None] = [None] * len(rows)
         # Group by group, so that no more than one need be in memory for any order of rows.
         for group, positions in itertools.groupby(sorted(range(len(rows)), key=groups.__getitem__), groups.__getitem__):
@@ -131,7 +130,7 @@ class ParquetShard(ShardReader):
             first = int(self._starts[group])
             for position in positions:
                 row = rows[position] - first
-                packs[position] = build(
+                packs[position] = Pack(
                     ids[tokens[row] : tokens[row + 1]].copy(),
                     mask[bits[row] : bits[row + 1]].copy(),
                     starts[sequences[row] : sequences[row + 1]].copy(),
