@@ -12,7 +12,7 @@ import numpy.typing as npt
 from harness.errors import FormatError
 from harness.formats.digest import content_digest, dataset_fingerprint
 from harness.formats.manifest import Manifest, Totals, file_problems
-from harness.formats.media import INDEX, MEDIA_DTYPE, MediaRows, check_rows, fold_media, no_rows
+from harness.formats.media import INDEX, MEDIA_DTYPE, MediaRows, check_rows, fold_media
 from harness.records import Int32Array, Int64Array, Pack, UInt64Array
 from harness.storage import Folder, LocalFolder
 from harness.storage.arrays import map_npy, npy_header
@@ -142,7 +142,7 @@ class IndexPart:
     sequence_counts: Int32Array | Int64Array
     sequence_lengths: Int32Array
     checksums: UInt64Array = field(default_factory=lambda: np.zeros(0, np.uint64))
-    media: MediaRows = field(default_factory=no_rows)
+    media: MediaRows = field(default_factory=lambda: np.zeros(0, MEDIA_DTYPE))
     pack_size: int | None = None
     manifest: Manifest | None = None
 
@@ -205,7 +205,7 @@ class IndexBuilder:
             np.array(self._counts, np.int32),
             np.concatenate(self._lengths).astype(np.int32, copy=False),
             np.array(self._digests, np.uint64),
-            np.concatenate([no_rows(), *self._media]),
+            np.concatenate([np.zeros(0, MEDIA_DTYPE), *self._media]),
         )
 
 
