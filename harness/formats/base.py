@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.errors import ConfigError
-from harness.formats.manifest import Manifest
+from harness.formats.index import IndexPart
 from harness.formats.media import media_name
-from harness.records import Int32Array, Int64Array, Pack, UInt8Array, UInt64Array
+from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.storage import Folder, Place, natural_key
 from harness.storage.arrays import NpyStream
 from harness.storage.cache import Entry
@@ -28,25 +29,6 @@ FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 FORMATS = ("npy", "memmap", "binidx", "jsonl", "virtual", "parquet")
 
 File = TypeVar("File", OutputFile, NpyStream)
-
-
-@dataclass(frozen=True, eq=False)
-class ShardContents:
-    """The index entries of a shard, gathered from its own files.
-
-    Attributes:
-        sequence_counts: int64 [packs].
-        sequence_lengths: int32 [sequences].
-        pack_size: as stored, or None if the files do not have it.
-        checksums: uint64 [packs] if the file holds its own index.
-        manifest: if the file holds its own.
-    """
-
-    sequence_counts: Int64Array
-    sequence_lengths: Int32Array
-    pack_size: int | None = None
-    checksums: UInt64Array | None = None
-    manifest: Manifest | None = None
 
 
 class PackPart(NamedTuple):
@@ -93,11 +75,11 @@ class ShardReader(ABC):
         """
         return [(pack, None) for pack in self.read(rows)]
 
-    def contents(self) -> ShardContents:
+    def contents(self) -> IndexPart:
         """Gather index entries, for files without a manifest; by default from every pack."""
         lengths = [self.read_row(row).sequence_lengths for row in range(self.num_packs)]
         counts = np.array([len(one) for one in lengths], np.int64)
-        return ShardContents(counts, np.concatenate([np.zeros(0, np.int32), *lengths]))
+        return IndexPart(counts, np.concatenate([np.zeros(0, np.int32), *lengths]))
 
     @abstractmethod
     def where(self, row: int) -> str:
@@ -146,6 +128,17 @@ class ShardWriter(ABC, Generic[File]):
             file.abort()
 
 
+def start_arrays(
+    folder: Folder, name: str, arrays: Mapping[str, npt.DTypeLike], widths: Mapping[str, int], *, zeros: Sequence[str]
+) -> Iterator[NpyStream]:
+    """Start the arrays of a shard that is a folder; those of `widths` have rows, and those of `zeros` begin with 0."""
+    for array, dtype in arrays.items():
+        stream = NpyStream(folder.create_file(f"{name}/{array}"), np.dtype(dtype), width=widths.get(array))
+        if array in zeros:
+            stream.write(np.zeros(1, dtype))
+        yield stream
+
+
 @dataclass(frozen=True)
 class Format:
     """A storage format.
@@ -171,12 +164,12 @@ class Format:
     """
 
     name: str
-    shard_template: str
-    packs_per_shard: int
     write_shard: Callable[[Folder, str, int, int], ShardWriter[Any]]
     open_shard: Callable[..., ShardReader]
     find_bare: Callable[[Path], list[Path]]
     is_own: Callable[[Any], bool]
+    shard_template: str = "shard_{:06d}"
+    packs_per_shard: int = 16384
     suffixes: tuple[str, ...] = ()
     files_per_shard: int = 1
     shard_files: tuple[str, ...] = ("",)

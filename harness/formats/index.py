@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import FormatError, os_errors_as
+from harness.errors import FormatError
 from harness.formats.digest import content_digest, dataset_fingerprint
-from harness.formats.manifest import Manifest, Totals
-from harness.formats.media import INDEX, MEDIA_DTYPE, MediaRows, check_rows, fold_media, no_rows
+from harness.formats.manifest import Manifest, Totals, file_problems
+from harness.formats.media import INDEX, MEDIA_DTYPE, MediaRows, check_rows, fold_media
 from harness.records import Int32Array, Int64Array, Pack, UInt64Array
-from harness.storage import Folder, file_digest
+from harness.storage import Folder, LocalFolder
 from harness.storage.arrays import map_npy, npy_header
 
 INDEX_FOLDER = "index"
@@ -107,12 +107,8 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
     """
     # A map outlives the eviction of its file, so the entry need not be kept.
     root = folder.fetch(manifest.index).folder
-    for stored in manifest.index:
-        path = root / stored.path
-        with os_errors_as(FormatError, "an index file that the manifest lists cannot be read", where=path):
-            digest = file_digest(path)
-        if digest != stored.xxh3:
-            raise FormatError(f"the file has the hash {digest}, but the manifest lists {stored.xxh3}", where=str(path))
+    for error in file_problems(LocalFolder(root), manifest.index, "file of the index", hashes=True):
+        raise error
     offsets = map_npy(root / PACK_OFFSETS, np.dtype(np.int64), (manifest.num_packs + 1,))
     lengths = map_npy(root / SEQUENCE_LENGTHS, np.dtype(np.int32), (manifest.num_sequences,))
     checksums = None
@@ -132,15 +128,23 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
 
 @dataclass(frozen=True, eq=False)
 class IndexPart:
-    """The index entries of one shard: sequences per pack int32, sequence lengths int32, checksums uint64, media.
+    """The index entries of one shard.
 
-    Its media are numbered as those of the first sequences of the first shard.
+    Attributes:
+        sequence_counts: int32 [packs]; int64 where they are gathered from the shard's own files.
+        sequence_lengths: int32 [sequences].
+        checksums: uint64 [packs]; empty where the files do not hold their own index.
+        media: numbered as those of the first sequences of the first shard.
+        pack_size: as stored in the files, or None if they do not have it.
+        manifest: if the file holds its own.
     """
 
-    sequence_counts: Int32Array
+    sequence_counts: Int32Array | Int64Array
     sequence_lengths: Int32Array
-    checksums: UInt64Array
-    media: MediaRows = field(default_factory=no_rows)
+    checksums: UInt64Array = field(default_factory=lambda: np.zeros(0, np.uint64))
+    media: MediaRows = field(default_factory=lambda: np.zeros(0, MEDIA_DTYPE))
+    pack_size: int | None = None
+    manifest: Manifest | None = None
 
     def to_bytes(self) -> bytes:
         """Serialize the arrays end to end."""
@@ -201,7 +205,7 @@ class IndexBuilder:
             np.array(self._counts, np.int32),
             np.concatenate(self._lengths).astype(np.int32, copy=False),
             np.array(self._digests, np.uint64),
-            np.concatenate([no_rows(), *self._media]),
+            np.concatenate([np.zeros(0, MEDIA_DTYPE), *self._media]),
         )
 
 

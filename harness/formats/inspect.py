@@ -13,11 +13,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from harness.errors import ConfigError
-from harness.formats.opening import holds_dataset, holds_manifest, open_dataset
+from harness.formats.opening import find_splits, open_dataset
 from harness.formats.reader import PackReader
 from harness.printing import count_of, one_line, printable
 from harness.records import Int64Array, SequenceView
-from harness.storage import join_path, open_folder, parse_place
+from harness.storage import open_folder, parse_place
 from harness.storage.uris import resolve_path
 from harness.tables import Table, make_histogram
 
@@ -62,11 +62,7 @@ class DatasetSummary:
 
 def find_datasets(path: str) -> list[str]:
     """Return the datasets at a path: those of a prepared folder (`train`, `validation`), or the path itself."""
-    if holds_manifest(path):
-        return [path]
-    inner = [join_path(path, name) for name in ("train", "validation")]
-    # Also those that lost their manifest, to be refused by name and not passed over.
-    return [one for one in inner if holds_dataset(one)] or [path]
+    return [*find_splits(path).values()] or [path]
 
 
 def inspect_dataset(path: str) -> DatasetSummary:
@@ -108,7 +104,6 @@ def length_histogram(lengths: Int64Array) -> list[tuple[int, int, int]]:
 
 
 def render_summary(summary: DatasetSummary) -> RenderableType:
-    """Render a summary: counts, origin and a histogram of lengths."""
     share = summary.trained_tokens / summary.tokens
     rows = {
         "format": summary.format,
@@ -143,12 +138,10 @@ class TokenizerFile:
         from tokenizers import Tokenizer
 
         file = folder / "tokenizer.json"
-        fix = "set tokenizer.name=DIR to a folder that contains a tokenizer.json"
-        if not file.is_file():
-            raise ConfigError("the tokenizer file does not exist", where=str(file), fix=fix)
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
+            fix = "set tokenizer.name=DIR to a folder that contains a tokenizer.json"
             raise ConfigError(f"the tokenizer cannot be loaded: {error}", where=str(file), fix=fix) from error
         self._folder = folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -108,7 +108,6 @@ class Manifest:
         return replace(versioned, checksum=content_checksum(versioned.to_plain()))
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what is stored, as plain values."""
         values = asdict(self)
         if not self.num_media:
             del values["num_media"]
@@ -138,6 +137,27 @@ class Totals:
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, name) + getattr(other, name) for name in _COUNTS))
+
+
+def file_problems(folder: Folder, files: Iterable[StoredFile], kind: str, *, hashes: bool) -> Iterator[FormatError]:
+    """Yield problems with existence and size of files, and with `hashes` with their content, which is read."""
+    for stored in files:
+        where = folder.where(stored.path)
+        try:
+            num_bytes = folder.find_size(stored.path)
+            digest = folder.digest(stored.path) if hashes and num_bytes == stored.num_bytes else stored.xxh3
+        except OSError as error:
+            yield FormatError(f"a {kind} is missing, or cannot be read: {error.strerror or error}", where=where)
+        except FormatError as error:
+            yield FormatError(f"a {kind} {error.what}", where=where, fix=error.fix)
+        else:
+            if num_bytes != stored.num_bytes:
+                what = f"a {kind} has {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}"
+                yield FormatError(what, where=where)
+            if digest != stored.xxh3:
+                what = f"the file has the hash {digest}, but the manifest lists {stored.xxh3}"
+                fix = "open the dataset again if it was replaced; if not, copy it again"
+                yield FormatError(what, where=where, fix=fix)
 
 
 def content_checksum(values: Mapping[str, Any]) -> str:
@@ -179,39 +199,28 @@ def _restore(where: str) -> str:
 
 
 def _parse_json(data: str | bytes, where: str) -> Any:
-    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ValueError(f"it contains the key {twice[:40]!r} twice")
-        return values
-
     try:
-        return json.loads(data.decode() if isinstance(data, bytes) else data, object_pairs_hook=build)
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_restore(where)) from None
 
 
 def _parse(values: Any, where: str) -> Manifest:
     """Build a manifest from its JSON values; raise FormatError for other keys, types, counts or names."""
-    manifest, problem = None, ""
-    if not (isinstance(values, dict) and values.keys() >= _REQUIRED):
-        problem = "lacks format, version, fingerprint or shards"
     known = (MANIFEST_VERSION, MEDIA_VERSION)
-    if not problem and isinstance(values["version"], int) and values["version"] not in known:
-        what = f"the manifest has version {values['version']}; this program reads version {known[0]} and {known[1]}"
+    version = values.get("version") if isinstance(values, dict) else None
+    if isinstance(version, int) and version not in known:
+        what = f"the manifest has version {version}; this program reads version {known[0]} and {known[1]}"
         fix = "use the version of the program that wrote it, or write the dataset again"
         raise FormatError(what, where=where, fix=fix)
-    if not problem:
-        try:
-            # Keys of later versions are left out; the checksum covers them.
-            origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
-            manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
-        except (ValueError, RecursionError) as error:
-            problem = f"is damaged: {error}"
-    if manifest is not None:
+    try:
+        # Keys of later versions are left out; the checksum covers them.
+        origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
+        manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
         problem = _count_problem(manifest) or _name_problem(manifest) or _content_problem(manifest, values)
-    if manifest is None or problem:
+    except (ValueError, AttributeError, RecursionError) as error:
+        problem = f"is damaged: {error}"
+    if problem:
         raise FormatError(f"the manifest {problem}", where=where, fix=_restore(where))
     return manifest
 
@@ -221,10 +230,7 @@ def _content_problem(manifest: Manifest, values: dict[str, Any]) -> str:
     if not manifest.checksum and unknown:
         # A damaged name would otherwise turn a manifest with a checksum into one without.
         return f"has the unknown key {min(unknown)[:40]!r} and no checksum"
-    try:
-        digest = content_checksum(values)
-    except RecursionError:
-        return "is nested too deep"
+    digest = content_checksum(values)
     if manifest.checksum and digest != manifest.checksum:
         return f"has the checksum {manifest.checksum[:40]!r}, but its content has {digest!r}: it was damaged or edited"
     return ""
@@ -255,22 +261,19 @@ def _name_problem(manifest: Manifest) -> str | None:
         if not _HEX64.fullmatch(file.xxh3):
             return f"has the file hash {file.xxh3[:24]!r}, expected 16 hexadecimal digits"
     for names in (shards, [file.path for file in files]):
-        for text in names:
-            if problem := _path_problem(text):
-                return f"lists the path {text[:200]!r}, which is not {problem}"
-        if len(set(names)) != len(names):
-            twice, _ = Counter(names).most_common(1)[0]
-            return f"lists {twice!r} twice"
+        for text, times in Counter(names).items():
+            if not _is_plain(text):
+                return f"lists the path {text[:200]!r}, which is not a plain path inside the dataset's folder"
+            if times > 1:
+                return f"lists {text!r} twice"
     return None
 
 
-def _path_problem(text: str) -> str:
+def _is_plain(text: str) -> bool:
     path = PurePosixPath(text)
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        return "valid Unicode: it contains half of a surrogate pair"
-    if not text or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text or str(path) != text:
-        return "a plain path inside the dataset's folder"
-    return ""
+    # Halves of surrogate pairs are no names on a disk.
+    is_odd = path.is_absolute() or ".." in path.parts or re.search("[\\\\\0\ud800-\udfff]", text)
+    return not is_odd and str(path) == text != ""
 
 
 def _files(manifest: Manifest) -> list[StoredFile]:

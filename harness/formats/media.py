@@ -37,10 +37,6 @@ def media_name(shard: str) -> str:
     return str(PurePosixPath(shard).with_suffix(SUFFIX))
 
 
-def no_rows() -> MediaRows:
-    return np.zeros(0, MEDIA_DTYPE)
-
-
 def media_rows(pack: Pack) -> MediaRows:
     """Return the rows of a pack's media, numbered as its only sequences, without their places in a file."""
     rows = np.zeros(len(pack.media), MEDIA_DTYPE)

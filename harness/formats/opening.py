@@ -18,11 +18,11 @@ from harness.formats.base import FORMATS, Format, ShardReader, load_format
 from harness.formats.digest import KeptFingerprint
 from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, incomplete_error
 from harness.formats.index import PackIndex, index_names, load_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, file_problems, load_manifest
 from harness.formats.media import SHARDS
-from harness.formats.reader import PackReader, stamp_shard
+from harness.formats.reader import PackReader, explained, stamp_shard
 from harness.paths import explain_path, is_run, near_paths
-from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, StoredFile, natural_key, open_folder
+from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, join_path, natural_key, open_folder
 from harness.storage.bucket import check_bucket, find_size
 from harness.storage.inputs import match_objects
 
@@ -44,15 +44,9 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
     """
     text = str(path)
     try:
-        folder = open_folder(text)
-        return _open_bucket(text, folder) if isinstance(folder, BucketFolder) else _open_local(text)
-    except OSError as error:
-        what = f"reading failed: {error.strerror or error}"
-        fix = "check permissions, mounts and limits of open files"
-        raise FormatError(what, where=str(error.filename or text), fix=fix) from error
-    except MemoryError:
-        what = "the dataset requires more memory than is available: it is damaged, or too large for this machine"
-        raise FormatError(what, where=text) from None
+        return _open(text, open_folder(text))
+    except (OSError, MemoryError) as error:
+        raise explained(error, text) from error
 
 
 def holds_manifest(path: str | PathLike[str]) -> bool:
@@ -60,37 +54,52 @@ def holds_manifest(path: str | PathLike[str]) -> bool:
     return open_folder(path).exists(MANIFEST_NAME)
 
 
-def holds_dataset(path: str | PathLike[str]) -> bool:
-    """Return whether a folder, on a disk or in object storage, holds a dataset, whole or not."""
-    folder = open_folder(path)
-    if isinstance(folder, LocalFolder) and not folder.place.is_dir():
-        return False
-    return folder.exists(MANIFEST_NAME) or MARKER_NAME in folder.names() or bool(find_traces(folder))
+def find_splits(path: str) -> dict[str, str]:
+    """Return `train` and `validation` of a prepared folder, as far as they are there; none if it is a dataset itself.
+
+    Also those that lost their manifest, to be refused by name and not passed over.
+    """
+    inner = {} if holds_manifest(path) else {name: join_path(path, name) for name in ("train", "validation")}
+    return {name: one for name, one in inner.items() if _is_folder(open_folder(one))}
 
 
-def _open_local(path: str) -> PackReader:
-    place = Path(path)
-    if place.is_dir():
-        folder = LocalFolder(place)
+def _is_folder(folder: Folder) -> bool:
+    return folder.place.is_dir() if isinstance(folder, LocalFolder) else bool(folder.names())
+
+
+def _open(path: str, folder: Folder) -> PackReader:
+    place = folder.place
+    if isinstance(place, ObjectPath):
+        is_file = place.name.endswith(_suffixes()) and find_size(place) is not None
+        is_pattern, is_folder = glob.has_magic(place.key), not is_file
+    else:
+        is_pattern, is_folder = glob.has_magic(path) and not place.exists(), place.is_dir()
+    if is_pattern:
+        # Not Path.glob, which takes no absolute pattern.
+        found: list[Place] = (
+            [*match_objects(place)] if isinstance(place, ObjectPath) else [*map(Path, glob.glob(path))]  # noqa: PTH207
+        )
+        _refuse_lost_shards(found, whole=True)
+        if not found:
+            raise FormatError("no file matches the pattern", where=path, fix="check the path")
+        return _open_files(path, found)
+    if is_folder:
+        if isinstance(place, ObjectPath) and not folder.names():
+            check_bucket(place)
+            raise FormatError("there is no dataset", where=path, fix="check bucket and key")
         manifest = load_manifest(folder)
         if manifest is not None:
             _check_files(folder, manifest)
             return open_unchecked(folder, manifest)
-        if is_run(place):  # its metrics are no packs
+        if isinstance(place, Path) and is_run(place):  # its metrics are no packs
             raise _nothing(place)
         _refuse_parts(folder)
-        _refuse_lost_shards([place])
-    elif not place.exists() and glob.has_magic(path):
-        # Not Path.glob, which takes no absolute pattern.
-        paths = [Path(name) for name in glob.glob(path)]  # noqa: PTH207
-        _refuse_lost_shards(paths, whole=True)
-        return _open_several(path, paths, lambda format, place: format.find_bare(place))
-    else:
-        _refuse_lost_shards([place])
-    for format in _formats():
-        if shards := format.find_bare(place):
-            return _open_bare(path, format, shards)
-    raise _nothing(place)
+        if isinstance(place, ObjectPath):
+            if objects := [place / name for name in folder.names() if name.endswith(_suffixes())]:
+                return _open_files(folder.where(), objects)
+            raise _incomplete(folder)
+    _refuse_lost_shards([place])
+    return _open_files(path, [place])
 
 
 def refuse_parts(path: str | PathLike[str]) -> None:
@@ -126,31 +135,6 @@ def _refuse_lost_shards(places: Sequence[Place], *, whole: bool = False) -> None
                 raise FormatError(what, where=str(places[0]), fix=f"open the dataset, {folder.where()}")
             elif whole:
                 _check_files(folder, manifest)
-
-
-def _open_bucket(uri: str, folder: BucketFolder) -> PackReader:
-    place = folder.place
-    suffixes = tuple(suffix for format in _formats() for suffix in format.suffixes)
-    if glob.has_magic(place.key):
-        matches: list[Place] = [*match_objects(place)]
-        _refuse_lost_shards(matches, whole=True)
-        return _open_several(uri, matches, _find_object)
-    if place.name.endswith(suffixes) and find_size(place) is not None:
-        _refuse_lost_shards([place])
-        return _open_several(uri, [place], _find_object)
-    names = folder.names()
-    if not names:
-        check_bucket(place)
-        raise FormatError("there is no dataset", where=str(place), fix="check bucket and key")
-    manifest = load_manifest(folder)
-    if manifest is not None:
-        _check_files(folder, manifest)
-        return open_unchecked(folder, manifest)
-    _refuse_parts(folder)
-    bare: list[Place] = [place / name for name in names if name.endswith(suffixes)]
-    if not bare:
-        raise _incomplete(folder)
-    return _open_several(str(place), bare, _find_object)
 
 
 def _formats() -> list[Format]:
@@ -204,31 +188,29 @@ def _open_own(
         handle.entry = entry
         return handle
     handle = open_shard(place, pack_size)
-    for stored in shard.files:
-        if (digest := folder.digest(stored.path)) != stored.xxh3:
-            handle.close()
-            what = f"the file has the hash {digest}, the manifest that was opened says {stored.xxh3}"
-            fix = "open the dataset again if it was replaced; if not, copy it again"
-            raise FormatError(what, where=folder.where(stored.path), fix=fix)
+    for error in file_problems(folder, shard.files, "file of the plan", hashes=True):
+        handle.close()
+        raise error
     return handle
 
 
-def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatError]:
-    """Yield problems with existence and size of the listed files, and with other files that look like shards."""
+def list_file_problems(folder: Folder, manifest: Manifest, *, hashes: bool = False) -> Iterator[FormatError]:
+    """Yield problems with existence and size of the listed files, and with other files that look like shards.
+
+    With `hashes`, also those with the hashes of whole files, each of which is read.
+    """
     format = load_format(manifest.format)
     listed = {shard.path.split("/")[0] for shard in manifest.shards}
     for number, shard in enumerate(manifest.shards):
         listed.update(stored.path.split("/")[0] for stored in shard.files)
-        for stored in shard.files:
-            yield from _size_problems(folder, stored, f"file of shard {number:,}")
+        yield from file_problems(folder, shard.files, f"file of shard {number:,}", hashes=hashes)
     expected = set(index_names(manifest))
     if {stored.path for stored in manifest.index} != expected:
         yield FormatError(
             f"the manifest lists {len(manifest.index)} index files, expected {', '.join(sorted(expected))}",
             where=folder.where(MANIFEST_NAME),
         )
-    for stored in manifest.index:
-        yield from _size_problems(folder, stored, "file of the index")
+    yield from file_problems(folder, manifest.index, "file of the index", hashes=hashes)
     extra = [
         name
         for name in folder.names()
@@ -242,42 +224,30 @@ def list_file_problems(folder: Folder, manifest: Manifest) -> Iterator[FormatErr
         )
 
 
-def _size_problems(folder: Folder, stored: StoredFile, kind: str) -> Iterator[FormatError]:
-    where = folder.where(stored.path)
-    try:
-        num_bytes = folder.find_size(stored.path)
-    except OSError as error:
-        yield FormatError(f"a {kind} is missing: {error.strerror or error}", where=where)
-    except FormatError as error:
-        yield FormatError(f"a {kind} {error.what}", where=where, fix=error.fix)
-    else:
-        if num_bytes != stored.num_bytes:
-            yield FormatError(f"a {kind} has {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}", where=where)
-
-
 # ---- files without a manifest
 
 
-def _find_object(format: Format, place: Place) -> Sequence[Place]:
+def _find_bare(format: Format, place: Place) -> Sequence[Place]:
+    """Return the shards of a format at a place."""
+    if isinstance(place, Path):
+        return format.find_bare(place)
     return [place] if format.in_buckets and place.name.endswith(format.suffixes) else []
 
 
-def _open_several(path: str, places: Sequence[Place], find: Callable[[Format, Any], Sequence[Place]]) -> PackReader:
-    """Open files of one format in natural order; `find` returns the shards of a format at a place."""
+def _open_files(path: str, places: Sequence[Place]) -> PackReader:
+    """Open files of one format in natural order."""
     places = sorted(places, key=lambda place: natural_key(str(place)))
-    if not places:
-        raise FormatError("no file matches the pattern", where=path, fix="check the path")
     for format in _formats():
-        if shards := [shard for place in places for shard in find(format, place)]:
-            if others := [place for place in places if not find(format, place)]:
+        if shards := [shard for place in places for shard in _find_bare(format, place)]:
+            if others := [place for place in places if not _find_bare(format, place)]:
                 what = f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}"
                 raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
             return _open_bare(path, format, shards)
-    if isinstance(places[0], ObjectPath):
-        readable = ", ".join(format.name for format in _formats() if format.in_buckets)
-        what = f"objects without a manifest open in object storage as {readable} only, not {places[0].name}"
-        raise FormatError(what, where=path, fix="copy them to a folder and convert them there")
-    raise FormatError(f"the format of {places[0]} is unknown", where=path, fix=_suffixes())
+    if isinstance(places[0], Path):
+        raise _nothing(places[0])
+    readable = ", ".join(format.name for format in _formats() if format.in_buckets)
+    what = f"objects without a manifest open in object storage as {readable} only, not {places[0].name}"
+    raise FormatError(what, where=path, fix="copy them to a folder and convert them there")
 
 
 def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader:
@@ -287,24 +257,22 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
     contents = [handle.contents() for handle in handles]
     if not any(one.sequence_counts.shape[0] for one in contents):
         what = "the file contains no packs" if len(places) == 1 else f"the {len(places):,} files contain no packs"
-        raise FormatError(what, where=str(places[0] if len(places) == 1 else path), fix="write at least one pack")
+        raise FormatError(what, where=path, fix="write at least one pack")
     ends = np.cumsum(np.concatenate([one.sequence_counts for one in contents]), dtype=np.int64)
     offsets = np.concatenate([np.zeros(1, np.int64), ends])
     lengths = np.concatenate([one.sequence_lengths for one in contents]).astype(np.int32, copy=False)
     offsets.flags.writeable = lengths.flags.writeable = False
-    checksums = [one.checksums for one in contents if one.checksums is not None]
-    index = PackIndex(offsets, lengths, np.concatenate(checksums) if len(checksums) == len(contents) else None)
+    checksums = np.concatenate([one.checksums for one in contents])
+    index = PackIndex(offsets, lengths, checksums if len(checksums) == len(ends) else None)
     manifest = contents[0].manifest if len(contents) == 1 else None
     # As stored, or the longest pack if that is larger.
-    pack_size = max(one.pack_size or 0 for one in contents) if manifest is None else manifest.pack_size
-    if manifest is None:
-        pack_size = max(pack_size, int(np.add.reduceat(lengths, offsets[:-1], dtype=np.int64).max()))
+    longest = int(np.add.reduceat(lengths, offsets[:-1], dtype=np.int64).max())
     reader = PackReader(
         path=path,
         format=format,
         index=index,
         shards=[(place, one.sequence_counts.shape[0]) for place, one in zip(places, contents, strict=True)],
-        pack_size=pack_size,
+        pack_size=max(longest, *(one.pack_size or 0 for one in contents)),
         manifest=manifest,
         stamps=stamps if index.checksums is None else None,
     )
@@ -333,10 +301,10 @@ def _nothing(path: Path) -> FormatError:
     if path.is_dir():
         return _incomplete(LocalFolder(path))
     if path.exists():
-        return FormatError(f"no format has the suffix {path.suffix!r}", where=str(path), fix=_suffixes())
+        fix = f"supported are {', '.join(_suffixes())} and dataset folders"
+        return FormatError(f"no format has the suffix {path.suffix!r}", where=str(path), fix=fix)
     return FormatError("there is no dataset", where=str(path), fix=near_paths(path) or "`harness prepare` writes one")
 
 
-def _suffixes() -> str:
-    known = sorted({suffix for format in _formats() for suffix in format.suffixes})
-    return f"supported are {', '.join(known)} and dataset folders"
+def _suffixes() -> tuple[str, ...]:
+    return tuple(sorted({suffix for format in _formats() for suffix in format.suffixes}))

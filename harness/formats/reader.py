@@ -203,7 +203,7 @@ class PackReader:
             try:
                 read = handle.read_parts(rows, parts)
             except (OSError, MemoryError, FormatError) as error:
-                raise _explained(error, self._places[shard]) from error
+                raise explained(error, self._places[shard]) from error
             for position, row, (pack, ids_digest) in zip(positions, rows, read, strict=True):
                 self._check_pack(pack, start + row, ids_digest)
                 packs[position] = pack
@@ -282,7 +282,7 @@ class PackReader:
         try:
             handle = self._format.open_shard(place, self.pack_size)
         except (OSError, MemoryError, FormatError) as error:
-            raise _explained(error, place) from error
+            raise explained(error, place) from error
         if handle.num_packs != num_packs:
             handle.close()
             raise FormatError(f"contains {handle.num_packs:,} packs, expected {num_packs:,}", where=str(place))
@@ -368,10 +368,11 @@ def stamp_shard(format: Format, place: Place) -> ShardStamp:
     return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
-def _explained(error: OSError | MemoryError | FormatError, place: Place) -> FormatError:
+def explained(error: OSError | MemoryError | FormatError, place: Place | str) -> FormatError:
     """Add the place to an error of the system, or to one that has none."""
     if isinstance(error, MemoryError):
         return FormatError("requires more memory than is available: damaged or too large", where=str(place))
     if isinstance(error, OSError):
-        return FormatError(f"reading failed: {error.strerror or error}", where=str(error.filename or place))
+        fix = "check permissions, mounts and limits of open files"
+        return FormatError(f"reading failed: {error.strerror or error}", where=str(error.filename or place), fix=fix)
     return error if error.where else FormatError(error.what, where=str(place), fix=error.fix)

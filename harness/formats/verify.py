@@ -15,12 +15,12 @@ from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FIELDS
 from harness.formats.digest import KeptFingerprint, dataset_fingerprint, pack_digest
 from harness.formats.incomplete import find_traces, survey_folder
-from harness.formats.manifest import Manifest, Totals, load_manifest
+from harness.formats.manifest import Totals, load_manifest
 from harness.formats.media import media_rows
 from harness.formats.opening import list_file_problems, open_dataset, open_unchecked
 from harness.formats.reader import PackReader
 from harness.records import Pack
-from harness.storage import Folder, LocalFolder, open_folder
+from harness.storage import LocalFolder, open_folder
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
         if manifest is None:
             reader = open_dataset(path)
         else:
-            problems += _file_problems(folder, manifest)
+            problems += [Problem(one.what, one.where) for one in list_file_problems(folder, manifest, hashes=True)]
             reader = open_unchecked(folder, manifest)
     except (ConfigError, FormatError) as error:
         known = {problem.what for problem in problems}
@@ -89,26 +89,6 @@ def describe_checks(path: str | PathLike[str]) -> list[str]:
         if not reader.manifest.checksum:
             return ["the manifest has no checksum, because it was written by an earlier version"]
     return []
-
-
-def _file_problems(folder: Folder, manifest: Manifest) -> Iterator[Problem]:
-    broken = set()
-    for error in list_file_problems(folder, manifest):
-        broken.add(error.where)
-        yield Problem(error.what, error.where)
-    for stored in [file for shard in manifest.shards for file in shard.files] + list(manifest.index):
-        where = folder.where(stored.path)
-        if where in broken:
-            continue
-        try:
-            digest = folder.digest(stored.path)
-        except OSError as error:
-            yield Problem(f"cannot be read: {error.strerror}", where)
-        except FormatError as error:
-            yield Problem(error.what, error.where)
-        else:
-            if digest != stored.xxh3:
-                yield Problem(f"the file has the hash {digest}, but the manifest lists {stored.xxh3}", where)
 
 
 def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | None) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -19,7 +19,7 @@ from harness.formats.base import FORMATS, Format, ShardWriter, load_format
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.incomplete import MARKER_NAME, find_traces
 from harness.formats.index import INDEX_FOLDER, IndexBuilder, IndexPart, index_names, write_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, load_manifest
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, file_problems, load_manifest
 from harness.formats.media import MediaWriter
 from harness.records import Pack
 from harness.settings import from_plain
@@ -69,8 +69,10 @@ def open_writer(
             load_format(format)
             what = f"the destination ends in .{name} but the format is {format}"
             raise ConfigError(what, where=str(path), fix=f"use format {name!r}, or change the destination")
-    origin, sizes = provenance or Provenance(), (pack_size, rows_per_group, packs_per_shard)
-    return PackWriter(path, load_format(format), *sizes, origin, overwrite, resume_key)
+    kind = load_format(format)
+    sizes = {"pack_size": pack_size, "rows_per_group": rows_per_group}
+    sizes["packs_per_shard"] = kind.packs_per_shard if packs_per_shard is None else packs_per_shard
+    return PackWriter(path, kind, sizes, provenance or Provenance(), overwrite, resume_key)
 
 
 class PackWriter:
@@ -89,16 +91,12 @@ class PackWriter:
         self,
         path: str | PathLike[str],
         format: Format,
-        pack_size: int,
-        rows_per_group: int,
-        packs_per_shard: int | None,
+        sizes: Mapping[str, int],
         provenance: Provenance,
         overwrite: bool,
         resume_key: str | None,
     ) -> None:
-        packs_per_shard = format.packs_per_shard if packs_per_shard is None else packs_per_shard
-        settings = {"pack_size": pack_size, "rows_per_group": rows_per_group, "packs_per_shard": packs_per_shard}
-        for name, value in settings.items():
+        for name, value in sizes.items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}", where=f"data.{name}", fix="set it to 1 or more")
         destination = open_folder(path)
@@ -106,14 +104,13 @@ class PackWriter:
             what = "the dataset has token weights, which the labels of jsonl cannot express"
             raise ConfigError(what, where=destination.where(), fix="write another format")
         self.where = destination.where()
-        self.pack_size = pack_size
+        self.pack_size = sizes["pack_size"]
         self.provenance = provenance
         self.manifest: Manifest | None = None
         self._format = format
         self._file = ""
         self._folder = destination
-        self._packs_per_shard = packs_per_shard
-        self._rows_per_group = rows_per_group
+        self._sizes = sizes
         self._finished: list[Shard] = []
         self._finished_totals = Totals()
         self._shard: ShardWriter[Any] | None = None
@@ -136,7 +133,7 @@ class PackWriter:
         if resume_key is not None:
             # What a resumed write must share with the interrupted one, as comparable bytes.
             identity = {"format": format.name, "provenance": asdict(provenance), "key": resume_key}
-            resume = json.dumps(settings | identity, sort_keys=True).encode()
+            resume = json.dumps({**sizes, **identity}, sort_keys=True).encode()
         self._resumes = resume is not None
         self._claim = FolderClaim(self._folder, overwrite=overwrite, resume=resume, keep=self._take_up)
 
@@ -168,7 +165,9 @@ class PackWriter:
                 raise FormatError(what, where=self.where, fix="write a folder: omit the suffix of the destination")
             if self._shard is None:
                 name = self._file or self._format.shard_name(len(self._finished))
-                self._shard = self._format.write_shard(self._folder, name, self.pack_size, self._rows_per_group)
+                self._shard = self._format.write_shard(
+                    self._folder, name, self.pack_size, self._sizes["rows_per_group"]
+                )
             try:
                 self._shard.append(pack)
             except FormatError as error:
@@ -176,7 +175,7 @@ class PackWriter:
             if pack.media and self._media is None:
                 self._media = MediaWriter(self._folder, self._format.shard_name(len(self._finished)))
             self._builder.append(pack, self._media.append(pack) if pack.media and self._media is not None else None)
-            if len(self._builder) == self._packs_per_shard and not self._file:
+            if len(self._builder) == self._sizes["packs_per_shard"] and not self._file:
                 self._finish_shard(self._shard)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -281,24 +280,14 @@ class PackWriter:
             if loaded is None or loaded[0].path != self._format.shard_name(number):
                 return names
             shard, totals, _ = loaded
+            # An upload exists once all of it has arrived, so its size is enough.
+            hashes = isinstance(self._folder, LocalFolder)
             # A short shard was the last of a write that stopped in its final steps: it is written again.
-            if totals.num_packs != self._packs_per_shard or not self._is_whole(shard):
+            is_short = totals.num_packs != self._sizes["packs_per_shard"]
+            if is_short or any(file_problems(self._folder, shard.files, "file", hashes=hashes)):
                 return names
             self._add_finished(shard, totals)
             names += [*(stored.path for stored in shard.files), _part_name(number)]
-
-    def _is_whole(self, shard: Shard) -> bool:
-        folder = self._folder
-        try:
-            # An upload exists once all of it has arrived, so its size is enough.
-            is_remote = isinstance(folder, BucketFolder)
-            return all(
-                folder.find_size(stored.path) == stored.num_bytes
-                and (is_remote or folder.digest(stored.path) == stored.xxh3)
-                for stored in shard.files
-            )
-        except (OSError, FormatError):
-            return False
 
 
 class _FileClaim(PlacingClaim):

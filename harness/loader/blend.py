@@ -198,10 +198,6 @@ class BlendOrder:
         self._starts = np.cumsum([0, *blend.sizes[:-1]], dtype=np.int64)
         self._orders: dict[int, EpochOrder] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Computing the orders again is faster than sending them.
-        return {**self.__dict__, "_orders": {}}
-
     def packs(self, batch: BatchRange) -> Int64Array:
         """Return the ids of the packs of a batch, counted through all sources, int64 [packs]."""
         drawn = batch.drawn or (batch.start,)

@@ -119,22 +119,13 @@ class CorpusConfig(CheckedSettings, section="data"):
             what = f"{', '.join(needs_eod)} requires the id of the end-of-document token"
             raise ConfigError(what, where="data.eod", fix="set data.eod")
         for name in ("fast_cache_load", "defer_npy_index_mmap"):
-            if getattr(self, name) and self.path_to_cache is None:
-                what = f"{name} requires a folder of built indices"
-                fix = "set the folder, and train once without this setting to build the indices"
-                raise ConfigError(what, where="data.path_to_cache", fix=fix)
-            if getattr(self, name) and is_uri(self.path_to_cache or ""):
-                what = f"{name} requires all indices on this machine, but those in a bucket are copied on demand"
-                fix = f"use a local folder, or set data.{name}=false"
+            if getattr(self, name) and (self.path_to_cache is None or is_uri(self.path_to_cache)):
+                what = f"{name} requires all indices on this machine, in a folder of built indices"
+                fix = f"set a local folder, and train once with data.{name}=false to build them"
                 raise ConfigError(what, where="data.path_to_cache", fix=fix)
 
     def _check_sources(self) -> None:
-        per_split = vars(self.blend_per_split)
-        unknown = [name for name in per_split if name not in SPLITS]  # Hydra's `+` adds new names
-        if unknown:
-            raise ConfigError(
-                f"{unknown[0]!r} is not a split", where="data.blend_per_split", fix=f"choose one of {', '.join(SPLITS)}"
-            )
+        per_split = vars(self.blend_per_split)  # Hydra's `+` adds new names
         named = {
             "blend": self.blend,
             "blend_per_split": any(per_split.values()),
@@ -150,10 +141,8 @@ class CorpusConfig(CheckedSettings, section="data"):
                 "no source is specified", where="data.path", fix="set X of X.bin and X.idx, or several in data.blend"
             )
         check_sources(self.blend, "data.blend")
-        for name, sources in per_split.items():
-            check_sources(sources, f"data.blend_per_split.{name}")
-        if any(per_split.values()) and not per_split["train"]:
-            raise ConfigError("there is no training source", where="data.blend_per_split", fix="add train sources")
+        if any(per_split.values()):
+            _check_splits(per_split, "data.blend_per_split")
 
     def _check_split(self) -> None:
         try:
@@ -214,6 +203,16 @@ def corpus_paths(data: dict[str, Any]) -> list[str]:
     return [source["path"] for blend in plain for source in blend] or [data["path"]]
 
 
+def _check_splits(splits: dict[str, Sources], where: str) -> None:
+    """Raise ConfigError unless these are splits of Megatron, with sources to train on."""
+    for name, sources in splits.items():
+        if name not in SPLITS:
+            raise ConfigError(f"{name!r} is not a split", where=where, fix=f"choose one of {', '.join(SPLITS)}")
+        check_sources(sources, f"{where}.{name}")
+    if not splits.get("train"):
+        raise ConfigError("there is no training source", where=where, fix="add train sources")
+
+
 def _read_json(path: Path, key: str) -> dict[str, list[int]]:
     what, where = "the file cannot be read", f"{path}, {key}"
     with os_errors_as(ConfigError, what, where=where, fix="specify the file written by `harness indexed`"):
@@ -226,9 +225,9 @@ def _read_splits(path: Path) -> dict[str, Sources]:
     for name, words in _read_json(path, "data.per_split_data_args_path").items():
         if words is None:
             continue
-        if name not in SPLITS or not isinstance(words, list) or not words:
+        if not isinstance(words, list) or not words:
             raise ConfigError(
-                f"{name!r} is not a split with a list of sources", where=str(path), fix=f"use {', '.join(SPLITS)}"
+                f"{name!r} is no list of sources", where=str(path), fix="list paths, or weights and paths"
             )
         texts = [str(word) for word in words]
         try:
@@ -236,7 +235,5 @@ def _read_splits(path: Path) -> dict[str, Sources]:
             splits[name] = [CorpusSource(source, weight) for source, weight in zip(texts[1::2], weights, strict=True)]
         except ValueError:  # without weights
             splits[name] = [CorpusSource(text) for text in texts]
-        check_sources(splits[name], f"{path}, {name}")
-    if "train" not in splits:
-        raise ConfigError("there is no training source", where=str(path), fix="add train sources")
+    _check_splits(splits, str(path))
     return splits

@@ -16,15 +16,14 @@ import xxhash
 
 from harness.checks import LONGEST_S, CheckedSettings, bounded, one_of
 from harness.errors import ConfigError
-from harness.formats import PackReader, Provenance, holds_manifest, open_dataset
-from harness.formats.opening import holds_dataset
+from harness.formats import PackReader, Provenance, open_dataset
+from harness.formats.opening import find_splits
 from harness.loader.blend import Blend, check_sources
 from harness.prep import MIN_SEQUENCE_TOKENS, OVER_LONG, ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 from harness.prep.media import MediaRules
 from harness.prep.tokenize.config import refuse_weighted
 from harness.printing import count_of
 from harness.records import Int32Array, Int64Array, Medium, Pack
-from harness.storage import is_uri, join_path
 from harness.storage.local_copies import local_copy
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -114,7 +113,6 @@ class LiveConfig(CheckedSettings, section="data.live"):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The weight of each of `folders`."""
         return tuple(source.weight for source in self.blend) or (1.0,)
 
 
@@ -152,6 +150,23 @@ class DataConfig:
         check_sources(self.blend, "data.blend")
 
 
+def _check_alike(readers: Sequence[PackReader], where: str, names: Sequence[str]) -> None:
+    """Raise ConfigError where two datasets of a run record different facts of these names."""
+    first: dict[str, tuple[str, PackReader]] = {}
+    for reader in readers:
+        if reader.manifest is None:  # bare files have no provenance
+            continue
+        tokenizer, media = _tokenizer_of(reader)[0], _media_rules(reader)
+        facts = {"data.pack_size": str(reader.pack_size), "tokenizer": tokenizer, "rules of media": media}
+        for name in names:
+            before, owner = first.setdefault(name, (facts[name], reader)) if facts[name] else (facts[name], reader)
+            if before != facts[name]:
+                what = f"all datasets need the same {name.removeprefix('data.')}: "
+                what += f"{owner.path} has {before}, {reader.path} has {facts[name]}"
+                fix = f"prepare all of them with the same {name}"
+                raise ConfigError(what, where=f"{where}, {reader.path}", fix=fix)
+
+
 class JoinedReader:
     """Several datasets read as one: the packs of the first, then those of the second, and so on.
 
@@ -174,19 +189,7 @@ class JoinedReader:
     def __init__(self, readers: Sequence[PackReader]) -> None:
         if not readers:
             raise ConfigError("the blend is empty", where="data.blend", fix="specify at least one dataset")
-        first: dict[str, tuple[str, PackReader]] = {}
-        for reader in readers:
-            if reader.manifest is None:  # bare files have no provenance
-                continue
-            tokenizer, media = _tokenizer_of(reader)[0], _media_rules(reader)
-            facts = {"data.pack_size": str(reader.pack_size), "tokenizer": tokenizer, "rules of media": media}
-            for name, value in facts.items():
-                before, owner = first.setdefault(name, (value, reader)) if value else (value, reader)
-                if before != value:
-                    what = f"sources of a blend need the same {name.removeprefix('data.')}: "
-                    what += f"{owner.path} has {before}, {reader.path} has {value}"
-                    fix = f"prepare all sources with the same {name}"
-                    raise ConfigError(what, where=f"data.blend, {reader.path}", fix=fix)
+        _check_alike(readers, "data.blend", ("data.pack_size", "tokenizer", "rules of media"))
         self.readers = tuple(readers)
         self.path = ", ".join(reader.path for reader in readers)
         self.pack_size = max(reader.pack_size for reader in readers)
@@ -340,7 +343,6 @@ class RunData:
 
     @property
     def sources(self) -> tuple[PackReader, ...]:
-        """The datasets of `train`."""
         return self.train.readers if isinstance(self.train, JoinedReader) else (self.train,)
 
     @property
@@ -403,17 +405,7 @@ def open_datasets(config: DataConfig) -> RunData:
         besides = [local_copy(config.validation_path)]
     validations = [open_dataset(path) for path in besides]
     evaluation = _open_evaluation(config)
-    for reader, validation in itertools.product(trains, (*validations, *evaluation.values())):
-        (hash_, name), (other, other_name) = _tokenizer_of(reader), _tokenizer_of(validation)
-        if hash_ and other and hash_ != other:
-            what = f"the training set was made with tokenizer {name} ({hash_}), the validation set with "
-            what += f"{other_name} ({other})"
-            fix = "prepare both with the same tokenizer"
-            raise ConfigError(what, where=f"{reader.path} and {validation.path}", fix=fix)
-        if (rules := _media_rules(reader)) and (others := _media_rules(validation)) and rules != others:
-            what = f"the media of the training set were made with {rules}, those of the validation set with {others}"
-            fix = "prepare both for the same model"
-            raise ConfigError(what, where=f"{reader.path} and {validation.path}", fix=fix)
+    _check_alike([*trains, *validations, *evaluation.values()], "data", ("tokenizer", "rules of media"))
     if config.tokenizer:
         for reader in trains:
             _check_tokenizer(reader, config.tokenizer)
@@ -447,25 +439,14 @@ def open_live(config: DataConfig) -> LiveData:
 
 def _open_evaluation(config: DataConfig) -> dict[str, PackReader]:
     """Open the named validation sets; of a folder with several splits, its `validation`."""
-    opened = {}
-    for name, original in config.evaluation.items():
-        path = local_copy(original)
-        inner = join_path(path, "validation")
-        opened[name] = open_dataset(inner if _is_folder(inner) and not holds_manifest(path) else path)
-    return opened
+    paths = {name: local_copy(path) for name, path in config.evaluation.items()}
+    return {name: open_dataset(find_splits(path).get("validation", path)) for name, path in paths.items()}
 
 
 def open_train(path: str) -> tuple[PackReader, str | None]:
     """Open the training set at a path; also return the path of its validation set, if there is one."""
-    inner, beside = join_path(path, "train"), join_path(path, "validation")
-    if not _is_folder(inner) or holds_manifest(path):
-        return open_dataset(path), None
-    return open_dataset(inner), beside if _is_folder(beside) else None
-
-
-def _is_folder(path: str) -> bool:
-    # Object storage has no folders: there the manifest marks a dataset.
-    return holds_dataset(path) if is_uri(path) else Path(path).is_dir()
+    splits = find_splits(path)
+    return open_dataset(splits.get("train", path)), splits.get("validation") if "train" in splits else None
 
 
 def _tokenizer_of(reader: PackReader) -> tuple[str, str]:

@@ -29,7 +29,14 @@ from typing import Any
 import numpy as np
 
 from harness.errors import ConfigError, FormatError
-from harness.formats.layouts.jsonl import IGNORED_LABEL, JsonlShard, check_labels, pack_of_labels, whole_numbers
+from harness.formats.layouts.jsonl import (
+    IGNORED_LABEL,
+    JsonlShard,
+    check_counts,
+    check_labels,
+    pack_of_labels,
+    whole_numbers,
+)
 from harness.formats.manifest import Manifest, Provenance, load_manifest
 from harness.formats.opening import open_dataset, refuse_parts
 from harness.formats.writer import open_writer
@@ -190,17 +197,12 @@ def _read_jsonl(source: str, pack_of: Callable[[dict[str, Any], Counter[str]], P
     if not paths or not paths[0].is_file():
         raise FormatError("there is no .jsonl file", where=source, fix="check the path")
 
-    def packs(counts: Counter[str]) -> Iterator[Pack]:
+    def rows() -> Iterator[tuple[JsonlShard, int]]:
         for file in paths:
             with closing(JsonlShard(file)) as shard:
-                for row in range(shard.num_packs):
-                    yield _pack_of_row(shard, row, pack_of, counts)
+                yield from ((shard, row) for row in range(shard.num_packs))
 
-    num_packs = 0
-    for file in paths:
-        with closing(JsonlShard(file)) as shard:
-            num_packs += shard.num_packs
-    return packs, num_packs
+    return lambda counts: (_pack_of_row(*row, pack_of, counts) for row in rows()), sum(1 for _ in rows())
 
 
 def _pack_of_row(
@@ -251,11 +253,7 @@ def pack_of_bridge_row(words: Int32Array) -> Pack:
 def pack_of_swift(fields: dict[str, Any], counts: Counter[str]) -> Pack:
     """Convert a pre-packed line: labels aligned with tokens, -100 if untrained; `lengths` are without padding."""
     ids, labels, lengths = (whole_numbers(fields, name) for name in ("input_ids", "labels", "lengths"))
-    # As Python numbers: a sum of huge lengths wraps around in int64.
-    real = sum(lengths.tolist())
-    if lengths.shape[0] == 0 or (lengths <= 0).any() or real > ids.shape[0] or labels.shape != ids.shape:
-        what = f"has {ids.shape[0]:,} input_ids, {labels.shape[0]:,} labels and lengths that sum to {real:,}"
-        raise FormatError(what)
+    real = check_counts(ids, labels, lengths, is_padded=True)
     counts[REMOVED_PADDING] += ids.shape[0] - real
     pack, firsts = pack_of_labels(ids[:real], labels[:real], np.cumsum(lengths) - lengths)
     counts[CLEARED_FIRST] += int(np.count_nonzero(firsts))

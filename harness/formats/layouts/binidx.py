@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.errors import FormatError
-from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, make_pack
-from harness.formats.index import lengths_from_starts
+from harness.formats.base import Format, ShardReader, ShardWriter, make_pack
+from harness.formats.index import IndexPart, lengths_from_starts
 from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, IndexHeader, with_suffix
 from harness.indexed.verify import read_lengths
 from harness.records import Int64Array, Pack
@@ -66,10 +66,10 @@ class BinIdxShard(ShardReader):
         first, last = self._start_offsets[row], self._start_offsets[row + 1]
         return make_pack(self._tokens[begin:end].copy(), self._mask[begin:end].copy(), self._starts[first:last].copy())
 
-    def contents(self) -> ShardContents:
+    def contents(self) -> IndexPart:
         where = str(with_suffix(self._prefix, SEQ_BIN))
         lengths = lengths_from_starts(self._lengths.astype(np.int64), self._starts, self._offsets, where=where)
-        return ShardContents(np.diff(self._offsets), lengths)
+        return IndexPart(np.diff(self._offsets), lengths)
 
     def where(self, row: int) -> str:
         return f"{self._prefix}.bin, pack {row:,}"
@@ -143,9 +143,7 @@ def is_own(prefix: Path) -> bool:
 
 FORMAT = Format(
     name="binidx",
-    shard_template="shard_{:06d}",
     suffixes=(BIN, IDX),
-    packs_per_shard=16384,
     files_per_shard=3,
     write_shard=BinIdxWriter,
     open_shard=BinIdxShard,

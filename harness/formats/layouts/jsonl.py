@@ -86,33 +86,34 @@ def pack_of_line(line: bytes) -> Pack:
     if not isinstance(fields, dict):
         raise FormatError("is not a JSON object", fix=_PACK_FIRST)
     ids, labels = whole_numbers(fields, "input_ids"), whole_numbers(fields, "labels")
-    n = ids.shape[0]
-    if "lengths" in fields or "position_ids" not in fields:
+    n, positions = ids.shape[0], whole_numbers(fields, "position_ids") if "position_ids" in fields else None
+    if "lengths" in fields or positions is None:
         lengths = whole_numbers(fields, "lengths")
     else:
-        positions = whole_numbers(fields, "position_ids")
-        if positions.shape[0] != n:
-            raise FormatError(f"has {n:,} input_ids but {positions.shape[0]:,} position_ids")
         # A position before the first 0 leaves lengths that do not sum to n.
         lengths = np.diff(np.flatnonzero(positions == 0), append=n)
-    # Each against n first: a sum of huge lengths wraps around.
-    if lengths.shape[0] == 0 or (lengths <= 0).any() or (lengths > n).any() or lengths.sum() != n:
-        raise FormatError(f"has {n:,} input_ids but lengths that sum to {int(lengths.sum()):,}, or are not positive")
-    if labels.shape[0] != n:
-        raise FormatError(f"has {n:,} input_ids but {labels.shape[0]:,} labels")
+    check_counts(ids, labels, lengths)
+    starts = np.cumsum(lengths) - lengths
+    if positions is not None and not np.array_equal(positions, np.arange(n) - np.repeat(starts, lengths)):
+        raise FormatError("has position_ids that do not restart with each sequence")
     for name, expected in (("pack_length", n), ("num_samples", lengths.shape[0])):
         if name in fields and fields[name] != expected:
             raise FormatError(f"has {name} {str(fields[name])[:40]}, expected {expected:,}")
-    starts = np.cumsum(lengths) - lengths
-    if "position_ids" in fields:
-        positions = whole_numbers(fields, "position_ids")
-        if not np.array_equal(positions, np.arange(n) - np.repeat(starts, lengths)):
-            raise FormatError("has position_ids that do not restart with each sequence")
     pack, firsts = pack_of_labels(ids, labels, starts)
     if firsts.any():
         at = int(starts[int(np.argmax(firsts))])
         raise FormatError(f"trains position {at:,}, the first of its sequence, which no position predicts")
     return pack
+
+
+def check_counts(ids: Int64Array, labels: Int64Array, lengths: Int64Array, *, is_padded: bool = False) -> int:
+    """Return the sum of lengths; raise FormatError unless it is the number of ids, or at most that if `is_padded`."""
+    # Python numbers: a sum of huge lengths wraps around in int64.
+    n, real = int(ids.shape[0]), int(sum(lengths.tolist()))
+    if not lengths.shape[0] or (lengths <= 0).any() or real > n or (real < n and not is_padded) or labels.shape != (n,):
+        what = f"has {n:,} input_ids, {labels.shape[0]:,} labels and lengths that sum to {real:,}, or are not positive"
+        raise FormatError(what)
+    return real
 
 
 def pack_of_labels(

@@ -14,15 +14,15 @@ short while it is open ends the process (SIGBUS); writers of this package never 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from harness.errors import FormatError
-from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, find_folders, make_pack
-from harness.formats.index import lengths_from_starts
+from harness.formats.base import Format, ShardReader, ShardWriter, find_folders, make_pack, start_arrays
+from harness.formats.index import IndexPart, lengths_from_starts
 from harness.records import Pack
 from harness.storage import Folder
 from harness.storage.arrays import NpyStream, map_npy, read_npy_header
@@ -40,6 +40,7 @@ _ARRAYS: dict[str, type[np.generic]] = {
     SEQ_STARTS: np.uint32,
 }
 SHARD_MANIFEST = "manifest.json"
+_COUNTS = ("num_bins", "pack_size", "num_tokens", "num_sequences")
 _MAX_COUNTS_BYTES = 1 << 16
 _BLOCK_ROWS = 1 << 20
 
@@ -73,22 +74,21 @@ class MemmapShard(ShardReader):
         end = begin + num_tokens
         return make_pack(self._ids[begin:end].copy(), self._mask[begin:end].copy(), starts)
 
-    def contents(self) -> ShardContents:
+    def contents(self) -> IndexPart:
         lengths, offsets = np.asarray(self._lengths), np.asarray(self._offsets)
         # A block at a time, before memory is spent on as many rows as a header claims: a file can claim terabytes and
         # take no space, because what nothing was written to reads as zeros.
         for start in range(0, self.num_packs, _BLOCK_ROWS):
-            end = min(start + _BLOCK_ROWS, self.num_packs)
-            tokens, counts = lengths[start:end], np.diff(offsets[start : end + 1].astype(np.int64))
-            bad = (tokens == 0) | (tokens > self.pack_size) | (counts <= 0) | (counts > tokens)
+            tokens = lengths[start : start + _BLOCK_ROWS]
+            bad = (tokens == 0) | (tokens > self.pack_size)
             if bad.any():
-                at = int(np.argmax(bad))
-                what = f"claims {tokens[at]:,} of {self.pack_size:,} tokens and {counts[at]:,} sequences"
-                raise FormatError(f"pack {start + at:,} {what}", where=self.where(start + at))
+                at = start + int(np.argmax(bad))
+                what = f"pack {at:,} claims {lengths[at]:,} of {self.pack_size:,} tokens"
+                raise FormatError(what, where=self.where(at))
         offsets = offsets.astype(np.int64)
         where = str(self._path / SEQ_STARTS)
         of_sequences = lengths_from_starts(lengths.astype(np.int64), self._starts, offsets, where=where)
-        return ShardContents(np.diff(offsets), of_sequences, pack_size=self.pack_size)
+        return IndexPart(np.diff(offsets), of_sequences, pack_size=self.pack_size)
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, row {row:,}"
@@ -99,17 +99,11 @@ class MemmapWriter(ShardWriter[NpyStream]):
         self._folder = folder
         self._pack_size = pack_size
         self._num_starts = self._num_packs = self._num_tokens = 0
-        super().__init__([f"{name}/{file}" for file in (*_ARRAYS, SHARD_MANIFEST)], self._start(folder, name))
+        widths = dict.fromkeys((INPUT_IDS, LOSS_MASK), pack_size)
+        streams = start_arrays(folder, name, _ARRAYS, widths, zeros=(SEQ_OFFSETS,))
+        super().__init__([f"{name}/{file}" for file in (*_ARRAYS, SHARD_MANIFEST)], streams)
         self._ids_row = np.zeros(self._pack_size, np.int32)
         self._mask_row = np.zeros(self._pack_size, np.uint8)
-
-    def _start(self, folder: Folder, name: str) -> Iterator[NpyStream]:
-        for array, dtype in _ARRAYS.items():
-            width = self._pack_size if array in (INPUT_IDS, LOSS_MASK) else None
-            stream = NpyStream(folder.create_file(f"{name}/{array}"), np.dtype(dtype), width=width)
-            if array == SEQ_OFFSETS:
-                stream.write(np.zeros(1, dtype))
-            yield stream
 
     def append(self, pack: Pack) -> None:
         n = len(pack)
@@ -130,12 +124,8 @@ class MemmapWriter(ShardWriter[NpyStream]):
 
     def finish(self, metadata: Mapping[str, bytes], /) -> list[str]:
         names = super().finish(metadata)
-        counts = {
-            "num_bins": self._num_packs,
-            "pack_size": self._pack_size,
-            "num_tokens": self._num_tokens,
-            "num_sequences": self._num_starts,
-        }
+        values = (self._num_packs, self._pack_size, self._num_tokens, self._num_starts)
+        counts = dict(zip(_COUNTS, values, strict=True))
         self._folder.write(names[-1], [json.dumps(counts, indent=1).encode() + b"\n"])
         return names
 
@@ -147,17 +137,13 @@ def is_own(path: Path) -> bool:
     try:
         with (path / SHARD_MANIFEST).open("rb") as file:
             counts = json.loads(file.read(_MAX_COUNTS_BYTES))
-    except FileNotFoundError:
-        return True
-    except (ValueError, RecursionError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return True  # A damaged file is more likely ours, because of the shard's name.
-    return isinstance(counts, dict) and counts.keys() == {"num_bins", "pack_size", "num_tokens", "num_sequences"}
+    return isinstance(counts, dict) and counts.keys() == set(_COUNTS)
 
 
 FORMAT = Format(
     name="memmap",
-    shard_template="shard_{:06d}",
-    packs_per_shard=16384,
     files_per_shard=5,
     write_shard=MemmapWriter,
     open_shard=MemmapShard,

@@ -14,6 +14,7 @@ import itertools
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from harness.errors import FormatError
-from harness.formats.base import FIELDS, Format, PackPart, ShardContents, ShardReader, find_files, make_pack
+from harness.formats.base import FIELDS, Format, PackPart, ShardReader, find_files
 from harness.formats.digest import dataset_fingerprint
 from harness.formats.index import IndexPart, lengths_from_starts
 from harness.formats.layouts.parquet_packs import METADATA_PREFIX, ParquetWriter, find_table, read_packs
@@ -69,7 +70,6 @@ class ParquetShard(ShardReader):
         self._place = place
         self._pack_size = pack_size
         self._cache: OrderedDict[int, list[_Column]] = OrderedDict()
-        self._cached_bytes = 0
         self._file: Any = None
         with self._explained("the footer"):
             self._source = open_source(place)
@@ -93,7 +93,7 @@ class ParquetShard(ShardReader):
                 thrift_string_size_limit=_MAX_FOOTER_STRING,
                 thrift_container_size_limit=_MAX_FOOTER_LIST,
             )
-            # Columns of exactly the types that we write need no conversion.
+            # As every shard of ours has them.
             self._has_own_types = self._check_schema()
             if len(self._groups) != self._file.metadata.num_row_groups:
                 raise FormatError("the footer is damaged: its row groups cannot be counted")
@@ -121,8 +121,7 @@ class ParquetShard(ShardReader):
 
     def _read_groups(self, rows: Sequence[int]) -> list[Pack]:
         groups = (np.searchsorted(self._starts, np.asarray(rows, np.int64), side="right") - 1).tolist()
-        # Copies in both cases: a view would keep the whole row group in memory for as long as the pack lives.
-        build = make_pack if self._has_own_types else Pack
+        # Copies: a view would keep the whole row group in memory for as long as the pack lives.
         packs: list[Pack | None] = [None] * len(rows)
         # Group by group, so that no more than one need be in memory for any order of rows.
         for group, positions in itertools.groupby(sorted(range(len(rows)), key=groups.__getitem__), groups.__getitem__):
@@ -131,7 +130,7 @@ class ParquetShard(ShardReader):
             first = int(self._starts[group])
             for position in positions:
                 row = rows[position] - first
-                packs[position] = build(
+                packs[position] = Pack(
                     ids[tokens[row] : tokens[row + 1]].copy(),
                     mask[bits[row] : bits[row + 1]].copy(),
                     starts[sequences[row] : sequences[row + 1]].copy(),
@@ -141,7 +140,7 @@ class ParquetShard(ShardReader):
     def read_row(self, row: int) -> Pack:
         return self.read((row,))[0]
 
-    def contents(self) -> ShardContents:
+    def contents(self) -> IndexPart:
         self._open_footer()
         with self._explained("the footer"):
             check_totals(self._groups, self._source.num_bytes)
@@ -163,9 +162,9 @@ class ParquetShard(ShardReader):
             lengths.append(
                 lengths_from_starts(num_tokens, starts.values, starts.offsets, where=str(self._place), first_row=first)
             )
-        return ShardContents(np.concatenate(counts), np.concatenate(lengths))
+        return IndexPart(np.concatenate(counts), np.concatenate(lengths))
 
-    def _own_contents(self, text: bytes, index: bytes) -> ShardContents:
+    def _own_contents(self, text: bytes, index: bytes) -> IndexPart:
         """Parse manifest and index of a dataset of a single file."""
         manifest = Manifest.from_json(text.decode("utf-8", "replace"), where=f"{self._place}, metadata")
         num_packs, num_sequences = manifest.num_packs, manifest.num_sequences
@@ -179,18 +178,11 @@ class ParquetShard(ShardReader):
             data = zlib.decompressobj().decompress(base64.b64decode(index, validate=True), size + 1)
             # Both counts come first.
             part = IndexPart.from_bytes(data[16:], num_packs, num_sequences)
+            if dataset_fingerprint([part.checksums]) != manifest.fingerprint:
+                raise ValueError("its checksums do not match the fingerprint in the manifest")
         except (ValueError, zlib.error) as error:
             raise FormatError(f"the index in the metadata is damaged: {error}", where=str(self._place)) from None
-        if dataset_fingerprint([part.checksums]) != manifest.fingerprint:
-            what = "the checksums of the index do not match the fingerprint in the manifest"
-            raise FormatError(what, where=str(self._place), fix="copy the file again")
-        return ShardContents(
-            part.sequence_counts.astype(np.int64),
-            part.sequence_lengths,
-            pack_size=manifest.pack_size,
-            checksums=part.checksums,
-            manifest=manifest,
-        )
+        return replace(part, pack_size=manifest.pack_size, manifest=manifest)
 
     def where(self, row: int) -> str:
         if self._table is not None:
@@ -207,15 +199,14 @@ class ParquetShard(ShardReader):
         self._source.close()
 
     def _group(self, group: int) -> list[_Column]:
-        cached = self._cache.get(group)
-        if cached is not None:
-            self._cache.move_to_end(group)
-            return cached
-        self._cache[group] = columns = self._columns(group, FIELDS)
-        self._cached_bytes += _count_bytes(columns)
-        while self._cached_bytes > CACHE_BYTES and len(self._cache) > 1:
-            self._cached_bytes -= _count_bytes(self._cache.popitem(last=False)[1])
-        return columns
+        if group not in self._cache:
+            self._cache[group] = self._columns(group, FIELDS)
+            sizes = [sum(array.nbytes for column in columns for array in column) for columns in self._cache.values()]
+            while len(sizes) > 1 and sum(sizes) > CACHE_BYTES:
+                self._cache.popitem(last=False)
+                del sizes[0]
+        self._cache.move_to_end(group)
+        return self._cache[group]
 
     def _columns(self, group: int, names: Sequence[str]) -> list[_Column]:
         rows = self._groups[group].num_rows
@@ -270,16 +261,10 @@ def is_own(place: Place) -> bool:
         return shard._has_own_types and not shard._file.metadata.metadata
 
 
-def _count_bytes(columns: Sequence[_Column]) -> int:
-    return sum(values.nbytes + offsets.nbytes for values, offsets in columns)
-
-
 def _column_of(column: Any, name: str) -> _Column:
     """Return numpy views of an Arrow list column's buffers."""
-    chunks = [chunk for chunk in column.chunks if len(chunk)]
-    if len(chunks) != 1:
-        chunks = [pa.concat_arrays(chunks)] if chunks else [pa.array([], column.type)]
-    array = chunks[0]
+    # Combining copies even a single chunk.
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if array.null_count or array.values.null_count:
         raise FormatError(f"has missing values in {name}")
     return _Column(array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy())
@@ -293,7 +278,6 @@ FORMAT = Format(
     name="parquet",
     shard_template=f"shard_{{:06d}}{SUFFIX}",
     suffixes=SUFFIXES,
-    packs_per_shard=16384,
     files_per_shard=2,
     write_shard=ParquetWriter,
     open_shard=ParquetShard,

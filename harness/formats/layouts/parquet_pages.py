@@ -177,10 +177,10 @@ def read_pages(source: ByteSource, chunk: Chunk) -> Iterator[Page]:
             for field, encoding in _DATA_HEADERS.items():
                 num_values += int(header[field][1]) if field in header else 0
                 is_coded |= field in header and header[field][encoding] in _DICTIONARY_ENCODINGS
+            if min(num_bytes, packed, num_values) < 0:
+                raise ValueError
         except (KeyError, TypeError, ValueError):
-            raise FormatError("a page header is damaged: it has no sizes") from None
-        if min(num_bytes, packed, num_values) < 0:
-            raise FormatError("a page header is damaged: it has negative sizes")
+            raise FormatError("a page header is damaged: it has no sizes, or negative ones") from None
         total += num_values
         if total > chunk.num_values:
             what = f"pages of the column {chunk.column} contain {total:,} values, not {chunk.num_values:,}"
@@ -229,7 +229,6 @@ def _encode_value(value: Any) -> bytes:
 
 
 def encode_number(value: int) -> bytes:
-    """Serialize a number of 32 or 64 bits."""
     return encode_varint(2 * value if value >= 0 else -2 * value - 1)
 
 

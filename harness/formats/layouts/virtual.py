@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, os_errors_as
-from harness.formats.base import Format, ShardContents, ShardReader, ShardWriter, find_folders, make_pack
+from harness.formats.base import Format, ShardReader, ShardWriter, find_folders, make_pack, start_arrays
 from harness.formats.digest import sequence_digest
 from harness.formats.incomplete import find_traces, incomplete_error
-from harness.formats.index import INDEX_NAMES, load_index, write_npy
+from harness.formats.index import INDEX_NAMES, IndexPart, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.media import INDEX, MEDIA_DTYPE
 from harness.formats.reader import HandleCache
@@ -45,7 +45,6 @@ from harness.storage.files import explain_os_errors
 from harness.storage.uris import relative_path, resolve_path
 
 NAME = "virtual"
-SHARD_TEMPLATE = "shard_{:06d}"
 INPUT_IDS, LOSS_MASK = "input_ids.npy", "loss_mask.npy"
 SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS = "sequence_offsets.npy", "sequence_checksums.npy"
 PACK_OFFSETS = "pack_offsets.npy"
@@ -97,11 +96,11 @@ class SequenceShard(ShardReader):
             raise FormatError(what, where=str(self._path / INPUT_IDS), fix=fix)
         return ids, mask
 
-    def contents(self) -> ShardContents:
+    def contents(self) -> IndexPart:
         lengths = np.diff(self._starts)
         if lengths.max() > np.iinfo(np.int32).max:
             raise FormatError(f"a sequence has {int(lengths.max()):,} tokens", where=str(self._path))
-        return ShardContents(np.diff(np.asarray(self._packs)), lengths.astype(np.int32))
+        return IndexPart(np.diff(np.asarray(self._packs)), lengths.astype(np.int32))
 
     def where(self, row: int) -> str:
         return f"{self._path / INPUT_IDS}, pack {row:,}"
@@ -110,14 +109,8 @@ class SequenceShard(ShardReader):
 class SequenceShardWriter(ShardWriter[NpyStream]):
     def __init__(self, folder: Folder, name: str, _pack_size: int, _rows_per_group: int) -> None:
         self._num_tokens = self._num_sequences = 0
-        super().__init__([f"{name}/{array}" for array in _ARRAYS], self._start(folder, name))
-
-    def _start(self, folder: Folder, name: str) -> Iterator[NpyStream]:
-        for array, dtype in _ARRAYS.items():
-            stream = NpyStream(folder.create_file(f"{name}/{array}"), dtype)
-            if array in (SEQUENCE_OFFSETS, PACK_OFFSETS):
-                stream.write(np.zeros(1, dtype))
-            yield stream
+        streams = start_arrays(folder, name, _ARRAYS, {}, zeros=(SEQUENCE_OFFSETS, PACK_OFFSETS))
+        super().__init__([f"{name}/{array}" for array in _ARRAYS], streams)
 
     def append(self, pack: Pack) -> None:
         ids, mask, offsets, checksums, packs = self._files
@@ -137,7 +130,6 @@ SEQUENCE_IDS, PLAN = "sequence_ids.npy", "plan.json"
 # Each holds five files open.
 _OPEN_SHARDS = 64
 _MAX_PLAN_BYTES = 64 << 20
-_PLAN_DAMAGED = "the plan is damaged"
 _PLAN_AGAIN = "copy the whole folder again, or plan again: harness repack STORE DST data.pack_size=N"
 
 
@@ -170,10 +162,7 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
         kind = "not a dataset" if manifest is None else f"a dataset of format {manifest.format}"
         what = f"{kind}, expected a sequence store"
         raise FormatError(what, where=str(path), fix=f"create one from a dataset: harness convert {path} STORE {NAME}")
-    name = f"{manifest.shards[0].path}/{PLAN}"
-    text = folder.read(name, _MAX_PLAN_BYTES)
-    if text is not None:
-        plan = load(_Plan, text, where=folder.where(name), fix=_PLAN_AGAIN, what=_PLAN_DAMAGED)
+    if (plan := _Plan.read(folder, manifest.shards[0].path)) is not None:
         return open_store(plan.find_store(folder).where())
     return SequenceStore(folder, manifest, load_index(folder, manifest).sequence_lengths)
 
@@ -193,6 +182,14 @@ class _Plan:
     manifest_xxh3: str
     sequence_ids_xxh3: str
     shards: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def read(cls, folder: Folder, shard: str) -> _Plan | None:
+        """Read the plan of a shard; None where it holds sequences."""
+        where = folder.where(f"{shard}/{PLAN}")
+        with os_errors_as(FormatError, "the plan cannot be read", where=where, fix="check permissions and mounts"):
+            text = folder.read(f"{shard}/{PLAN}", _MAX_PLAN_BYTES)
+        return None if text is None else load(cls, text, where=where, fix=_PLAN_AGAIN, what="the plan is damaged")
 
     def find_store(self, folder: Folder) -> Folder:
         """Return the store of a plan in a dataset's folder; raises FormatError if it is missing or has changed."""
@@ -218,10 +215,9 @@ class PlanShard(ShardReader):
     def __init__(self, path: Path, folder: Folder | None = None) -> None:
         self._path = path
         self._folder = LocalFolder(path.parent) if folder is None else folder
-        fix = "check permissions and mounts"
-        with os_errors_as(FormatError, "the plan cannot be read", where=path / PLAN, fix=fix):
-            text = (path / PLAN).read_bytes()
-        plan = self._plan = load(_Plan, text, where=path / PLAN, fix=_PLAN_AGAIN, what=_PLAN_DAMAGED)
+        plan = _Plan.read(LocalFolder(path.parent), path.name)
+        assert plan is not None
+        self._plan = plan
         self._store = plan.find_store(self._folder)
         self._shards = plan.shards
         self._first = np.cumsum([0, *(count for _, count in plan.shards)]).tolist()
@@ -254,9 +250,6 @@ class PlanShard(ShardReader):
             what = f"the plan refers to media of shard {shard:,} of {len(self._shards):,}"
             raise FormatError(what, where=str(place), fix=_PLAN_AGAIN)
         return self._open.get(shard, self._open_shard).media_place(self._store.place / self._shards[shard][0], shard)
-
-    def contents(self) -> ShardContents:
-        raise FormatError("a plan cannot be opened without its manifest", where=str(self._path), fix=_PLAN_AGAIN)
 
     def where(self, row: int) -> str:
         return f"{self._path}, pack {row:,} of a plan over {self._store.where()}"
@@ -341,7 +334,7 @@ def write_plan(
 
 def _write(folder: Folder, store: SequenceStore, pack_offsets: Int64Array, sequence_ids: Int64Array) -> Manifest:
     """Write all but the manifest, which is the store's with the plan's own packs and files."""
-    shard = SHARD_TEMPLATE.format(0)
+    shard = FORMAT.shard_name(0)
     names = [f"{shard}/{name}" for name in (PACK_OFFSETS, PLAN, SEQUENCE_IDS)]
     write_npy(folder, names[2], np.dtype("<i8"), len(sequence_ids), [sequence_ids])
     write_npy(folder, names[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
@@ -386,7 +379,6 @@ def is_own(path: Path) -> bool:
 
 FORMAT = Format(
     name=NAME,
-    shard_template=SHARD_TEMPLATE,
     # Stores hold millions of sequences, and few of their shards can be open at a time.
     packs_per_shard=1 << 18,
     files_per_shard=len(_ARRAYS),

@@ -147,9 +147,7 @@ def send_to_trainers(
         found = [(arrived[i], 4 * int(lengths[i]), _TOKEN_BYTES * int(lengths[i])) for i in row]
         ids = np.concatenate([data[:middle] for data, middle, _ in found]).view(np.int32)
         pack = Pack(ids, np.concatenate([data[middle:end] for data, middle, end in found]), starts)
-        if features is None:
-            return LivePack(pack, placement.ids[row])
-        media = row_media([_received(data[end:]) for data, _, end in found], features)
+        media = None if features is None else row_media([_received(data[end:]) for data, _, end in found], features)
         return LivePack(pack, placement.ids[row], media)
 
     numbers = range(layout.num_microbatches)

@@ -149,7 +149,7 @@ class LiveLoader:
         log_at_s = _FIRST_LOG_S
         while True:
             offers = self._exchange(ahead.result())
-            self._look(offers, shares)
+            streams = self._look(offers, shares)
             if any(offer.waiting for offer in offers):
                 waiting, log_at_s = self._log_wait(offers, log_at_s)
                 yield waiting
@@ -166,10 +166,6 @@ class LiveLoader:
             pairs = zip(self._streams, after, strict=True)
             mine = [live for stream, to in pairs for live in stream.take(done_below=to.done_below)]
             self._positions = after
-            streams = [
-                next((offer.stream for offer in offers if offer.source == source and offer.stream), before)
-                for source, before in enumerate(split_streams(self._state.fingerprint, len(after)))
-            ]
             self._state = replace(
                 self._state,
                 packs_consumed=self._state.packs_consumed + len(packs),
@@ -182,8 +178,8 @@ class LiveLoader:
             mine.clear()  # media are not kept while the step is trained
             yield batch.pop()
 
-    def _look(self, offers: Sequence[Offer], shares: StepShares) -> None:
-        """Raise what any rank refuses, and report what all have, the same on each rank."""
+    def _look(self, offers: Sequence[Offer], shares: StepShares) -> list[str]:
+        """Raise what any rank refuses, and report what all have, the same on each rank; return the names of streams."""
         for offer in offers:
             if (error := offer.error) is None:
                 continue
@@ -191,18 +187,21 @@ class LiveLoader:
                 raise error
             what = f"data-parallel rank {offer.dp_rank}: {error.what}"
             raise type(error)(what, where=error.where, fix=error.fix)
-        for source, folder in enumerate(self._folders):
-            streams = sorted({offer.stream for offer in offers if offer.source == source and offer.stream})
-            if len(streams) > 1:
-                what = f"chunks of one folder belong to several streams: {', '.join(streams)}"
+        streams = split_streams(self._state.fingerprint, len(self._positions))
+        for source, before in enumerate(streams):
+            found = sorted({offer.stream for offer in offers if offer.source == source and offer.stream})
+            if len(found) > 1:
+                what = f"chunks of one folder belong to several streams: {', '.join(found)}"
                 fix = "use one producer per folder, and do not copy chunks from another folder"
-                raise LoaderError(what, where=folder, fix=fix)
+                raise LoaderError(what, where=self._folders[source], fix=fix)
+            streams[source] = found[0] if found else before
         for offer in offers:
             of = f" of {self._folders[offer.source]}" if len(self._folders) > 1 else ""
             for index, rows, name in offer.opened:
                 self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({count_of(rows, 'sample')} from {name}{of})")
         # The steps whose batches were handed out, not the one that is read.
         self._report([replace(one, steps=self.steps) for one in self._after(shares, offers)], offers)
+        return streams
 
     def _is_over(self, after: Sequence[LivePosition], offers: Sequence[Offer], *, is_last: bool) -> bool:
         """Return True where all streams have ended and everything is trained; check each stream that ends."""

@@ -48,11 +48,9 @@ class LocalFiles:
             return []
 
     def exists(self) -> bool:
-        """Return whether there is such a folder."""
         return self.path.is_dir()
 
     def make(self) -> None:
-        """Create the folder if it is missing."""
         make_folder(self.path)
 
     def remove_temporary(self) -> None:
@@ -83,17 +81,11 @@ class LocalFiles:
         """Write a small file whole."""
         write_atomically(self.path / name, data)
 
-    def touch(self, name: str) -> None:
-        """Make an empty file, unless it is there."""
-        (self.path / name).touch()
-        sync_path(self.path)
-
     def delete(self, name: str) -> None:
         """Delete a file; a missing one is no error."""
         (self.path / name).unlink(missing_ok=True)
 
     def lock(self, name: str) -> Marker:
-        """Return the lock of that name, which is not yet acquired."""
         return Marker(self.path / name)
 
     def begin_chunk(self, name: str) -> Path:
@@ -172,10 +164,6 @@ class BucketFiles:
         if self._store.put(name, data, only_if="") is None:
             raise conflict(name, self.place)
 
-    def touch(self, name: str) -> None:
-        self._listed_at = -_LISTING_S
-        self._store.put(name, b"", only_if="")
-
     def delete(self, name: str) -> None:
         self._listed_at = -_LISTING_S
         self._store.delete(name)
@@ -215,9 +203,6 @@ class BucketFiles:
             raise FormatError(
                 "the chunk was deleted", where=join_path(self.place, stored.path), fix="see `harness live status`"
             )
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return BucketFiles, (ObjectPath.parse(self.place),)
 
 
 def conflict(name: str, place: str) -> FormatError:

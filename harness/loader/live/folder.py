@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -180,7 +179,7 @@ class LiveFolder:
         with os_errors_as(FormatError, "trained chunks cannot be marked as completed", where=self.where, fix=_GRANT):
             for i in indices:
                 if i in contents.chunks and i not in contents.completed:
-                    self.files.touch(contents.chunks[i] + COMPLETED)
+                    self.files.write(contents.chunks[i] + COMPLETED, b"")
 
     def keep_again(self, indices: Iterable[int]) -> None:
         """Remove the marks of chunks that are read again; raise FormatError if the folder cannot be written to."""
@@ -235,34 +234,31 @@ class _TableOfChats:
     Raises OSError, ArrowException or PrepError, as `read_parquet` does.
     """
 
+    _pieces: Iterator[tuple[int, list[Any], int]]
+    _rows: list[Any]
+    _first: int
+
     def __init__(self, path: Path, reader: RecordReader) -> None:
         self._path, self._reader = path, reader
-        metadata = pq.read_metadata(path)
-        self._group_ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] or [0])
-        self.num_rows = int(self._group_ends[-1])
-        self._pieces: Iterator[tuple[int, list[Any], int]] = iter(())
-        self._rows: list[Any] = []
-        self._first = self._next = -1
+        self.num_rows = pq.read_metadata(path).num_rows
+        self.close()
 
     def row(self, number: int) -> Any:
         """Return a row; rows in ascending order are each read once."""
-        if not self._first <= number <= self._next:
+        if number < self._first:
             self.close()
-            group = int(np.searchsorted(self._group_ends, number, side="right"))
-            self._next = int(self._group_ends[group - 1]) if group else 0
-            size, groups = self._path.stat().st_size, (group, self._group_ends.shape[0])
-            self._pieces = read_parquet(self._path, size, self._reader, groups, self._next)
-        while number >= self._next:
+        while number >= self._first + len(self._rows):
+            self._first += len(self._rows)
             self._rows = []  # before the next ones are read
             if (piece := next(self._pieces, None)) is None:
-                raise pa.ArrowInvalid(f"it has {self._next:,} rows, and its footer counts {self.num_rows:,}")
-            self._first, self._rows, _ = piece
-            self._next = self._first + len(self._rows)
+                raise pa.ArrowInvalid(f"it has {self._first:,} rows, and its footer counts {self.num_rows:,}")
+            self._rows = piece[1]
         return self._rows[number - self._first]
 
     def close(self) -> None:
-        self._pieces, self._rows = iter(()), []
-        self._first = self._next = -1
+        """Drop the rows in memory; reading begins with the first one again."""
+        self._pieces = read_parquet(self._path, self._path.stat().st_size, self._reader, None, 0)
+        self._rows, self._first = [], 0
 
 
 class LiveChunk:
@@ -299,80 +295,71 @@ class LiveChunk:
                         where=self.place,
                         fix=_WRITE_AGAIN,
                     )
-            self._lines = JsonlShard(path) if path.suffix == JSONL else None
-            self.kind = record.kind if record is not None else self._guess_kind()
-            self._packs: ShardReader | None = None
-            self._chats: _TableOfChats | None = None
-            if self.kind == PACKS:
-                self._packs = self._lines or load_format("parquet").open_shard(path, None)
-            elif self._lines is None:
-                self._chats = _TableOfChats(path, reader)
+            lines = JsonlShard(path) if path.suffix == JSONL else None
+            self.kind = record.kind if record is not None else _guess_kind(path, lines)
+            packs: ShardReader | None = lines
+            if lines is None and self.kind == PACKS:
+                packs = load_format("parquet").open_shard(path, None)
+            self._rows = packs or _TableOfChats(path, reader)
         except (OSError, pa.ArrowException) as error:
             raise self._unreadable(error) from error
-
-    @property
-    def num_rows(self) -> int:
-        if self._lines is not None:
-            return self._lines.num_packs
-        shard = self._packs or self._chats
-        assert shard is not None
-        return shard.num_packs if isinstance(shard, ShardReader) else shard.num_rows
+        self.num_rows = self._rows.num_packs if isinstance(self._rows, ShardReader) else self._rows.num_rows
+        self._unit, self._first = ("row", 0) if lines is None else ("line", 1)
 
     def where(self, row: int) -> str:
-        return f"{self.place}, row {row:,}" if self._lines is None else f"{self.place}, line {row + 1:,}"
+        return f"{self.place}, {self._unit} {row + self._first:,}"
 
     def pack(self, row: int) -> Pack:
         """Return the pack of a row; raise FormatError if it breaks the invariants of packs."""
-        assert self._packs is not None
-        pack = self._packs.read_row(row)
+        assert isinstance(self._rows, ShardReader)
+        pack = self._rows.read_row(row)
         if problem := pack.problem():
             raise FormatError(f"the pack {problem}", where=self.where(row), fix="write the complete chunk again")
         return pack
 
     def conversation(self, row: int) -> Conversation | BadRecord | None:
         """Return the conversation of a row, or the reason why there is none; None for a blank line."""
-        if self._chats is not None:
-            try:
-                record = self._chats.row(row)
-            except (OSError, pa.ArrowException) as error:
-                raise self._unreadable(error) from error
-            found = SourceChunk(self.place, "row", row, [record], 0, self._reader)
-        else:
-            assert self._lines is not None
-            try:
-                line = self._lines.line(row, MAX_RECORD_BYTES)
-            except FormatError as error:
-                what = f"the conversation {error.what}"
-                raise FormatError(what, where=self.where(row), fix="shorten the conversation") from None
-            found = SourceChunk(self.place, "line", row + 1, [line], 0, self._reader)
+        assert isinstance(self._rows, JsonlShard | _TableOfChats)
+        try:
+            if isinstance(self._rows, JsonlShard):
+                record = self._rows.line(row, MAX_RECORD_BYTES)
+            else:
+                record = self._rows.row(row)
+        except FormatError as error:
+            if error.where:
+                raise
+            what = f"the conversation {error.what}"
+            raise FormatError(what, where=self.where(row), fix="shorten the conversation") from None
+        except (OSError, pa.ArrowException) as error:
+            raise self._unreadable(error) from error
+        found = SourceChunk(self.place, self._unit, row + self._first, [record], 0, self._reader)
         return next(found.parse(is_whole=True), None)
 
     def close(self) -> None:
-        for shard in (self._lines, self._packs, self._chats):
-            if shard is not None:
-                shard.close()
+        self._rows.close()
         self._kept = None
 
     def _unreadable(self, error: Exception) -> FormatError:
         return FormatError(f"the chunk cannot be read: {error}", where=self.place, fix=_WRITE_AGAIN)
 
-    def _guess_kind(self) -> str:
-        columns: list[str] = []
-        if self._lines is None:
-            columns = pq.read_schema(self.path).names
-        elif self._lines.num_packs == 0:
-            return CHAT
-        else:
-            with suppress(ValueError, TypeError, RecursionError):
-                line = self._lines.line(0)
-                # Packs may have longer lines than conversations, and begin with one of their lists.
-                columns = ["input_ids"] if len(line) > MAX_RECORD_BYTES else list(json.loads(line))
-        if "input_ids" in columns and "messages" not in columns:
-            return PACKS
-        if _READER.columns_to_read(columns):
-            return CHAT
-        what = "the file contains neither conversations of a known schema (such as `messages`) nor packs (`input_ids`)"
-        raise FormatError(what, where=str(self.path), fix=_WRITE_AGAIN)
+
+def _guess_kind(path: Path, lines: JsonlShard | None) -> str:
+    columns: list[str] = []
+    if lines is None:
+        columns = pq.read_schema(path).names
+    elif lines.num_packs == 0:
+        return CHAT
+    else:
+        with suppress(ValueError, TypeError, RecursionError):
+            line = lines.line(0)
+            # Packs may have longer lines than conversations, and begin with one of their lists.
+            columns = ["input_ids"] if len(line) > MAX_RECORD_BYTES else list(json.loads(line))
+    if "input_ids" in columns and "messages" not in columns:
+        return PACKS
+    if _READER.columns_to_read(columns):
+        return CHAT
+    what = "the file contains neither conversations of a known schema (such as `messages`) nor packs (`input_ids`)"
+    raise FormatError(what, where=str(path), fix=_WRITE_AGAIN)
 
 
 def open_chunk(

@@ -262,7 +262,10 @@ class FolderReader:
             if self._chunk is None and not self._open_next():
                 end = self._folder.end()
                 if end is None or self._index < end.chunks:
-                    return self._waiting(end.chunks if end is not None else None)
+                    self._waits_since = self._waits_since or time.monotonic()
+                    hint = self._hint(self._index, None if end is None else end.chunks)
+                    waited_s = time.monotonic() - self._waits_since
+                    return Waiting(self._folder.where, self._index, waited_s, self._folder.seen_s(), hint)
                 self._rows_expected = end.rows
                 members = self._packer.flush()
                 if members is None:
@@ -307,12 +310,9 @@ class FolderReader:
         row = self._taken.get(index, 0)
         if row < chunk.num_rows:
             if chunk.kind == PACKS and self._plan.window_sequences is None:
-                if done := self._begun.pop(index, 0):
-                    # A run with windows has trained the first ones.
-                    self._packs.append(self._live_pack(self._stored_members(chunk, index, row)[done:]))
-                else:
-                    pack, first = self._stored_pack(chunk, row), self._id(index, row, 0)
-                    self._packs.append(LivePack(pack, np.arange(first, first + pack.num_sequences, dtype=np.int64)))
+                # A run with windows may have trained the first ones.
+                members = self._stored_members(chunk, index, row)[self._begun.pop(index, 0) :]
+                self._packs.append(self._live_pack(members))
             elif not self._read_member(chunk, index, row):
                 return
             row = self._taken[index] = row + 1
@@ -343,7 +343,8 @@ class FolderReader:
         self._block.popleft()
         return True
 
-    def _stored_pack(self, chunk: LiveChunk, row: int) -> Pack:
+    def _stored_members(self, chunk: LiveChunk, index: int, row: int) -> list[Member[Place]]:
+        """Return the sequences of a stored pack, once it is known to fit."""
         pack = chunk.pack(row)
         lengths = pack.sequence_lengths
         if lengths.min() < 2:
@@ -357,11 +358,7 @@ class FolderReader:
             what += f"multiple of {self._pad_to_multiple}, but a row holds {self._plan.max_tokens_per_row:,}"
             fix = "increase schedule.max_tokens_per_rank, or make smaller packs"
             raise ScheduleError(what, where=chunk.where(row), fix=fix)
-        return pack
-
-    def _stored_members(self, chunk: LiveChunk, index: int, row: int) -> list[Member[Place]]:
-        views = self._stored_pack(chunk, row).sequences()
-        return [Member((index, row, number), view, len(view)) for number, view in enumerate(views)]
+        return [Member((index, row, number), view, len(view)) for number, view in enumerate(pack.sequences())]
 
     def _members(self, chunk: LiveChunk, index: int, rows: range) -> list[list[Member[Place]]]:
         """Tokenize the conversations of these rows as members of packs; nothing for one that is left out.
@@ -430,12 +427,6 @@ class FolderReader:
         else:
             # They waited in the packs of a run without windows; now they make the first window larger.
             self._packs += [self._live_pack([member]) for pack in packs for member in pack]
-
-    def _waiting(self, end: int | None) -> Waiting:
-        now = time.monotonic()
-        self._waits_since = now if self._waits_since is None else self._waits_since
-        hint = self._hint(self._index, end)
-        return Waiting(self._folder.where, self._index, now - self._waits_since, self._folder.seen_s(), hint)
 
     def _hint(self, index: int, end: int | None) -> str:
         """Return what the folder shows about a missing chunk."""

@@ -16,7 +16,7 @@ from harness.formats.index import IndexBuilder, IndexPart, index_names, lengths_
 from harness.formats.manifest import Totals
 from harness.formats.media import media_rows
 from harness.records import Medium, Pack
-from harness.storage import LocalFolder, file_digest
+from harness.storage import LocalFolder
 
 IMAGE = Medium("image", 3, 2, b"pixels")
 SHARDS = [
@@ -42,9 +42,8 @@ def write(path: Path, *, with_media: bool) -> tuple[LocalFolder, SimpleNamespace
     folder, whole = LocalFolder(path), Totals(4, 6, 17, 10, 2 * media)
     fingerprint = write_index(folder, lambda: iter(parts), whole)
     facts = {"num_packs": 4, "num_sequences": 6, "num_media": 2 * media, "shards": [0, 1], "fingerprint": fingerprint}
-    manifest = SimpleNamespace(**facts, index=[])
-    for name in index_names(manifest):
-        manifest.index.append(SimpleNamespace(path=name, xxh3=file_digest(path / name)))
+    manifest = SimpleNamespace(**facts)
+    manifest.index = [*folder.describe(index_names(manifest))]
     return folder, manifest, fingerprint, parts
 
 
@@ -101,7 +100,7 @@ def test_an_index_that_is_damaged_or_of_other_sequences_is_refused(tmp_path, wit
             load_index(folder, manifest)
         assert refused.value.where == str(path)
         path.unlink()
-        with pytest.raises(FormatError, match="an index file that the manifest lists cannot be read"):
+        with pytest.raises(FormatError, match="a file of the index is missing, or cannot be read"):
             load_index(folder, manifest)
         path.write_bytes(whole)
     manifest.index.clear()  # of an index whose hashes are those of the manifest

@@ -111,9 +111,9 @@ def test_the_tokenizer_beside_a_dataset_is_found_after_both_move(dataset, tmp_pa
 
 
 def test_a_missing_tokenizer_and_a_missing_pack_are_errors(dataset, tmp_path):
-    with pytest.raises(ConfigError, match="tokenizer file does not exist"):
+    with pytest.raises(ConfigError, match="the tokenizer cannot be loaded: No such file"):
         find_tokenizer(open_dataset(str(dataset)))
-    with pytest.raises(ConfigError, match="tokenizer file does not exist"):
+    with pytest.raises(ConfigError, match="the tokenizer cannot be loaded: No such file"):
         find_tokenizer(open_dataset(str(dataset)), str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="there is no pack 2"):
         render_pack(open_dataset(str(dataset)), 2, Letters())

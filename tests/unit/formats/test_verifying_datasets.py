@@ -30,7 +30,7 @@ def test_all_problems_are_reported_and_not_only_the_first(tmp_path: Path) -> Non
         file.write(b"x")
     (path / "shard_000009").mkdir()
     whats = [problem.what for problem in verify_dataset(path)]
-    assert "a file of shard 1 is missing: No such file or directory" in whats
+    assert "a file of shard 1 is missing, or cannot be read: No such file or directory" in whats
     assert "a file of shard 2 has 137 bytes, the manifest says 136" in whats
     assert "shards not in the manifest: 1, such as shard_000009" in whats
     assert "pack 0 does not match its checksum" in whats
