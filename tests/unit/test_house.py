@@ -39,30 +39,30 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_941,
-    "harness/bench": 1_970,
-    "harness/cli": 2_664,
-    "harness/conformance": 1_779,
-    "harness/formats": 5_733,
-    "harness/indexed": 1_197,
-    "harness/integrations": 2_882,
-    "harness/launch": 2_279,
-    "harness/loader": 4_678,
-    "harness/megatron": 10_552,
+    "harness": 2_962,
+    "harness/bench": 1_894,
+    "harness/cli": 2_638,
+    "harness/conformance": 1_767,
+    "harness/formats": 5_746,
+    "harness/indexed": 1_143,
+    "harness/integrations": 2_645,
+    "harness/launch": 2_203,
+    "harness/loader": 4_663,
+    "harness/megatron": 10_143,
     "harness/parity": 2_596,
-    "harness/plan": 5_558,
-    "harness/prep": 11_039,
+    "harness/plan": 5_562,
+    "harness/prep": 10_464,
     "harness/recipes": 20,
-    "harness/schedule": 1_073,
-    "harness/storage": 2_635,
-    "harness/train": 2_600,
-    "recipes": 496,
-    "tests": 60_855,
-    "tests/benchmarks": 2_671,
+    "harness/schedule": 1_155,
+    "harness/storage": 2_532,
+    "harness/train": 2_545,
+    "recipes": 474,
+    "tests": 61_048,
+    "tests/benchmarks": 2_746,
 }
 SHAPE = {
-    "core ring, lines": 19_649,
-    "from packs to the optimizer's step, lines": 4_012,
+    "core ring, lines": 19_354,
+    "from packs to the optimizer's step, lines": 4_138,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 62_632
+MOST_LINES_IN_ALL = 61_152
 
 
 def tree(path: Path) -> ast.Module:
