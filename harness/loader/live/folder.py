@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -234,31 +235,34 @@ class _TableOfChats:
     Raises OSError, ArrowException or PrepError, as `read_parquet` does.
     """
 
-    _pieces: Iterator[tuple[int, list[Any], int]]
-    _rows: list[Any]
-    _first: int
-
     def __init__(self, path: Path, reader: RecordReader) -> None:
         self._path, self._reader = path, reader
-        self.num_rows = pq.read_metadata(path).num_rows
-        self.close()
+        metadata = pq.read_metadata(path)
+        self._group_ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] or [0])
+        self.num_rows = int(self._group_ends[-1])
+        self._pieces: Iterator[tuple[int, list[Any], int]] = iter(())
+        self._rows: list[Any] = []
+        self._first = self._next = -1
 
     def row(self, number: int) -> Any:
         """Return a row; rows in ascending order are each read once."""
-        if number < self._first:
+        if not self._first <= number <= self._next:
             self.close()
-        while number >= self._first + len(self._rows):
-            self._first += len(self._rows)
+            group = int(np.searchsorted(self._group_ends, number, side="right"))
+            self._next = int(self._group_ends[group - 1]) if group else 0
+            size, groups = self._path.stat().st_size, (group, self._group_ends.shape[0])
+            self._pieces = read_parquet(self._path, size, self._reader, groups, self._next)
+        while number >= self._next:
             self._rows = []  # before the next ones are read
             if (piece := next(self._pieces, None)) is None:
-                raise pa.ArrowInvalid(f"it has {self._first:,} rows, and its footer counts {self.num_rows:,}")
-            self._rows = piece[1]
+                raise pa.ArrowInvalid(f"it has {self._next:,} rows, and its footer counts {self.num_rows:,}")
+            self._first, self._rows, _ = piece
+            self._next = self._first + len(self._rows)
         return self._rows[number - self._first]
 
     def close(self) -> None:
-        """Drop the rows in memory; reading begins with the first one again."""
-        self._pieces = read_parquet(self._path, self._path.stat().st_size, self._reader, None, 0)
-        self._rows, self._first = [], 0
+        self._pieces, self._rows = iter(()), []
+        self._first = self._next = -1
 
 
 class LiveChunk:
