@@ -199,28 +199,39 @@ def _restore(where: str) -> str:
 
 
 def _parse_json(data: str | bytes, where: str) -> Any:
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"it contains the key {twice[:40]!r} twice")
+        return values
+
     try:
-        return json.loads(data)
+        return json.loads(data.decode() if isinstance(data, bytes) else data, object_pairs_hook=build)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_restore(where)) from None
 
 
 def _parse(values: Any, where: str) -> Manifest:
     """Build a manifest from its JSON values; raise FormatError for other keys, types, counts or names."""
+    manifest, problem = None, ""
+    if not (isinstance(values, dict) and values.keys() >= _REQUIRED):
+        problem = "lacks format, version, fingerprint or shards"
     known = (MANIFEST_VERSION, MEDIA_VERSION)
-    version = values.get("version") if isinstance(values, dict) else None
-    if isinstance(version, int) and version not in known:
-        what = f"the manifest has version {version}; this program reads version {known[0]} and {known[1]}"
+    if not problem and isinstance(values["version"], int) and values["version"] not in known:
+        what = f"the manifest has version {values['version']}; this program reads version {known[0]} and {known[1]}"
         fix = "use the version of the program that wrote it, or write the dataset again"
         raise FormatError(what, where=where, fix=fix)
-    try:
-        # Keys of later versions are left out; the checksum covers them.
-        origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
-        manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
+    if not problem:
+        try:
+            # Keys of later versions are left out; the checksum covers them.
+            origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
+            manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
+        except (ValueError, RecursionError) as error:
+            problem = f"is damaged: {error}"
+    if manifest is not None:
         problem = _count_problem(manifest) or _name_problem(manifest) or _content_problem(manifest, values)
-    except (ValueError, AttributeError, RecursionError) as error:
-        problem = f"is damaged: {error}"
-    if problem:
+    if manifest is None or problem:
         raise FormatError(f"the manifest {problem}", where=where, fix=_restore(where))
     return manifest
 
@@ -230,7 +241,10 @@ def _content_problem(manifest: Manifest, values: dict[str, Any]) -> str:
     if not manifest.checksum and unknown:
         # A damaged name would otherwise turn a manifest with a checksum into one without.
         return f"has the unknown key {min(unknown)[:40]!r} and no checksum"
-    digest = content_checksum(values)
+    try:
+        digest = content_checksum(values)
+    except RecursionError:
+        return "is nested too deep"
     if manifest.checksum and digest != manifest.checksum:
         return f"has the checksum {manifest.checksum[:40]!r}, but its content has {digest!r}: it was damaged or edited"
     return ""
@@ -261,19 +275,22 @@ def _name_problem(manifest: Manifest) -> str | None:
         if not _HEX64.fullmatch(file.xxh3):
             return f"has the file hash {file.xxh3[:24]!r}, expected 16 hexadecimal digits"
     for names in (shards, [file.path for file in files]):
-        for text, times in Counter(names).items():
-            if not _is_plain(text):
-                return f"lists the path {text[:200]!r}, which is not a plain path inside the dataset's folder"
-            if times > 1:
-                return f"lists {text!r} twice"
+        for text in names:
+            if problem := _path_problem(text):
+                return f"lists the path {text[:200]!r}, which is not {problem}"
+        if len(set(names)) != len(names):
+            twice, _ = Counter(names).most_common(1)[0]
+            return f"lists {twice!r} twice"
     return None
 
 
-def _is_plain(text: str) -> bool:
+def _path_problem(text: str) -> str:
     path = PurePosixPath(text)
-    # Halves of surrogate pairs are no names on a disk.
-    is_odd = path.is_absolute() or ".." in path.parts or re.search("[\\\\\0\ud800-\udfff]", text)
-    return not is_odd and str(path) == text != ""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return "valid Unicode: it contains half of a surrogate pair"
+    if not text or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text or str(path) != text:
+        return "a plain path inside the dataset's folder"
+    return ""
 
 
 def _files(manifest: Manifest) -> list[StoredFile]:

@@ -220,7 +220,16 @@ def test_more_zeros_among_starts_than_packs_are_refused_before_they_are_converte
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ('"shard_000000.parquet"', '"shard_\\ud800.parquet"', "not a plain path"),
+        (
+            '"shard_000000.parquet"',
+            '"shard_\\ud800.parquet"',
+            "half of a surrogate pair",
+        ),
+        (
+            '"pack_size": 8',
+            '"pack_size": 8, "pack_size": 9',
+            "the manifest is not JSON: it contains the key 'pack_size' twice",
+        ),
         ('"seed": null', '"seed": NaN', "the manifest is damaged: seed is 'nan', not of type "),
         ('"seed": null', '"seed": 1' + "0" * 5000, "the manifest is not JSON"),
         ('"seed": null', '"deep": ' + "[" * 100_000, "the manifest is not JSON"),
@@ -260,7 +269,7 @@ def test_a_manifest_that_claims_numbers_beyond_all_files_is_refused(tmp_path: Pa
 def test_a_large_manifest_of_nothing_but_brackets_fits_in_memory(tmp_path: Path) -> None:
     path = write(tmp_path / "data")
     (path / "manifest.json").write_bytes(b'{"shards": [' + b"[]," * (1 << 20) + b'0], "index": 1, "provenance": 2}')
-    assert "the manifest is damaged: the file contains '2' instead of settings" in what_of(path)
+    assert "the manifest lacks format, version, fingerprint or shards" in what_of(path)
     with (path / "manifest.json").open("wb") as file:
         file.truncate((64 << 20) + 1)
     assert what_of(path) == "the manifest is larger than 67,108,864 bytes"
