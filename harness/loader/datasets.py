@@ -150,23 +150,6 @@ class DataConfig:
         check_sources(self.blend, "data.blend")
 
 
-def _check_alike(readers: Sequence[PackReader], where: str, names: Sequence[str]) -> None:
-    """Raise ConfigError where two datasets of a run record different facts of these names."""
-    first: dict[str, tuple[str, PackReader]] = {}
-    for reader in readers:
-        if reader.manifest is None:  # bare files have no provenance
-            continue
-        tokenizer, media = _tokenizer_of(reader)[0], _media_rules(reader)
-        facts = {"data.pack_size": str(reader.pack_size), "tokenizer": tokenizer, "rules of media": media}
-        for name in names:
-            before, owner = first.setdefault(name, (facts[name], reader)) if facts[name] else (facts[name], reader)
-            if before != facts[name]:
-                what = f"all datasets need the same {name.removeprefix('data.')}: "
-                what += f"{owner.path} has {before}, {reader.path} has {facts[name]}"
-                fix = f"prepare all of them with the same {name}"
-                raise ConfigError(what, where=f"{where}, {reader.path}", fix=fix)
-
-
 class JoinedReader:
     """Several datasets read as one: the packs of the first, then those of the second, and so on.
 
@@ -189,7 +172,19 @@ class JoinedReader:
     def __init__(self, readers: Sequence[PackReader]) -> None:
         if not readers:
             raise ConfigError("the blend is empty", where="data.blend", fix="specify at least one dataset")
-        _check_alike(readers, "data.blend", ("data.pack_size", "tokenizer", "rules of media"))
+        first: dict[str, tuple[str, PackReader]] = {}
+        for reader in readers:
+            if reader.manifest is None:  # bare files have no provenance
+                continue
+            tokenizer, media = _tokenizer_of(reader)[0], _media_rules(reader)
+            facts = {"data.pack_size": str(reader.pack_size), "tokenizer": tokenizer, "rules of media": media}
+            for name, value in facts.items():
+                before, owner = first.setdefault(name, (value, reader)) if value else (value, reader)
+                if before != value:
+                    what = f"sources of a blend need the same {name.removeprefix('data.')}: "
+                    what += f"{owner.path} has {before}, {reader.path} has {value}"
+                    fix = f"prepare all sources with the same {name}"
+                    raise ConfigError(what, where=f"data.blend, {reader.path}", fix=fix)
         self.readers = tuple(readers)
         self.path = ", ".join(reader.path for reader in readers)
         self.pack_size = max(reader.pack_size for reader in readers)
@@ -405,7 +400,17 @@ def open_datasets(config: DataConfig) -> RunData:
         besides = [local_copy(config.validation_path)]
     validations = [open_dataset(path) for path in besides]
     evaluation = _open_evaluation(config)
-    _check_alike([*trains, *validations, *evaluation.values()], "data", ("tokenizer", "rules of media"))
+    for reader, validation in itertools.product(trains, (*validations, *evaluation.values())):
+        (hash_, name), (other, other_name) = _tokenizer_of(reader), _tokenizer_of(validation)
+        if hash_ and other and hash_ != other:
+            what = f"the training set was made with tokenizer {name} ({hash_}), the validation set with "
+            what += f"{other_name} ({other})"
+            fix = "prepare both with the same tokenizer"
+            raise ConfigError(what, where=f"{reader.path} and {validation.path}", fix=fix)
+        if (rules := _media_rules(reader)) and (others := _media_rules(validation)) and rules != others:
+            what = f"the media of the training set were made with {rules}, those of the validation set with {others}"
+            fix = "prepare both for the same model"
+            raise ConfigError(what, where=f"{reader.path} and {validation.path}", fix=fix)
     if config.tokenizer:
         for reader in trains:
             _check_tokenizer(reader, config.tokenizer)

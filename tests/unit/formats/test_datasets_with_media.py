@@ -375,7 +375,7 @@ def test_datasets_whose_media_were_made_by_other_rules_are_not_joined(tmp_path: 
     assert JoinedReader([open_dataset(path) for path in (one, plain, one)]).has_media
     with pytest.raises(ConfigError, match="the same rules of media"):
         JoinedReader([open_dataset(one), open_dataset(other)])
-    with pytest.raises(ConfigError, match=r"the same rules of media: .*qwen has qwen"):
+    with pytest.raises(ConfigError, match="the media of the training set were made with qwen"):
         open_datasets(DataConfig(path=str(one), validation_path=str(other)))
 
 

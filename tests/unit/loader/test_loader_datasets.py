@@ -35,7 +35,7 @@ def test_any_dataset_can_be_trained_on_without_a_validation_set(tmp_path):
 def test_a_validation_set_of_another_tokenizer_and_data_of_one_that_was_not_requested_are_refused(tmp_path):
     write(tmp_path / "train")
     write(tmp_path / "other", tokenizer_hash="b" * 16)
-    with pytest.raises(ConfigError, match=r"same tokenizer: .*train has a{16}, .*other has b{16}"):
+    with pytest.raises(ConfigError, match=r"tokenizer tok \(a{16}\), the validation set with tok \(b{16}\)"):
         open_datasets(DataConfig(path=str(tmp_path), validation_path=str(tmp_path / "other")))
     from harness.prep.tokenize.bpe import train_bpe
 
