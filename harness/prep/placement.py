@@ -15,6 +15,8 @@ import numpy as np
 
 from harness.records import Int64Array
 
+_EXPAND_ITEMS = 1 << 20
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BinPlacement:
@@ -37,10 +39,20 @@ class BinPlacement:
 
     def assign(self, items: Int64Array, bin_starts: Int64Array) -> Int64Array:
         """Lay items, int64 [n] by decreasing length, out bin by bin, each bin from its `bin_starts`, int64 [bins]."""
-        first_bin, num_bins, per_bin, before = self.columns
-        positions = bin_starts[np.repeat(first_bin, num_bins) + _ramps(num_bins)] + np.repeat(before, num_bins)
-        repeats, placed = np.repeat(per_bin, num_bins), np.empty_like(items)
-        placed[np.repeat(positions, repeats) + _ramps(repeats)] = items
+        placed = np.empty_like(items)
+        ends = np.cumsum(self.columns[1] * self.columns[2])
+        column = done = 0
+        while column < len(ends):
+            # About a million items at a time keep temporaries in the cache and memory small.
+            stop = max(int(np.searchsorted(ends, done + _EXPAND_ITEMS, side="right")), column + 1)
+            first_bin, num_bins, per_bin, before = self.columns[:, column:stop]
+            positions = bin_starts[np.repeat(first_bin, num_bins) + _ramps(num_bins)] + np.repeat(before, num_bins)
+            if per_bin.max() > 1:
+                repeats = np.repeat(per_bin, num_bins)
+                positions = np.repeat(positions, repeats) + _ramps(repeats)
+            end = int(ends[stop - 1])
+            placed[positions] = items[done:end]
+            column, done = stop, end
         return placed
 
 
@@ -105,7 +117,7 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
 def _ramps(counts: Int64Array) -> Int64Array:
     """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ...: int64 [sum of counts]."""
     ends = np.cumsum(counts)
-    return np.asarray(np.arange(counts.sum()) - np.repeat(ends - counts, counts))
+    return np.asarray(np.arange(ends[-1]) - np.repeat(ends - counts, counts))
 
 
 def next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
