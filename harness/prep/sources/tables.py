@@ -160,7 +160,12 @@ def _start_of(column: Any) -> int:
 def read_parquet(
     place: Place, size: int, reader: RecordReader, groups: tuple[int, int] | None, first: int
 ) -> Iterator[tuple[int, list[Any], int]]:
-    """Yield number of the first row, rows, and their even share of the file's bytes, of row groups from row `first`."""
+    """Yield number of the first row, rows, and their even share of the file's bytes.
+
+    Args:
+        groups: first and past-the-end row group; None reads all.
+        first: number of the first row of the first group.
+    """
     with open_parquet(place) as parquet:
         schema, metadata = parquet.schema_arrow, parquet.metadata
         values, presence = _present(schema.names, reader)
@@ -178,14 +183,22 @@ def read_parquet(
         num_rows = sum(metadata.row_group(number).num_rows for number in numbers)
         cost = sum(num for path, num in costs.items() if any(_is_in(path, name) for name in columns))
         rows = max(1, min(_CHUNK_ROWS, int(_CHUNK_BYTES / max(cost / max(num_rows, 1), 1))))
-        for number in numbers:
-            if isinstance(place, Path):  # in object storage each header would be a request
-                rows = check_pages(place, metadata, number, columns, rows)
-            for batch in parquet.iter_batches(batch_size=rows, row_groups=[number], columns=columns):
-                for piece in _pieces(batch, values, str(place), first):
-                    records = _rows(piece, values, presence)
-                    yield first, records, int(row_bytes * len(records))
-                    first += len(records)
+        failed: Exception | None = None
+        for at, number in enumerate(numbers):
+            try:
+                if isinstance(place, Path):  # in object storage each header would be a request
+                    rows = check_pages(place, metadata, number, columns, rows)
+            except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+                # Raised once the groups before it are read.
+                numbers, failed = numbers[:at], error
+                break
+        for batch in parquet.iter_batches(batch_size=rows, row_groups=numbers, columns=columns):
+            for piece in _pieces(batch, values, str(place), first):
+                records = _rows(piece, values, presence)
+                yield first, records, int(row_bytes * len(records))
+                first += len(records)
+        if failed is not None:
+            raise failed
 
 
 def read_arrow(place: Place, size: int, reader: RecordReader) -> Iterator[tuple[int, list[Any], int]]:
