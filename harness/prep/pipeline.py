@@ -30,7 +30,7 @@ from harness.prep.media import MediaLimits
 from harness.prep.packing import PackingConfig, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, Stage, Stages, choose_samples, render_page, render_report, to_markdown
-from harness.prep.shards import PARTIAL, VERSION, Receipt, ShardJob, bytes_in_progress, changed_error, refuse
+from harness.prep.shards import PARTIAL, VERSION, Receipt, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import PreparedSource, find_sources
 from harness.prep.sources.reading import SourceFiles, SourceShard, is_compressed
@@ -38,6 +38,7 @@ from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import count_of, open_console
 from harness.storage import BucketFolder, LocalCache, LocalFolder, Place, open_folder, stamp_of, write_atomically
+from harness.storage.files import Stamp
 
 # More text does not improve a tokenizer, and memory stays bounded.
 _TRAIN_CHARACTERS = 256 << 20
@@ -211,6 +212,17 @@ def _fill(
             folder.finish(report.to_dict())
         finally:
             folder.abandon()
+
+
+def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
+    """Return the stamps of files; None for one that is not there."""
+    stamps: list[Stamp | None] = []
+    for file in files:
+        try:
+            stamps.append(stamp_of(file))
+        except OSError:
+            stamps.append(None)
+    return stamps
 
 
 def _remove(folders: Iterable[Path]) -> None:
@@ -392,7 +404,7 @@ class Preparation:
 
     def _do_shards(self, job: ShardJob, stage: Stage) -> list[tuple[SourceShard, Path, Receipt, PreparedSource]]:
         """Tokenize the sources shard by shard, and return each with its folder; raise PrepError if a file changes."""
-        stamps = {str(file): stamp_of(file) for file in self.files}
+        stamps = _stamps(self.files)
         text_bytes = sum(
             stamp.num_bytes * (_EXPANSION if is_compressed(file) else 1)
             for source in self.sources
@@ -415,11 +427,14 @@ class Preparation:
         made = do_shards(job, shards(), engine=engine, num_workers=num_workers, source_bytes=text_bytes)
         for number, receipt in enumerate(made):
             shard, of = cut[number]
-            if receipt.input != stamps[shard.path]:  # between the cutting and the reading of the shard
-                raise changed_error(shard.path)
             done.append((shard, job.shard_folder(number), receipt, of))
             stage.advance(shard.num_bytes, is_earlier=receipt.was_there)
         _remove(set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done})  # of other settings
+        # Between the cutting and the reading of a shard, too.
+        for place, before, after in zip(self.files, stamps, _stamps(self.files), strict=True):
+            if before != after:
+                fix = "prepare it when no program writes to it"
+                raise PrepError("the file changed while it was read", where=str(place), fix=fix)
         return done
 
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:

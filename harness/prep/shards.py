@@ -136,11 +136,6 @@ def refuse(bad: list[BadRecord]) -> None:
     raise PrepError(f"there are bad records: {reasons}", where="\n         ".join(shown), fix=fix)
 
 
-def changed_error(path: str) -> PrepError:
-    """Return the error about a source file that another program writes to."""
-    return PrepError("the file changed while it was read", where=path, fix="prepare it when no program writes to it")
-
-
 def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | None:
     """Return the receipt of an intact shard; None if it is missing, damaged, or of other input or settings."""
     folder = job.shard_folder(number)
@@ -178,12 +173,22 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
         _write(job, folder, shard, tokenizer, receipt)
         # Here too: the next shard begins where the file was cut, and would name bad records.
         if stamp_of(parse_place(shard.path)) != stamp:
-            raise changed_error(shard.path)
+            fix = "prepare it when no program writes to it"
+            raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
         receipt.output = digest_files(folder, _FILES)
         write_atomically(folder / RECEIPT, json.dumps(to_plain(receipt)).encode())
-        # One without a valid receipt, or of another attempt that has just finished, which holds the same bytes.
-        shutil.rmtree(final, ignore_errors=True)
-        folder.rename(final)
+        # Of two concurrent attempts either will do, since they hold the same bytes.
+        for _ in range(3):
+            try:
+                folder.rename(final)
+                break
+            except OSError:
+                # There is one without a valid receipt, or another attempt has just finished.
+                with suppress(OSError):
+                    shutil.rmtree(final)
+        else:
+            fix = "remove the folder, then try again"
+            raise PrepError("the shard cannot be moved into place", where=str(final), fix=fix)
         sync_path(final.parent)
         return receipt
     finally:
