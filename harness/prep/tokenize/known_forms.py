@@ -174,7 +174,11 @@ def _is_plain(conversation: Conversation, tags: tuple[str, ...]) -> bool:
         return False
     turns = conversation.messages
     has_texts = all(type(turn.content) is str and not turn.reasoning and not turn.tool_calls for turn in turns)
-    return has_texts and all(len(pieces_of(turn.text, tags)) == 1 for turn in turns)
+    return has_texts and not _has_tags(conversation, tags)
+
+
+def _has_tags(conversation: Conversation, tags: tuple[str, ...]) -> bool:
+    return any(len(pieces_of(turn.text, tags)) > 1 for turn in conversation.messages)
 
 
 def pieces_of(text: str, tags: tuple[str, ...]) -> list[str]:

@@ -276,13 +276,16 @@ class Masker:
         spans = [(start, min(stop, len(written))) for start, stop in spans]
         return written + text[end.end() :], spans, len(written) - end.end()
 
+    def _has_end(self, text: str, start: int, end: int) -> bool:
+        written = text[start:end].rstrip()
+        # A turn of nothing trains nothing.
+        return not written or written.endswith(self._special_texts)
+
     def _with_end(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
         """Return the spans of a turn with the token that ends it, which is added where the template writes none."""
         own, message = chat.served(turn), chat.conversation.messages[turn]
         *others, (start, end) = spans
-        ending = own[start:end].rstrip()
-        # A turn of nothing trains nothing.
-        if not ending or ending.endswith(self._special_texts):
+        if self._has_end(own, start, end):
             return spans
         stock = self._stock.last_ends if self._stock is not None else ()
         token = self._config.end_of_last_turn or (stock[bool(message.tool_calls)] if stock else "")
