@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
@@ -39,6 +39,7 @@ class KnownForm:
 
     form: Form
     is_ordered: bool = False  # it writes the texts and arguments in the order of the turns
+    has_tags: bool = False  # their contents have marks that the template looks for
 
 
 class KnownForms:
@@ -104,6 +105,7 @@ class KnownForms:
         probe, words = with_unique_words(conversation, self._template.tags)
         words = [word for word in words if word[0] is not None]  # `_check_tools` tries these, which are of no shape
         tried = set()
+        has_tags = _has_tags(conversation, self._template.tags)
         for form in FORMS:
             turns = [form.turn(message) for message in probe.messages]
             if (key := json.dumps(turns)) in tried:
@@ -113,7 +115,7 @@ class KnownForms:
             refused = self._try_form(chat, words)
             if refused is None:
                 is_ordered = not unwritten_text(chat.whole, probe.messages, chat.upto, is_ordered=True)
-                return KnownForm(form, is_ordered=is_ordered)
+                return KnownForm(form, is_ordered=is_ordered, has_tags=has_tags)
             # What a template leaves out is more to the point than its failure on another form.
             if first is None or (first.reason == BadReason.TEMPLATE_FAILED != refused.reason):
                 first = refused
@@ -186,10 +188,16 @@ def pieces_of(text: str, tags: tuple[str, ...]) -> list[str]:
 
     For Qwen3, a user's `<tool_response>...</tool_response>` is the result of a tool.
     """
-    if not any(tag in text for tag in tags):
-        return [text]
+    for tag in tags:
+        if tag in text:
+            return _pattern(tags).split(text)
+    return [text]
+
+
+@lru_cache(maxsize=8)
+def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
     # Longest first: a mark may begin with another.
-    return re.split(f"({'|'.join(map(re.escape, sorted(tags, key=len, reverse=True)))})", text)
+    return re.compile(f"({'|'.join(map(re.escape, sorted(tags, key=len, reverse=True)))})")
 
 
 def _kinds(message: Message, tags: tuple[str, ...]) -> tuple[tuple[bool | str | None, ...], ...]:
@@ -363,7 +371,8 @@ def _contents(message: Message) -> Iterator[str]:
 def _find(text: str, piece: str, start: int) -> int:
     """Return the first end of a piece in a text, from `start` on; -1 if it is not there."""
     plain = json.dumps(piece)[1:-1]
-    spelled = {piece, plain, json.dumps(piece, ensure_ascii=False)[1:-1]}
+    # Nearly every text is spelled in one way.
+    spelled = {piece} if plain == piece else {piece, plain, json.dumps(piece, ensure_ascii=False)[1:-1]}
     if ends := [found + len(form) for form in spelled if (found := text.find(form, start)) >= 0]:
         return min(ends)
     for word in piece.split():

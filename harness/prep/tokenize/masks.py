@@ -17,7 +17,7 @@ the form in which one takes all of a conversation, or refuses it by name, and ch
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecordError, Conversation, MediaPart, Message, ToolCall
-from harness.prep.tokenize.chats import RenderedChat, shared_length
+from harness.prep.tokenize.chats import FORMS, RenderedChat, shared_length
 from harness.prep.tokenize.config import MAX_CHARACTERS, TokenizerConfig
 from harness.prep.tokenize.known_forms import KnownForm, KnownForms, not_written, unwritten_reasoning, unwritten_text
 from harness.prep.tokenize.offsets import Span
@@ -128,8 +128,10 @@ class Masker:
             text = chat.served(last)
             parts = [self._weighed(text, chat, turn, [span]) for turn, span in zip(trained, spans, strict=True)]
             found = [Rendered(text, *map(list, map(chain.from_iterable, zip(*parts, strict=True))))]
+        elif self.rule == "marks":
+            found = self._marked_sequences(chat, trained, has_tags=known.has_tags)
         else:
-            found = self._sequences_of_turns(chat, trained)
+            found = self._sequences_of_turns(chat, trained, lambda turn: [self._served_turn(chat, turn)])
         self._check_written(chat, known)
         return found
 
@@ -157,6 +159,43 @@ class Masker:
             detail = f"it writes turn {turn + 1} differently once later turns follow; use tokenizer.mask=auto"
             raise BadRecordError(BadReason.TEMPLATE_FAILED, f"the chat template failed: {detail}")
         return len(before), len(after)
+
+    def _marked_sequences(self, chat: RenderedChat, trained: list[int], *, has_tags: bool) -> list[Rendered]:
+        text, spans = chat.marked(len(chat.messages))
+        config = self._config
+        messages = chat.conversation.messages
+        roles = [message.role for message in messages]
+        every = len(trained) == roles.count("assistant")
+        plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
+        # A template may write a system prompt that follows other turns before them.
+        is_usual = {"system", "developer"}.isdisjoint(roles[1:]) and ("assistant", "assistant") not in pairwise(roles)
+        is_usual &= not any(message.reasoning or "</think>" in message.text for message in messages)
+        has_end = bool(spans) and self._has_end(text, *spans[-1])
+        if plain and not self._has_weights and is_usual and has_end and not has_tags and self._keeps_turns:
+            return [Rendered(text, spans)]
+        return self._sequences_of_turns(chat, trained, lambda turn: self._marked_turn(chat, turn))
+
+    @cached_property
+    def _keeps_turns(self) -> bool:
+        """A turn without reasoning is marked and written alike at the end of a conversation and inside it."""
+        called = Message("assistant", "", tool_calls=_CALL)
+        result = Message("tool", "c", tool_call_id=_CALL[0].id, name="f")
+        probes = [
+            Conversation((_ASK, _ANSWER, _ASK, _ANSWER), ""),
+            Conversation((_ASK, called, result, _ANSWER, _ASK, _ANSWER), "", tools=_TOOLS),
+        ]
+        for probe in probes:
+            chat = RenderedChat(self._template, probe, FORMS[0], {})
+            turns = [number for number, turn in enumerate(probe.messages[:-1]) if turn.role == "assistant"]
+            try:
+                whole, marks = chat.marked(len(probe.messages))
+                alone = [chat.marked(number + 1) for number in turns]
+            except BadRecordError:
+                continue
+            for text, spans in alone:
+                if not spans or spans != marks[: len(spans)] or not whole.startswith(text[: spans[-1][1]]):
+                    return False
+        return True
 
     def _marked_turn(self, chat: RenderedChat, turn: int) -> list[Span]:
         """Return the marked spans of one turn in the text of the conversation up to and with it."""
@@ -200,7 +239,9 @@ class Masker:
         shared = shared_length(before, text)
         return shared if self._core_end(before, shared, len(before)) == shared else None
 
-    def _sequences_of_turns(self, chat: RenderedChat, trained: list[int]) -> list[Rendered]:
+    def _sequences_of_turns(
+        self, chat: RenderedChat, trained: list[int], spans_of: Callable[[int], list[Span]]
+    ) -> list[Rendered]:
         """Put turns into as few sequences as show each of them as it is served, the last turn first."""
         text, found, in_all = chat.whole, [], 0
         spans: list[Span] = []
@@ -208,7 +249,7 @@ class Masker:
         # The beginning of the text is that of the conversation up to this turn.
         shown_at = len(chat.messages) - 1
         for turn in reversed(trained):
-            turn_spans = self._marked_turn(chat, turn) if self.rule == "marks" else [self._served_turn(chat, turn)]
+            turn_spans = spans_of(turn)
             if turn_spans and self._config.train_end_of_turn:
                 turn_spans = self._with_end(chat, turn, turn_spans)
             own = chat.served(turn)
