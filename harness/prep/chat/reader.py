@@ -20,6 +20,8 @@ from harness.prep.chat.schemas import SCHEMAS
 from harness.prep.chat.schemas.batch import BATCH_FIELDS, REQUESTS, unwrapped
 from harness.prep.chat.schemas.sharegpt import CALL_ROLES
 from harness.prep.chat.turns import (
+    ANSWER_FIELDS,
+    CHAT_FIELDS,
     LISTS_OF_ITEMS,
     LISTS_OF_TURNS,
     TEXT_ALONE,
@@ -35,6 +37,11 @@ NUM_DETECTION_RECORDS = 100
 # Fields of a record that change what the model sees or writes, and that no schema reads.
 _UNREAD_FIELDS = frozenset((*MEDIA_FIELDS, "functions"))
 _FIELDS = frozenset().union(*(schema.fields for schema in SCHEMAS.values()))
+# Schemas that a field of a record may belong to; those of nearly all of them show nothing.
+_SCHEMAS_OF = {
+    name: tuple(key for key, schema in SCHEMAS.items() if name in schema.fields)
+    for name in _FIELDS.difference(CHAT_FIELDS, ANSWER_FIELDS)
+}
 
 
 @dataclass(frozen=True)
@@ -330,7 +337,10 @@ def _without_nulls(value: Any) -> Any:
 
 def _detect(record: Mapping[str, Any]) -> str:
     """Return the name of the only schema that fits a record; raise BadRecordError if there is none or a choice."""
-    fitting = [name for name, schema in SCHEMAS.items() if schema.fits(record)]
+    possible = {name for key in record if key in _SCHEMAS_OF for name in _SCHEMAS_OF[key]}
+    fitting = [name for name in possible if SCHEMAS[name].fits(record)]
+    if len(fitting) > 1:
+        fitting = [name for name in SCHEMAS if name in fitting]
     if len(fitting) > 1:
         fitting = [name for name in fitting if SCHEMAS[name].use != "last"] or fitting
     if len(fitting) == 1 and SCHEMAS[fitting[0]].use != "asked":

@@ -51,6 +51,7 @@ _MEDIA_COLUMN = re.compile(
 )
 _MEDIA_PART = re.compile(r"image|audio|video|file|media|inline_?data", re.IGNORECASE)
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
+_ROLES = frozenset(ROLES)
 _SHAREGPT_ROLES = ("human", "gpt", "model", "function_call", "tool_call", "observation", "tool_response")
 _REASONING, _CALLS, _WEIGHTS = map(frozenset, (REASONING_FIELDS, ("tool_calls", "function_call"), WEIGHT_FIELDS))
 # Fields that turns of one role only may have.
@@ -176,10 +177,13 @@ def parse_turn(turn: object, number: int) -> Message:
     if not isinstance(turn, Mapping):
         raise BadRecordError(BadReason.BAD_TURN, f"turn {number} is a {type(turn).__name__}, expected an object")
     role, content = turn.get("role"), turn.get("content")
+    # Nearly every turn of nearly every dataset.
+    if len(turn) == 2 and type(content) is str and type(role) is str and role in _ROLES and content.strip():
+        return Message(role, content if content.isascii() else check_text(content, f"turn {number} ({role})"))
     what = f"turn {number}"
     if role == "function":
         role = "tool"
-    if not isinstance(role, str) or role not in ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         detail = f"{what} has role {show(role)}, expected one of {', '.join(ROLES)}"
         if role in _SHAREGPT_ROLES:
             detail += "; source.schema=sharegpt supports such roles"
@@ -198,7 +202,7 @@ def parse_turn(turn: object, number: int) -> Message:
         part_weights, content = _part_weights(content, role, what)
     message = Message(
         role,
-        _parse_content(content, what),
+        content if type(content) is str and content.isascii() else _parse_content(content, what),
         reasoning="" if _REASONING.isdisjoint(held) else _parse_reasoning(held, what),
         tool_calls=() if _CALLS.isdisjoint(held) else _parse_tool_calls(held, what),
         tool_call_id=check_text(held["tool_call_id"], f"the id of {what}") if "tool_call_id" in held else "",
