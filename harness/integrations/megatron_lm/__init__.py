@@ -35,5 +35,4 @@ __all__ = [
 ]
 
 # Imported at first use: a program prepares its process before Megatron-Core is imported.
-_NAMES = "ExternalLoader datasets_provider forward_step get_batch loss_function train_valid_test_datasets_provider"
-__getattr__ = names_on_first_use(__name__, data_loader=_NAMES)
+__getattr__ = names_on_first_use(__name__, data_loader=" ".join(__all__))

@@ -153,10 +153,14 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
     if args.seq_length % layout.cp_size:
         what = f"--seq-length {args.seq_length} is not a multiple of --context-parallel-size {layout.cp_size}"
         raise ConfigError(what, where="the arguments of Megatron-LM", fix="choose a multiple")
-    # Stages that read nothing need only bounds.
-    source, schedule = readable(reader, layout), ScheduleConfig("as_packed", args.seq_length // layout.cp_size)
     try:
-        stream = RankStream(cast(PackReader, source), config, schedule=schedule, layout=layout)
+        stream = RankStream(
+            # Stages that read nothing need only bounds.
+            cast(PackReader, readable(reader, layout)),
+            config,
+            schedule=ScheduleConfig("as_packed", args.seq_length // layout.cp_size),
+            layout=layout,
+        )
     except ScheduleError as error:
         fix = "raise --seq-length, or prepare smaller packs"
         raise ScheduleError(error.what, where=f"--seq-length {args.seq_length}", fix=fix) from None

@@ -30,7 +30,19 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.distributed import ProcessGroup
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
-from harness.integrations.megatron_lm import data_schedule_utils as utils
+from harness.integrations.megatron_lm.data_schedule_utils import (
+    FIELDS,
+    broadcast_scalars,
+    broadcast_tensor,
+    broadcast_to_pp_group,
+    build_packed_microbatches,
+    create_data_iterator,
+    device_of,
+    get_batch_and_global_seqlens,
+    padding_mask,
+    raise_together,
+    reroute_samples_to_dcp_ranks,
+)
 from harness.megatron.compat import packed_seq_params
 from harness.plan.layout import DTYPE_BYTES
 from harness.plan.work import FLOPS_PER_BYTE
@@ -88,13 +100,15 @@ class BasePackingScheduler:
         microbatch_group_size_per_vp_stage: int | None,
         max_num_seqs: int | None = None,
     ) -> None:
-        self.max_seqlen_per_dp_cp_rank, self.max_num_seqs = max_seqlen_per_dp_cp_rank, max_num_seqs
-        self.cp_size, self.dp_size = cp_size, dp_size
+        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
+        self.cp_size = cp_size
+        self.dp_size = dp_size
         self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
+        self.max_num_seqs = max_num_seqs
 
     def get_required_sample_keys(self) -> list[str]:
         """Return the entries that every sample needs."""
-        return [*utils.FIELDS, "original_seq_len", "padded_seq_len"]
+        return [*FIELDS, "original_seq_len", "padded_seq_len"]
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
         """Schedule a global batch: a pure function, the same on every rank.
@@ -110,21 +124,28 @@ class BasePackingScheduler:
                 another row.
         """
         numbers = [number for number, _ in sample_id_seqlens]
-        lengths = np.asarray([length for _, length in sample_id_seqlens], dtype=np.int64)
-        ranks, cp_size = self.dp_size * self.cp_size, 1 if self.shares_rows else self.cp_size
-        sizes: dict[str, Any] = {"dp_size": ranks // cp_size, "cp_size": cp_size, "cost": self.cost}
-        sizes["group_size"] = self.microbatch_group_size_per_vp_stage or 1
-        placed = schedule(self.name, lengths, max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank, **sizes)
-        groups = [
-            [[numbers[index] for index in placed.row(microbatch, rank // cp_size).tolist()] for rank in range(ranks)]
-            for microbatch in range(placed.num_microbatches)
-        ]
-        most = max(len(row) for group in groups for row in group)
+        ranks = self.dp_size * self.cp_size
+        cp_size = 1 if self.shares_rows else self.cp_size
+        placed = schedule(
+            self.name,
+            np.asarray([length for _, length in sample_id_seqlens], dtype=np.int64),
+            dp_size=ranks // cp_size,
+            cp_size=cp_size,
+            max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
+            group_size=self.microbatch_group_size_per_vp_stage or 1,
+            cost=self.cost,
+        )
+        most = max(
+            len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(placed.dp_size)
+        )
         if self.max_num_seqs is not None and most > self.max_num_seqs:
             what = f"a row contains {most:,} sequences, more than the maximum of {self.max_num_seqs:,}"
             fix = f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank"
             raise ScheduleError(what, where="config.thd_max_packed_sequences", fix=fix)
-        return groups
+        return [
+            [[numbers[index] for index in placed.row(microbatch, rank // cp_size).tolist()] for rank in range(ranks)]
+            for microbatch in range(placed.num_microbatches)
+        ]
 
     def run(
         self,
@@ -140,13 +161,15 @@ class BasePackingScheduler:
         """Fetch, schedule, route, pack and broadcast; returns and raises as `wrap_data_iterator` does."""
         if isinstance(data_iterator, (list, tuple)):  # one per virtual pipeline stage, all of the same data
             data_iterator = next((one for one in data_iterator if one is not None), None)
-        is_parallel = bool(getattr(config, "sequence_parallel", False))
-        parts: dict[str, Any] = {"tp_size": tp_group.size(), "sequence_parallel": is_parallel}
+        parts: dict[str, Any] = {
+            "tp_size": tp_group.size(),
+            "sequence_parallel": bool(getattr(config, "sequence_parallel", False)),
+        }
         error: Exception | None = None
         batch, placed, ended = None, [], False
         if data_iterator is not None:
             try:
-                batch = utils.get_batch_and_global_seqlens(data_iterator, num_microbatches, dp_group)
+                batch = get_batch_and_global_seqlens(data_iterator, num_microbatches, dp_group)
                 placed = self.get_groups_and_subsamples(batch[1])
                 self._check(placed, batch[1])
                 _check_padding(dict(batch[1]), placed, parts)
@@ -154,34 +177,34 @@ class BasePackingScheduler:
                 ended = True
             except Exception as raised:
                 error = raised
-        utils.raise_together(error, (dp_cp_group, tp_group, pp_group))
+        raise_together(error, (dp_cp_group, tp_group, pp_group))
 
         rows, scalars = None, (0, 0.0, 0.0)
         if batch is not None and not ended:
             samples, id_lengths, ids, offsets, lengths = batch
             # All at both ends of the pipeline, as in Megatron, and none between them.
             is_end = pp_group.rank() in (0, pp_group.size() - 1)
-            fields = tuple(utils.FIELDS) if is_end or getattr(config, "mtp_num_layers", None) else ()
+            fields = tuple(FIELDS) if is_end or getattr(config, "mtp_num_layers", None) else ()
             needed = (*fields, "original_seq_len", "padded_seq_len")
             kept = [{name: sample[name] for name in needed} for sample in samples]
-            mine = utils.reroute_samples_to_dcp_ranks(
+            mine = reroute_samples_to_dcp_ranks(
                 kept, ids, id_lengths, placed, offsets, dp_group, dp_cp_group=dp_cp_group
             )
             rank = dp_cp_group.rank()
             own = [[mine[i] for i in group[rank]] for group in placed]
             multiple = padding_multiple(cp_size=1 if self.shares_rows else self.cp_size, **parts)
-            rows = utils.build_packed_microbatches(own, dev, fields=fields, pad_to_multiple=multiple)
+            rows = build_packed_microbatches(own, dev, fields=fields, pad_to_multiple=multiple)
             if self.shares_rows:
                 for row, group in zip(rows, placed, strict=True):
                     row[_SIZE] = torch.tensor(_sizes(group)[rank], dtype=torch.int32, device=dev)
             scalars = (len(rows), float(sum(lengths)), float(sum(length * length for length in lengths)))
         if tp_group.rank() == 0:
-            rows, *of_stages = utils.broadcast_to_pp_group(rows, *scalars, pp_group, dev)
+            rows, *of_stages = broadcast_to_pp_group(rows, *scalars, pp_group, dev)
             scalars = (int(of_stages[0] or 0), float(of_stages[1] or 0.0), float(of_stages[2] or 0.0))
-        count, total, squared = utils.broadcast_scalars(scalars, tp_group, dev)
+        count, total, squared = broadcast_scalars(scalars, tp_group, dev)
         if not count:
             raise StopIteration
-        return utils.create_data_iterator(rows, pp_group, tp_group, config), int(count), float(total), float(squared)
+        return create_data_iterator(rows, pp_group, tp_group, config), int(count), float(total), float(squared)
 
     def _check(self, placed: Groups, sample_id_seqlens: Sequence[tuple[int, int]]) -> None:
         """Raise ScheduleError unless every sample is in one row, the same on the neighbors that share it."""
@@ -199,10 +222,13 @@ class BasePackingScheduler:
             return
         lost = sorted({*wanted} - {*found})
         neighbors = "a power of two of" if self.shares_rows else "context-parallel"
-        what = f"{type(self).__name__} placed {len(found):,} of {len(wanted):,} samples in {len(placed)} microbatches"
-        what += f"; sample {lost[0]} was not placed" if lost else ""
-        fix = f"place every sample once, in a multiple of {size} microbatches of {ranks} ranks, of which {neighbors} "
-        raise ScheduleError(what, where="get_groups_and_subsamples", fix=f"{fix}neighbors share a row")
+        raise ScheduleError(
+            f"{type(self).__name__} placed {len(found):,} of {len(wanted):,} samples in {len(placed)} microbatches"
+            + (f"; sample {lost[0]} was not placed" if lost else ""),
+            where="get_groups_and_subsamples",
+            fix=f"place every sample once, in a multiple of {size} microbatches of {ranks} ranks, of which {neighbors} "
+            "neighbors share a row",
+        )
 
 
 class DpBalancedScheduler(BasePackingScheduler):
@@ -300,16 +326,20 @@ def wrap_data_iterator(
         what = f"{name} {'needs' if scheduler_map[name].shares_rows else 'does not use'} dynamic context parallelism"
         fix = "set config.dynamic_context_parallel=True for default_dynamic_cp alone"
         raise ConfigError(what, where="config.dynamic_context_parallel", fix=fix)
-    is_virtual, dp_size = config.virtual_pipeline_model_parallel_size is not None, dp_group.size()
+    virtual_stages = config.virtual_pipeline_model_parallel_size
     most = getattr(config, "thd_max_packed_sequences", None)
-    # A scheduler of an earlier version does not know it.
-    limits = {} if most is None else {"max_num_seqs": most}
-    group_size = config.microbatch_group_size_per_vp_stage if is_virtual else None
-    scheduler = scheduler_map[name](tokens, dp_cp_group.size() // dp_size, dp_size, group_size, **limits)
+    scheduler = scheduler_map[name](
+        tokens,
+        dp_cp_group.size() // dp_group.size(),
+        dp_group.size(),
+        None if virtual_stages is None else config.microbatch_group_size_per_vp_stage,
+        # A scheduler of an earlier version does not know it.
+        **({} if most is None else {"max_num_seqs": most}),
+    )
     if scheduler.cost is BasePackingScheduler.cost:
         scheduler.cost = _cost_of(config)
     return scheduler.run(
-        data_iterator, num_microbatches, dp_group, tp_group, pp_group, dp_cp_group, utils.device_of(dp_group), config
+        data_iterator, num_microbatches, dp_group, tp_group, pp_group, dp_cp_group, device_of(dp_group), config
     )
 
 
@@ -371,7 +401,7 @@ def _share_row(
 ) -> Microbatch:
     """Take the next row on the first tensor-parallel rank, and give all of the group its slice."""
     values: dict[str, torch.Tensor] = {}
-    header, device = [0, 0, 0, 0, 0], utils.device_of(tp_group)
+    header, device = [0, 0, 0, 0, 0], device_of(tp_group)
     error: Exception | None = None
     if tp_group.rank() == 0:
         try:
@@ -381,19 +411,19 @@ def _share_row(
             header = [ends, int(values["max_seqlen"]), total, int(is_padded), int(values[_SIZE])]
         except (LoaderError, ScheduleError) as raised:
             error, header = raised, [_FAILED, 0, 0, 0, 0]
-    ends, max_seqlen, total, padded, ranks = map(int, utils.broadcast_scalars(header, tp_group, device, torch.int64))
+    ends, max_seqlen, total, padded, ranks = map(int, broadcast_scalars(header, tp_group, device, torch.int64))
     if ends == _FAILED:
-        utils.raise_together(error, (tp_group,))
+        raise_together(error, (tp_group,))
     cp_group, source = group_of(ranks), torch.distributed.get_process_group_ranks(tp_group)[0]
 
     def shared(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = values[name].contiguous() if name in values else torch.empty(shape, dtype=dtype, device=device)
-        utils.broadcast_tensor(tensor, source, tp_group)
+        broadcast_tensor(tensor, source, tp_group)
         return tensor
 
     bounds, padded_bounds = (shared(name, (ends,), torch.int32) for name in _BOUNDS)
     size = (1, total // (1 if cp_group is None else cp_group.size()))
-    row = {name: shared(name, size, utils.FIELDS[name]) for name in fields}
+    row = {name: shared(name, size, FIELDS[name]) for name in fields}
     mask = shared("padding_mask", size, torch.bool)
     sizes: dict[str, Any] = {"max_seqlen": max_seqlen, "is_padded": bool(padded)}
     sizes |= {"cp_group": cp_group} if is_dynamic else {}
@@ -435,10 +465,10 @@ def _own_slice(
     mask = row.get("padding_mask")
     # Rows of another scheduler have none, and all of their sequences are somebody's.
     if mask is None:
-        mask = utils.padding_mask(values["cu_seqlens"], values["cu_seqlens_padded"])
+        mask = padding_mask(values["cu_seqlens"], values["cu_seqlens_padded"])
     whole = {**{name: row[name] for name in fields}, "padding_mask": mask}
     for name, tensor in whole.items():
-        value = tensor.reshape(-1).to(device, utils.FIELDS.get(name, torch.bool))
+        value = tensor.reshape(-1).to(device, FIELDS.get(name, torch.bool))
         if value.shape[0] != total:
             what = f"a row has {value.shape[0]:,} {name}, but its sequences end at {total:,}"
             fix = "the last cu_seqlens_padded of a row must be its length"
