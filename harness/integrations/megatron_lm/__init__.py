@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from harness.integrations.megatron_lm.data_loader import (
         ExternalLoader,
         datasets_provider,
-        forward_step,
-        get_batch,
-        loss_function,
         train_valid_test_datasets_provider,
     )
+    from harness.integrations.megatron_lm.forward import forward_step, get_batch, loss_function
 
 __all__ = [
     "ExternalLoader",
@@ -35,4 +33,8 @@ __all__ = [
 ]
 
 # Imported at first use: a program prepares its process before Megatron-Core is imported.
-__getattr__ = names_on_first_use(__name__, data_loader=" ".join(__all__))
+__getattr__ = names_on_first_use(
+    __name__,
+    data_loader="ExternalLoader datasets_provider train_valid_test_datasets_provider",
+    forward="forward_step get_batch loss_function",
+)

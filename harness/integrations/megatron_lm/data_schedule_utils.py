@@ -40,7 +40,8 @@ _FAILED, _ENDED = -1, -2  # in place of the lengths of a rank's samples
 def samples_of_pack(pack: Pack, *, pad_to_multiple: int = 1) -> list[Sample]:
     """Return the sequences of a stored pack as samples: what an iterator for `wrap_data_iterator` may yield.
 
-    `harness.thd.padding_multiple` gives the multiple of a layout.
+    Args:
+        pad_to_multiple: of the layout (`harness.thd.padding_multiple`).
     """
     row = build_thd_batch(pack.sequences(), pad_to_multiple=pad_to_multiple)
     real, bounds = np.diff(row.cu_seqlens), row.cu_seqlens_padded
@@ -234,7 +235,11 @@ def build_packed_microbatches(
     fields: Sequence[str] = tuple(FIELDS),
     pad_to_multiple: int = 1,
 ) -> list[Row]:
-    """Return one row with `fields` for each microbatch's samples; for none, `pad_to_multiple` tokens of zero loss."""
+    """Return one row for each microbatch's samples; for none, a row of zero loss that is `pad_to_multiple` long.
+
+    Args:
+        fields: of FIELDS, those that rows have.
+    """
     rows = []
     for samples in grouped_samples:
         if samples:
@@ -271,7 +276,10 @@ def broadcast_to_pp_group(
 ) -> tuple[list[Row] | None, int | None, float | None, float | None]:
     """Send the bounds and the padding of rows, without their tokens, from the first stage to a pipeline's middle ones.
 
-    The last stage has rows of its own. Return the rows, their number, and the two sums.
+    The last stage has rows of its own.
+
+    Returns:
+        The rows, their number, and the two sums.
     """
     ours = (new_samples, num_micro_batches, seqlen_sum_this_global_batch, seqlen_squared_sum_this_global_batch)
     if pp_group.size() <= 2:
