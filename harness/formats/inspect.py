@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from harness.errors import ConfigError
-from harness.formats.opening import find_splits, open_dataset
+from harness.formats.opening import find_splits, holds_dataset, open_dataset
 from harness.formats.reader import PackReader
 from harness.printing import count_of, one_line, printable
 from harness.records import Int64Array, SequenceView
@@ -62,7 +62,7 @@ class DatasetSummary:
 
 def find_datasets(path: str) -> list[str]:
     """Return the datasets at a path: those of a prepared folder (`train`, `validation`), or the path itself."""
-    return [*find_splits(path).values()] or [path]
+    return [one for one in find_splits(path).values() if holds_dataset(one)] or [path]
 
 
 def inspect_dataset(path: str) -> DatasetSummary:

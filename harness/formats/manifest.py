@@ -149,7 +149,7 @@ def file_problems(folder: Folder, files: Iterable[StoredFile], kind: str, *, has
         except OSError as error:
             yield FormatError(f"a {kind} is missing, or cannot be read: {error.strerror or error}", where=where)
         except FormatError as error:
-            yield FormatError(f"a {kind} {error.what}", where=where, fix=error.fix)
+            yield FormatError(f"a {kind} cannot be read: {error.what}", where=where, fix=error.fix)
         else:
             if num_bytes != stored.num_bytes:
                 what = f"a {kind} has {num_bytes:,} bytes, the manifest says {stored.num_bytes:,}"

@@ -22,7 +22,17 @@ from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, file_proble
 from harness.formats.media import SHARDS
 from harness.formats.reader import PackReader, explained, stamp_shard
 from harness.paths import explain_path, is_run, near_paths
-from harness.storage import BucketFolder, Folder, LocalFolder, ObjectPath, Place, join_path, natural_key, open_folder
+from harness.storage import (
+    BucketFolder,
+    Folder,
+    LocalFolder,
+    ObjectPath,
+    Place,
+    is_uri,
+    join_path,
+    natural_key,
+    open_folder,
+)
 from harness.storage.bucket import check_bucket, find_size
 from harness.storage.inputs import match_objects
 
@@ -54,17 +64,22 @@ def holds_manifest(path: str | PathLike[str]) -> bool:
     return open_folder(path).exists(MANIFEST_NAME)
 
 
+def holds_dataset(path: str | PathLike[str]) -> bool:
+    """Return whether a folder, on a disk or in object storage, holds a dataset, whole or not."""
+    folder = open_folder(path)
+    if isinstance(folder, LocalFolder) and not folder.place.is_dir():
+        return False
+    return folder.exists(MANIFEST_NAME) or MARKER_NAME in folder.names() or bool(find_traces(folder))
+
+
 def find_splits(path: str) -> dict[str, str]:
     """Return `train` and `validation` of a prepared folder, as far as they are there; none if it is a dataset itself.
 
-    Also those that lost their manifest, to be refused by name and not passed over.
+    Also those that lost their manifest, to be refused by name and not passed over. Object storage has no folders: there
+    the files of a dataset mark one.
     """
     inner = {} if holds_manifest(path) else {name: join_path(path, name) for name in ("train", "validation")}
-    return {name: one for name, one in inner.items() if _is_folder(open_folder(one))}
-
-
-def _is_folder(folder: Folder) -> bool:
-    return folder.place.is_dir() if isinstance(folder, LocalFolder) else bool(folder.names())
+    return {name: one for name, one in inner.items() if (holds_dataset(one) if is_uri(one) else Path(one).is_dir())}
 
 
 def _open(path: str, folder: Folder) -> PackReader:
@@ -272,7 +287,7 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
         format=format,
         index=index,
         shards=[(place, one.sequence_counts.shape[0]) for place, one in zip(places, contents, strict=True)],
-        pack_size=max(longest, *(one.pack_size or 0 for one in contents)),
+        pack_size=max(longest, *(one.pack_size or 0 for one in contents)) if manifest is None else manifest.pack_size,
         manifest=manifest,
         stamps=stamps if index.checksums is None else None,
     )

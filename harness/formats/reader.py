@@ -179,8 +179,12 @@ class PackReader:
             return packs
         return [self._with_media(pack, int(index)) for pack, index in zip(packs, ids, strict=True)]
 
-    def read_tokens(self, ids: Sequence[int] | Int64Array, spans: Sequence[Int64Array] | None = None) -> list[Pack]:
-        """Read packs as `read` does, without their media.
+    def read_tokens(self, ids: Sequence[int] | Int64Array) -> list[Pack]:
+        """Read packs as `read` does, without their media."""
+        return self.read_parts(ids, None)
+
+    def read_parts(self, ids: Sequence[int] | Int64Array, spans: Sequence[Int64Array] | None) -> list[Pack]:
+        """Read at least some tokens of packs, without their media.
 
         Args:
             spans: int64 [n, 2] of each pack, first and end of the tokens that are needed; None for all of them. Where

@@ -110,13 +110,13 @@ def read_excluded(run_dir: Path) -> dict[str, str]:
 
 def ask_slurm(*command: str) -> str:
     """Return what a command of Slurm prints; raise HarnessError if it is not installed here, or fails."""
-    printed, code = output_of(*command)
-    if code is None:
+    if shutil.which(command[0]) is None:
         raise HarnessError(f"{command[0]} is not installed here", where="PATH", fix="run the command on a login node")
-    if code:
-        what, fix = f"{command[0]} failed: {printed.strip()}", "try again once the controller answers (`scontrol ping`)"
-        raise HarnessError(what, where=" ".join(command), fix=fix)
-    return printed
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        what = f"{command[0]} failed: {(done.stderr or done.stdout).strip()}"
+        raise HarnessError(what, where=" ".join(command), fix="try again once the controller answers (`scontrol ping`)")
+    return done.stdout
 
 
 def output_of(*command: str) -> tuple[str, int | None]:

@@ -208,7 +208,7 @@ def _check_splits(splits: dict[str, Sources], where: str) -> None:
     for name, sources in splits.items():
         if name not in SPLITS:
             raise ConfigError(f"{name!r} is not a split", where=where, fix=f"choose one of {', '.join(SPLITS)}")
-        check_sources(sources, f"{where}.{name}")
+        check_sources(sources, f"{where}{'.' if where.startswith('data.') else ', '}{name}")
     if not splits.get("train"):
         raise ConfigError("there is no training source", where=where, fix="add train sources")
 

@@ -221,9 +221,13 @@ class JoinedReader:
         """
         return self._read(indices, PackReader.read)
 
-    def read_tokens(self, indices: list[int], spans: Sequence[Int64Array] | None = None) -> list[Pack]:
-        """Return packs as `read` does, without their media; `spans` as of `PackReader`."""
-        return self._read(indices, PackReader.read_tokens, spans)
+    def read_tokens(self, indices: list[int]) -> list[Pack]:
+        """Return packs as `read` does, without their media."""
+        return self._read(indices, PackReader.read_tokens)
+
+    def read_parts(self, indices: list[int], spans: Sequence[Int64Array]) -> list[Pack]:
+        """Return parts of packs as `PackReader` does."""
+        return self._read(indices, PackReader.read_parts, spans)
 
     def read_media(self, sequence_ids: Int64Array) -> list[tuple[Medium, ...]]:
         """Return the media of sequences, by their numbers among those of all datasets, as of `PackReader`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -233,12 +233,12 @@ class BatchReader:
         offsets = self._source.pack_offsets
         pack_of = np.searchsorted(offsets, sequences, side="right") - 1
         needed = np.unique(pack_of)
-        spans, source = self._spans(sequences, shared_by, pack_of, needed), self._source
-        if spans is None and not self._has_media:
-            read = source.read(needed.tolist())
+        spans, source = self._spans(sequences, shared_by, pack_of, needed), cast(Any, self._source)
+        if spans is not None:
+            read = source.read_parts(needed.tolist(), spans)
         else:
-            read = source.read_tokens(needed.tolist(), *([] if spans is None else [spans]))  # type: ignore[attr-defined]
-        packs = dict(zip(needed.tolist(), read, strict=True))
+            read = (source.read_tokens if self._has_media else source.read)(needed.tolist())
+        packs: dict[int, Pack] = dict(zip(needed.tolist(), read, strict=True))
         for index, pack in packs.items():
             expected = self._source.sequence_lengths[int(offsets[index]) : int(offsets[index + 1])]
             if not np.array_equal(pack.sequence_lengths, expected):
@@ -262,8 +262,9 @@ class BatchReader:
         self, sequences: Int64Array, shared_by: Int64Array, pack_of: Int64Array, needed: Int64Array
     ) -> list[Int64Array] | None:
         """Return first and end of the tokens that this rank needs of each pack; None for all, of short packs."""
-        source, layout = self._source, self._layout
-        if getattr(source, "pack_size", 0) <= _READ_WHOLE_TOKENS or not hasattr(source, "read_tokens"):
+        source, layout = cast(Any, self._source), self._layout
+        # Not every source has packs of a known size, or parts of them.
+        if not hasattr(source, "read_parts") or source.pack_size <= _READ_WHOLE_TOKENS:
             return None
         stored = source.sequence_lengths[sequences].astype(np.int64)
         if layout.reads_ahead is None:

@@ -77,6 +77,7 @@ def schedule(
     cost: SequenceCost | None = None,
     media_cost: Float64Array | None = None,
     pad_to_multiple: int = 1,
+    pads_further: bool = True,
 ) -> Schedule:
     """Place the sequences of one global batch on ranks and microbatches: a pure function, the same on every rank.
 
@@ -91,6 +92,7 @@ def schedule(
         cost: of training a sequence, for `cost_balanced` and `dynamic_context`.
         media_cost: float64 [sequences], of encoding the media of each, for the same two; None without media.
         pad_to_multiple: of tokens, to which every sequence was padded.
+        pads_further: whether ranks that share a sequence pad it to their own multiple.
 
     Returns:
         Every index of `lengths` once, in rows that fit, with the same number of rows for every rank.
@@ -119,5 +121,5 @@ def schedule(
     row, cost = max_tokens_per_rank * cp_size, cost or SequenceCost()
     limits: dict[str, Any] = {"dp_size": dp_size, "cp_size": cp_size, "pad_to_multiple": pad_to_multiple}
     check_lengths(sizes, offsets, name, max_tokens_per_rank, most_ranks=cost.most_ranks, **limits)
-    batch = GlobalBatch(sizes, dp_size, row, group_size, offsets, cost, media_cost, pad_to_multiple)
+    batch = GlobalBatch(sizes, dp_size, row, group_size, offsets, cost, media_cost, pad_to_multiple, pads_further)
     return SCHEDULERS[name](batch)

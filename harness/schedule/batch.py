@@ -69,6 +69,7 @@ class GlobalBatch:
         cost: of training a sequence.
         media_cost: float64 [sequences], of encoding the media of each; None where there are none.
         pad_to_multiple: of tokens, to which every sequence was padded; ranks that share a row pad to more.
+        pads_further: False where they cannot, so that only sequences that take long are shared.
     """
 
     lengths: Int64Array
@@ -79,6 +80,7 @@ class GlobalBatch:
     cost: SequenceCost
     media_cost: Float64Array | None = None
     pad_to_multiple: int = 1
+    pads_further: bool = True
 
     @property
     def rows_per_group(self) -> int:

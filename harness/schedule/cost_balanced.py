@@ -198,7 +198,7 @@ def fill_rows(
     start = 0
     while start < num:
         # Free tokens are multiples of that to which a row's sequences are padded.
-        rows = np.flatnonzero(free >= batch.lengths[order[start]])
+        rows = np.flatnonzero(free >= batch.lengths[order[start : start + portion]].max())
         if rows.shape[0] == 0:
             return None
         size = min(portion, num - start, rows.shape[0])
@@ -426,6 +426,8 @@ class _Placement:
             for at in places:
                 change = costs - back[at]
                 allowed = (of_taker[at] == pair) & (change > 0) & (change < limit) & (lengths <= room[at])
+                # A sequence that costs less can be longer, where media are encoded.
+                allowed &= added[at] - lengths <= self.free[self.row_of[givers]]
                 score = np.abs(change - sought) + weight * np.maximum(0.0, change - waits[at])
                 scores.append(np.where(allowed, score, np.inf))
             least, of_pair = np.min(scores, axis=0), np.full(num, np.inf)

@@ -23,7 +23,7 @@ from harness.schedule.cost_balanced import (
 _SHARES, _STEPS = (1.0, np.inf, 0.5, 0.25, 0.125), (1.0, 1.15, 1.4, 1.75, 2.2, 2.8)
 # Costs over an even share of the busiest rank, and of the busiest in every microbatch, up to which nothing else is
 # tried; and of the busiest rank, up to which no layout with one size is. Together, tries place this many sequences.
-_GOOD_STEP, _GOOD_SYNC, _NEAR, _MOST_PLACED = 1.01, 1.10, 1.005, 1 << 18
+_GOOD_STEP, _GOOD_SYNC, _NEAR, _MOST_PLACED = 1.01, 1.10, 1.005, 1 << 17
 # Tokens of a sequence that a rank has more than, where short ones are shared too.
 _LEAST_TOKENS = 32
 # Sequences of one rank get this many times the rows that they need at least.
@@ -44,7 +44,9 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
     ideal = float((batch.costs(fewest) * fewest).sum()) / batch.dp_size
     rows = math.ceil(batch.lengths.sum() / (batch.max_tokens_per_row * batch.dp_size))
     tries, part = [(share, 8.0, 0) for share in _SHARES], batch.max_tokens_per_row / _LEAST_TOKENS
-    tries += [(step / waves, part, waves) for step in _STEPS for waves in (rows, rows + 1)]
+    tries += (
+        [] if not batch.pads_further else [(step / waves, part, waves) for step in _STEPS for waves in (rows, rows + 1)]
+    )
     chosen, least, lowest, tried = None, np.inf, np.inf, set[tuple[bytes, int]]()
     for share, part, waves in tries:
         sizes = divide_further(batch, fewest, share * ideal, part)
@@ -62,7 +64,11 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
             break
     assert chosen is not None
     size, near = int(fewest.max()), _NEAR * ideal
-    while (least > 0 or lowest > near) and size <= largest_share(batch.dp_size, batch.cost.most_ranks):
+    while (
+        batch.pads_further
+        and (least > 0 or lowest > near)
+        and size <= largest_share(batch.dp_size, batch.cost.most_ranks)
+    ):
         costs = batch.costs(size)
         if max(costs.max(), costs.sum() * size / batch.dp_size) <= max(lowest, near):
             placed = place_alike(batch, size)
@@ -78,7 +84,8 @@ def _excess(placed: Schedule, batch: GlobalBatch, ideal: float) -> tuple[float, 
     work = row_costs(placed, batch.lengths, cost=batch.cost, media_cost=batch.media_cost)
     step, sync = float(work.sum(axis=0).max()), float(work.max(axis=1).sum())
     # Every layout waits for the whole step, and for each microbatch ranks that share rows and pipelines do.
-    return 4 * max(0.0, step - _GOOD_STEP * ideal) + max(0.0, sync - _GOOD_SYNC * ideal), step
+    waits = max(0.0, sync - _GOOD_SYNC * ideal) if batch.pads_further else 0.0
+    return 4 * max(0.0, step - _GOOD_STEP * ideal) + waits, step
 
 
 def place_alike(batch: GlobalBatch, size: int) -> Schedule:

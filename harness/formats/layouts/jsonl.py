@@ -92,6 +92,8 @@ def pack_of_line(line: bytes) -> Pack:
     else:
         # A position before the first 0 leaves lengths that do not sum to n.
         lengths = np.diff(np.flatnonzero(positions == 0), append=n)
+    if positions is not None and positions.shape != ids.shape:
+        raise FormatError(f"has {n:,} input_ids but {positions.shape[0]:,} position_ids")
     check_counts(ids, labels, lengths)
     starts = np.cumsum(lengths) - lengths
     if positions is not None and not np.array_equal(positions, np.arange(n) - np.repeat(starts, lengths)):

@@ -262,7 +262,8 @@ class _Name:
         self.builder = builder
 
     def __call__(self, *arguments: object) -> Any:
-        assert self.builder is not None, "numpy.ndarray is called"
+        if self.builder is None:
+            raise FormatError("the pickle calls numpy.ndarray", fix=_DAMAGED)
         return self.builder(*arguments)
 
     def __setstate__(self, state: object) -> None:

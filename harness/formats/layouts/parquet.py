@@ -178,6 +178,9 @@ class ParquetShard(ShardReader):
             data = zlib.decompressobj().decompress(base64.b64decode(index, validate=True), size + 1)
             # Both counts come first.
             part = IndexPart.from_bytes(data[16:], num_packs, num_sequences)
+            counts, lengths = part.sequence_counts, part.sequence_lengths
+            if min(counts.min(), lengths.min()) < 1 or counts.sum(dtype=np.int64) != num_sequences:
+                raise ValueError("its counts and lengths do not match")
             if dataset_fingerprint([part.checksums]) != manifest.fingerprint:
                 raise ValueError("its checksums do not match the fingerprint in the manifest")
         except (ValueError, zlib.error) as error:

@@ -9,7 +9,8 @@ The bytes of ids and masks are split (BYTE_STREAM_SPLIT), and pages compressed w
 zstd frame of their own: measured on text, this saves 4% of a page that holds one pack.
 
 The ids of a long pack are compressed in segments, so that a rank reads those of its sequences, or of its chunks of
-them, alone. A frame that zstd skips ends the page, and holds the size of each frame and the digest of each segment.
+them, alone. A frame that zstd skips ends the page: the size of each frame, the digest of each segment, and that of all
+ids, which the pack's checksum covers. A page that was rewritten with other segments shows only where it is read whole.
 """
 
 from __future__ import annotations
@@ -227,6 +228,7 @@ class _Segments(NamedTuple):
         part: of the pack.
         numbers: int64 of those segments.
         digests: uint64 of the ids of each, and `digest` that of all ids of the pack.
+        page_bytes: size of the page.
         frames: where they are in the file, plane by plane.
     """
 
@@ -234,6 +236,7 @@ class _Segments(NamedTuple):
     numbers: Int64Array
     digests: UInt64Array
     digest: int
+    page_bytes: int
     frames: list[tuple[int, int]]
 
 
@@ -262,7 +265,8 @@ def _find_segments(
         frames = [*zip((ends - sizes)[places].tolist(), ends[places].tolist(), strict=True)]
         if ends[0] - sizes[0] < pages[number][0]:
             raise FormatError("the list of the segments of a page lists more than the page", fix="copy the file again")
-        found[number] = _Segments(parts[number], chosen, digests[1:][chosen], int(digests[0]), frames)
+        size = pages[number][1] - pages[number][0]
+        found[number] = _Segments(parts[number], chosen, digests[1:][chosen], int(digests[0]), size, frames)
     return found
 
 
@@ -283,7 +287,8 @@ def _decode_pack(
         counts.append(_parse_zigzag(count))
     num_flags, num_starts = counts[-2:]
     num_tokens = counts[0] if segments is None else segments.part.num_tokens
-    if not 0 < num_starts <= num_tokens == num_flags <= count_limit(1, len(pages[0]), pack_size):
+    page_bytes = len(pages[0]) if segments is None else segments.page_bytes
+    if not 0 < num_starts <= num_tokens == num_flags <= count_limit(1, page_bytes, pack_size):
         raise FormatError(f"pages claim {num_tokens:,} ids, {num_flags:,} mask entries and {num_starts:,} starts")
     # One call for all pages, because each sets up a decoder.
     raw = np.frombuffer(_CODEC.decompress(b"".join(frames), _PLANES * sum(counts)), np.uint8)

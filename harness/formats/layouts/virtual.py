@@ -216,7 +216,8 @@ class PlanShard(ShardReader):
         self._path = path
         self._folder = LocalFolder(path.parent) if folder is None else folder
         plan = _Plan.read(LocalFolder(path.parent), path.name)
-        assert plan is not None
+        if plan is None:
+            raise FormatError("the plan is gone", where=str(path), fix=_PLAN_AGAIN)
         self._plan = plan
         self._store = plan.find_store(self._folder)
         self._shards = plan.shards

@@ -134,6 +134,7 @@ class BasePackingScheduler:
             max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
             group_size=self.microbatch_group_size_per_vp_stage or 1,
             cost=self.cost,
+            pads_further=False,
         )
         most = max(
             len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(placed.dp_size)

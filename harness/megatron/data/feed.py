@@ -77,7 +77,7 @@ class LengthsOnly:
     def __len__(self) -> int:
         return len(self._source)
 
-    def read(self, indices: list[int], _spans: Any = None) -> list[Pack]:
+    def read(self, indices: list[int]) -> list[Pack]:
         """Return packs of zeros with the real lengths of their sequences."""
         packs = []
         for index in indices:

@@ -116,7 +116,7 @@ HUGE_SHAPE += b"cnumpy\ndtype\nX\x02\x00\x00\x00i4\x89\x88\x87R" + b"\x89C\x00tb
     [
         ("not an array of packed samples", RECONSTRUCT + b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85C\x01b\x87R."),
         ("reconstructs something other", RECONSTRUCT + b"cnumpy\ndtype\nK\x00\x85C\x01b\x87R."),
-        ("numpy.ndarray is called", b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85\x85R."),
+        ("calls numpy.ndarray", b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85\x85R."),
         ("sets the state of a function", RECONSTRUCT + b"N}X\x0c\x00\x00\x00__defaults__K\x01\x85s\x86b."),
         ("sets the state of a function", b"cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb."),
         ("with other bytes", HUGE_SHAPE),

@@ -223,7 +223,7 @@ NO_LENGTHS = {name: values for name, values in LINE.items() if name != "lengths"
     ("line", "problem"),
     [
         (json.dumps({**NO_LENGTHS, "position_ids": [1, 2, 3, 0, 1]}).encode(), "lengths that sum to 2"),
-        (json.dumps({**NO_LENGTHS, "position_ids": [0, 1, 2]}).encode(), "do not restart"),
+        (json.dumps({**NO_LENGTHS, "position_ids": [0, 1, 2]}).encode(), "3 position_ids"),
         (json.dumps({"input_ids": [1], "labels": [-100]}).encode(), "has no lengths"),
         (b"", "not JSON"),
         (b"[1]", "not a JSON object"),

@@ -205,7 +205,7 @@ def test_any_parts_of_long_packs_are_those_of_the_packs(long_dataset: Path, data
         firsts = np.array(data.draw(st.lists(st.integers(0, len(packs[number]) - 1), max_size=3)), np.int64)
         sizes = np.array([data.draw(st.integers(1, 9000)) for _ in firsts], np.int64)
         spans.append(np.stack([firsts, np.minimum(firsts + sizes, len(packs[number]))], axis=1))
-    for number, each, got in zip(ids, spans, reader.read_tokens(ids, spans), strict=True):
+    for number, each, got in zip(ids, spans, reader.read_parts(ids, spans), strict=True):
         check_part(got, packs[number], each)
 
 
@@ -222,7 +222,7 @@ def test_a_part_takes_its_own_bytes_and_the_masks_alone(long_dataset: Path) -> N
     before = bytes_read()
     whole = reader.read([2])[0]
     between = bytes_read()
-    got = reader.read_tokens([2], [span])[0]
+    got = reader.read_parts([2], [span])[0]
     assert np.count_nonzero(got.input_ids >= 0) == SEGMENT_TOKENS
     # Random masks take an eighth of a byte, ids more than one.
     assert bytes_read() - between < 0.4 * (between - before)
@@ -235,7 +235,7 @@ def test_packs_from_before_there_were_segments_are_read_whole(tmp_path: Path, mo
         patched.setattr(parquet_packs, "SEGMENT_TOKENS", 1 << 30)
         path = write_packs(tmp_path / "data", packs, format="parquet", pack_size=5 * SEGMENT_TOKENS)
     reader = open_dataset(path)
-    assert reader.read_tokens([2, 1], [np.array([[0, 1]])] * 2) == [packs[2], packs[1]]
+    assert reader.read_parts([2, 1], [np.array([[0, 1]])] * 2) == [packs[2], packs[1]]
 
 
 def test_a_bit_that_flips_anywhere_in_a_long_page_is_an_error_or_of_a_part_that_is_not_read(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_bit_that_flips_anywhere_in_a_long_page_is_an_error_or_of_a_part_that_
         damaged[place] ^= 1 << int(random.integers(8))
         file.write_bytes(damaged)
         try:
-            (got,) = open_dataset(path).read_tokens([0], [span])
+            (got,) = open_dataset(path).read_parts([0], [span])
         except FormatError:
             errors += 1
         else:

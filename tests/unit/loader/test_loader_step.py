@@ -194,7 +194,7 @@ class PartSource(MemorySource):
 
     pack_size = 1 << 30
 
-    def read_tokens(self, indices: list[int], spans: list[Int64Array]) -> list[Pack]:
+    def read_parts(self, indices: list[int], spans: list[Int64Array]) -> list[Pack]:
         found = []
         for index, some in zip(indices, spans, strict=True):
             ids = np.full_like(self.packs[index].input_ids, -1)

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError, ScheduleError
+from harness.prep.packing import plan_packs
 from harness.records import Schedule
 from harness.schedule import (
+    DYNAMIC,
     SCHEDULERS,
     GlobalBatch,
     ScheduleConfig,
@@ -21,6 +23,7 @@ from harness.schedule import (
     schedule,
 )
 from harness.schedule.batch import check_lengths, largest_share
+from harness.thd import padded_lengths
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -48,6 +51,33 @@ def test_every_sequence_is_placed_once_in_equally_many_rows_within_capacity(
             size = {"max_tokens_per_row": held, "global_batch_size": len(packs)}
             assert len(placed.row(microbatch, rank)) <= most_sequences(name, np.asarray(lengths), offsets, **size)
             assert sum(lengths[index] for index in placed.row(microbatch, rank)) <= held
+
+
+@pytest.mark.parametrize("name", ["cost_balanced", DYNAMIC])
+def test_no_row_is_over_capacity_where_costs_do_not_follow_lengths(name: str) -> None:
+    """Encoded media make short sequences costly, and packs are as costly as their longest sequence makes them."""
+    costs = {"cost": SequenceCost(1.0, 0.0), "media_cost": np.array([11.0, 2, 19])}
+    made = schedule(name, [3, 8, 5], dp_size=2, max_tokens_per_rank=10, **costs)
+    assert max(map(len, (made.row(0, 0), made.row(0, 1)))) < 3
+    for seed in [74, 134, 2079, *range(60)]:
+        random = np.random.default_rng(seed)
+        dp_size, multiple = int(random.choice([1, 2, 4, 8, 16])), int(random.choice([1, 2, 8, 16]))
+        drawn = random.lognormal(np.log(4096 / 6), 1.0, int(random.choice([200, 1000, 4000])))
+        stored = np.clip(drawn, 2, 4096 - multiple).astype(np.int64)
+        plan = plan_packs(stored, pack_size=4096, seed=0)
+        lengths = padded_lengths(stored[plan.sequence_ids], multiple)
+        packs = random.permutation(plan.num_packs)[: int(random.choice([8, 64, 128, 256]))]
+        lengths = np.concatenate([lengths[plan.pack_offsets[pack] : plan.pack_offsets[pack + 1]] for pack in packs])
+        offsets = np.append(0, np.cumsum(np.diff(plan.pack_offsets)[packs]))
+        options = {"dp_size": dp_size, "max_tokens_per_rank": int(random.choice([1, 2, 3, 4])) * 4096}
+        media = np.where(random.random(len(lengths)) < 0.3, random.random(len(lengths)) * 4096, 0.0)
+        for media_cost in (None, media):
+            more = {"pack_offsets": offsets, "media_cost": media_cost, "pad_to_multiple": multiple}
+            made = schedule(name, lengths, **more, **options)
+            rows = np.repeat(np.arange(len(made.row_offsets) - 1), np.diff(made.row_offsets))
+            tokens = np.bincount(rows, lengths[made.order])
+            ranks = 1 if made.shared_by is None else made.shared_by[: len(tokens)]
+            assert (tokens / ranks).max() <= options["max_tokens_per_rank"], (seed, media_cost is None)
 
 
 @pytest.mark.parametrize(
