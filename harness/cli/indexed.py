@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,8 +89,7 @@ def convert(
 
     settings: TokenSettings = context.obj
     with progress_bar("converting", quiet=as_json) as advance:
-        counted = partial(advance, total=None)
-        report = convert_tokens(sources, to, source=settings.source(), overwrite=overwrite, progress=counted)
+        report = convert_tokens(sources, to, source=settings.source(), overwrite=overwrite, progress=_counted(advance))
     _print_reports([report], as_json=as_json)
 
 
@@ -113,8 +111,9 @@ def family(
     splits = dict.fromkeys(settings.shards, 1.0) or settings.split or {"train": 1.0}
     made = TokenFamily(name=name, splits=splits, source=settings.source())
     with progress_bar("converting", quiet=as_json) as advance:
-        counted, paths = partial(advance, total=None), settings.shards or sources or []
-        reports = write_family(paths, out, made, overwrite=overwrite, progress=counted)
+        reports = write_family(
+            settings.shards or sources or [], out, made, overwrite=overwrite, progress=_counted(advance)
+        )
     _print_reports(list(reports.values()), as_json=as_json)
 
 
@@ -183,6 +182,18 @@ def describe_pair_checks(checks: list[tuple[str, Callable[..., list[Problem]]]])
         "a pair contains no checksums, so a changed token or a moved document bound is not detected; `harness indexed "
         "family` writes a record with hashes, which `harness verify NAME.json` compares"
     ]
+
+
+def _counted(advance: Callable[..., None]) -> Callable[[int], None]:
+    """Turn numbers of further documents into the total that a progress bar shows."""
+    done = 0
+
+    def add(documents: int) -> None:
+        nonlocal done
+        done += documents
+        advance(done, None)
+
+    return add
 
 
 def _print_reports(reports: list[IndexedReport], *, as_json: bool) -> None:

@@ -82,7 +82,11 @@ def convert_tokens(
 ) -> IndexedReport:
     """Write token shards as X.bin and X.idx, byte for byte as Megatron's own builder would.
 
-    Memory does not grow with the data. The pair appears whole or not at all. `progress` gets the documents so far.
+    Memory does not grow with the data. The pair appears whole or not at all.
+
+    Args:
+        source: settings for reading; None reads `input_ids` unchanged.
+        progress: called with numbers of documents as they are written.
 
     Raises:
         PrepError: a shard is missing or damaged, or a row holds an invalid token; names file and row.
@@ -98,7 +102,7 @@ def convert_tokens(
             writer.append(batch.tokens, batch.lengths, batch.documents)
             empty += batch.empty_documents
             if progress is not None:
-                progress(writer.num_documents)
+                progress(len(batch.documents))
     return writer.report(empty_documents=empty)
 
 
@@ -108,7 +112,10 @@ def merge_indexed(
     """Write the documents of several pairs, in order, as one pair, byte for byte as Megatron's `add_index` would.
 
     Memory does not grow with the data. A mix of uint16 and int32 pairs becomes int32. Multimodal pairs keep the mode of
-    every sequence, and merge only with each other. `progress` gets tokens written and tokens in total.
+    every sequence, and merge only with each other.
+
+    Args:
+        progress: called with tokens written and tokens in total.
 
     Raises:
         ConfigError: there are no sources, or the destination is one of them.
@@ -163,9 +170,15 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
     """Return the numbers of sequences and of document bounds of each prefix, as Megatron wants them.
 
     Given these counts, Megatron does not read the headers and takes the dtype from the tokenizer's vocabulary: it
-    would misread the tokens of a file with another dtype. Prefixes are exactly as in `--data-path`, and `vocab_size` is
-    of the tokenizer used for training; without it no dtype is checked. Raises FormatError for an index that cannot be
-    read or does not match its counts, and for another dtype than Megatron will assume.
+    would misread the tokens of a file with another dtype.
+
+    Args:
+        prefixes: exactly as in `--data-path`.
+        vocab_size: of the tokenizer used for training; None checks no dtype.
+
+    Raises:
+        FormatError: an index cannot be read or its size does not match its counts, or a dtype is not the one that
+            Megatron will assume.
     """
     counts = {}
     for prefix in prefixes:

@@ -85,7 +85,7 @@ def write_family(
     Args:
         sources: Parquet files, folders or patterns to split by hash; or a mapping with the sources of each split.
         folder: OUT. Prefixes in the JSON files begin with this path as given.
-        progress: called with the number of documents so far.
+        progress: called with numbers of documents as they are written.
 
     Raises:
         PrepError, FormatError: like `convert_tokens`; or a split would have no document.
@@ -139,7 +139,7 @@ def _write_pairs(
                     writers[name].append(part.tokens, part.lengths, part.documents)
                 empty += batch.empty_documents
                 if progress is not None:
-                    progress(sum(writer.num_documents for writer in writers.values()))
+                    progress(len(batch.documents))
         for name, writer in writers.items():
             if writer.num_documents == 0:
                 fix = "increase its weight, omit the split, or read more documents"
