@@ -85,6 +85,7 @@ def convert_tokens(
     Memory does not grow with the data. The pair appears whole or not at all.
 
     Args:
+        sources: Parquet files, folders or patterns.
         source: settings for reading; None reads `input_ids` unchanged.
         progress: called with numbers of documents as they are written.
 

@@ -80,7 +80,10 @@ def explain_reason(reason: str, job_id: str) -> str:
 
 
 def jobs_of_run(run_dir: Path) -> list[QueuedJob]:
-    """Return the pending and running jobs of a run: those of its script, and the one that has it."""
+    """Return the pending and running jobs of a run: those of its script, and the one that has it.
+
+    Raises HarnessError if squeue is not installed here, or the controller does not answer.
+    """
     script = (run_dir / "job.sbatch").resolve()
     jobs = [job for job in _squeue("--me") if Path(job.command).resolve() == script]
     owner = ""

@@ -48,7 +48,7 @@ def fit_conversation(
     pack_size: int,
     over_long: str,
 ) -> Fitted:
-    """Make the sequences of a conversation fit into packs of `pack_size` tokens.
+    """Make the sequences of a conversation, by `tokenizer`, fit into packs of `pack_size` tokens.
 
     `drop` and `cut` treat each sequence by itself. `split` makes conversations of fewer turns and encodes these anew,
     each with the system prompt and the tools of the whole: as many exchanges (a user turn and what follows it) as fit.

@@ -500,6 +500,7 @@ def repack_store(
         store: a dataset in the format `virtual`.
         destination: a new or empty folder, which will refer to the store by relative path (by its URI from a disk to a
             bucket, or from one bucket to another).
+        pack_size, algorithm, seed: as for `plan_packs`.
 
     Returns:
         the manifest. It has no fingerprint; `open_dataset(destination).fingerprint` reads all packs once to compute it.
@@ -507,6 +508,7 @@ def repack_store(
     Raises:
         FormatError: there is no store, or the destination cannot be written.
         PrepError: a sequence is longer than a pack.
+        ConfigError: a setting is invalid.
     """
     sequences = open_store(store)
     plan = plan_packs(sequences.lengths, pack_size=pack_size, algorithm=algorithm, seed=seed)

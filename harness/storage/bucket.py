@@ -97,7 +97,10 @@ def open_upload(place: ObjectPath) -> Any:
 
 
 def list_below(place: ObjectPath) -> dict[str, tuple[Stamp, float]]:
-    """Return the objects below a place, by their keys below it: stamps with times as versions, and seconds since."""
+    """Return the stamps of the objects below a place, by their keys below it, with times of writing as versions.
+
+    With each, the seconds since then by this machine's clock.
+    """
     with naming_errors(place):
         now, found = time.time(), [one for page in connect(place).list(place.key) for one in page]
     start = len(place.key) + 1 if place.key else 0

@@ -52,7 +52,7 @@ class ClaimStore:
     def put(self, name: str, data: bytes | Path, *, only_if: str | None = None) -> str | None:
         """Write an object whole; return its ETag, or None where the condition does not hold and its bytes are others.
 
-        It must still have the ETag `only_if`; "" if it must not exist; None writes in any case.
+        The object must still have the ETag `only_if`; with "" it must not exist; None writes in any case.
         """
         if only_if is None:
             return self._put(name, data, "overwrite")

@@ -41,27 +41,27 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 LINES = {
     "harness": 2_962,
     "harness/bench": 1_894,
-    "harness/cli": 2_638,
+    "harness/cli": 2_649,
     "harness/conformance": 1_767,
     "harness/formats": 5_794,
-    "harness/indexed": 1_143,
+    "harness/indexed": 1_157,
     "harness/integrations": 2_701,
-    "harness/launch": 2_203,
+    "harness/launch": 2_206,
     "harness/loader": 4_677,
     "harness/megatron": 10_143,
     "harness/parity": 2_596,
     "harness/plan": 5_562,
-    "harness/prep": 10_580,
+    "harness/prep": 10_593,
     "harness/recipes": 20,
     "harness/schedule": 1_168,
-    "harness/storage": 2_532,
+    "harness/storage": 2_535,
     "harness/train": 2_545,
     "recipes": 474,
     "tests": 61_087,
     "tests/benchmarks": 2_746,
 }
 SHAPE = {
-    "core ring, lines": 19_507,
+    "core ring, lines": 19_509,
     "from packs to the optimizer's step, lines": 4_152,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 61_399
+MOST_LINES_IN_ALL = 61_443
 
 
 def tree(path: Path) -> ast.Module:

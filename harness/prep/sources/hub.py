@@ -62,7 +62,10 @@ class HubName:
 
 
 def parse_name(path: str) -> HubName | None:
-    """Return the dataset of the hub that a path names, `ORG/NAME` only if nothing local is meant; None for others."""
+    """Return the dataset of the hub that a path names; None for a path of another kind.
+
+    `ORG/NAME` is one where neither it nor a folder `ORG` exists here.
+    """
     if path.startswith(_SCHEME):
         match = _URI.fullmatch(path)
         if match is None or glob.has_magic(match["name"]):
@@ -79,7 +82,12 @@ def parse_name(path: str) -> HubName | None:
 
 
 def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None]) -> SourceFiles:
-    """Choose the data files of one split, and download those that are not in the cache; PrepError if that fails."""
+    """Choose the data files of one split, and download those that are not in the cache.
+
+    Raises:
+        PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
+        ConfigError: huggingface_hub is not installed.
+    """
     api = _client(place)
     with _errors(place):
         revision = place.revision or None

@@ -57,7 +57,7 @@ def split_of(name: str, *, loosely: bool = False) -> str | None:
 
 
 def choose_split(names: Sequence[str], split: str, *, where: str, loosely: bool = False) -> tuple[list[str], str]:
-    """Return the names of a split, and its name; an empty one is `train`, or the only one of all."""
+    """Return the names of a split, and its name; an empty split chooses `train`, or the only one that there is."""
     splits: dict[str, list[str]] = {}
     for name in names:
         splits.setdefault(split_of(name, loosely=loosely) or "", []).append(name)

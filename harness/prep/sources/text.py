@@ -98,7 +98,10 @@ def _is_json(line: bytes) -> bool:
 
 
 def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield lines without their ends, 256 KiB at a time, with the number of the first, up to position `end`."""
+    """Yield lines without their ends, about 256 KiB at a time, with the number of the first of them.
+
+    `end` is the position of the end of a line, to stop at; None for the end of the file.
+    """
     left = end - stream.tell() if end is not None else None
     while data := stream.read(_CHUNK_BYTES if left is None else min(left, _CHUNK_BYTES)):
         if not data.endswith(b"\n"):
