@@ -205,9 +205,9 @@ class Member(Generic[Key]):
 class StreamPacker(Generic[Key]):
     """Puts each sequence where it leaves the least room; each one added completes at most one pack.
 
-    No pack has a sum of sizes above `pack_size`. A sequence that fits nowhere opens a new pack; beyond `max_open` packs the oldest leaves. (If the fullest left
-    instead, lognormal lengths of median 400 would fill packs of 4,096 better by 0.1 percent, but single sequences would
-    wait ten times as long: for thousands of others.)
+    No pack has a sum of sizes above `pack_size`. A sequence that fits nowhere opens a new pack; beyond `max_open` packs
+    the oldest leaves. (If the fullest left instead, lognormal lengths of median 400 would fill packs of 4,096 better by
+    0.1 percent, but single sequences would wait ten times as long: for thousands of others.)
     """
 
     def __init__(self, pack_size: int, *, max_open: int) -> None:
