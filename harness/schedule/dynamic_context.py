@@ -23,7 +23,7 @@ from harness.schedule.cost_balanced import (
 _SHARES, _STEPS = (1.0, np.inf, 0.5, 0.25, 0.125), (1.0, 1.15, 1.4, 1.75, 2.2, 2.8)
 # Costs over an even share of the busiest rank, and of the busiest in every microbatch, up to which nothing else is
 # tried; and of the busiest rank, up to which no layout with one size is. Together, tries place this many sequences.
-_GOOD_STEP, _GOOD_SYNC, _NEAR, _MOST_PLACED = 1.01, 1.10, 1.005, 1 << 17
+_GOOD_STEP, _GOOD_SYNC, _NEAR, _MOST_PLACED = 1.01, 1.10, 1.005, 1 << 18
 # Tokens of a sequence that a rank has more than, where short ones are shared too.
 _LEAST_TOKENS = 32
 # Sequences of one rank get this many times the rows that they need at least.
