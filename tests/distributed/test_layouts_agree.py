@@ -195,7 +195,7 @@ def plant(module):
     module.MegatronStep.train = without_the_first
 """,
         r"rank \d",
-        r"no progress for 30 s in step 2: all 4 ranks",
+        r"no progress for 60 s in step \d",
     ),
 }
 # Faults of media, on two ranks: sizes of the layout, the module, the code, and how it shows.
@@ -556,7 +556,7 @@ def test_the_check_of_context_names_a_fault_of_shared_rows(name, tmp_path) -> No
     # As on GPUs, where rows of one size hide a row in place of another.
     shared += f" parallel.pipeline_parallel_size={stages} parallel.static_rows=true"
     cases = json.dumps(["1 schedule.name=cost_balanced", shared])
-    smaller = json.dumps(["trainer.eval_interval=0", "trainer.timeout_s=30", "model.num_layers=4"])
+    smaller = json.dumps(["trainer.eval_interval=0", "trainer.timeout_s=60", "model.num_layers=4"])
     settings = [f"folder={tmp_path / 'parity'}", "steps=2", "steps_before=1", f"context={cases}", f"sft_more={smaller}"]
     command = ["env", plant_fault(tmp_path / "plant", *fault), sys.executable, "-m", "harness.recipes.parity"]
     code, output = run_command([*command, "check=context", *settings], timeout_s=3000)
