@@ -398,7 +398,7 @@ class _Placement:
             freest: int64 [pairs], the row of the idle owner that takes a sequence for nothing.
             weight: of the wait that an exchange adds to a microbatch, over the cost that should change owner.
         """
-        (wanted, most), num, made = changes, freest.shape[0], 0
+        (wanted, most), num, made, apart = changes, freest.shape[0], 0, 2 * self.costs.max(initial=0) + 1
         order, pair_of = self._sequences_of(num_owners, np.concatenate(pairs))
         # The cost that each row can gain before its microbatch takes longer.
         slack = self.row_costs.reshape(self.shape).max(axis=1).repeat(self.shape[1]) - self.row_costs
@@ -418,16 +418,14 @@ class _Placement:
             room, waits = self.free[rows] + added, slack[rows]
             # For every giver, the takers of its pair whose cost differs from its own by about what is wanted, and none.
             costs, lengths, sought, limit = self.costs[givers], self.lengths[givers], wanted[pair], most[pair]
-            apart = 2 * self.costs[-1] + 1
+            spare = self.free[self.row_of[givers]] + lengths  # with media, what costs less can be longer
             keys = (of_taker * apart + back)[2 : 2 + stop - begin]
             place = np.searchsorted(keys, pair * apart + np.maximum(0.0, costs - sought))
             places = [*(place + number for number in range(_NEAR)), takers.shape[0] + pair - first]
             scores = []
             for at in places:
-                change = costs - back[at]
-                allowed = (of_taker[at] == pair) & (change > 0) & (change < limit) & (lengths <= room[at])
-                # A sequence that costs less can be longer, where media are encoded.
-                allowed &= added[at] - lengths <= self.free[self.row_of[givers]]
+                change, fits = costs - back[at], (lengths <= room[at]) & (added[at] <= spare)
+                allowed = (of_taker[at] == pair) & (change > 0) & (change < limit) & fits
                 score = np.abs(change - sought) + weight * np.maximum(0.0, change - waits[at])
                 scores.append(np.where(allowed, score, np.inf))
             least, of_pair = np.min(scores, axis=0), np.full(num, np.inf)

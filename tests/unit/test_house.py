@@ -53,7 +53,7 @@ LINES = {
     "harness/plan": 5_562,
     "harness/prep": 10_593,
     "harness/recipes": 20,
-    "harness/schedule": 1_168,
+    "harness/schedule": 1_166,
     "harness/storage": 2_535,
     "harness/train": 2_545,
     "recipes": 474,
@@ -61,18 +61,18 @@ LINES = {
     "tests/benchmarks": 2_746,
 }
 SHAPE = {
-    "core ring, lines": 19_509,
-    "from packs to the optimizer's step, lines": 4_152,
+    "core ring, lines": 19_507,
+    "from packs to the optimizer's step, lines": 4_150,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
-    "functions over 60 lines": 1,
+    "functions over 60 lines": 0,
     "functions of complexity over 15": 0,
     "names in __all__": 209,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 61_443
+MOST_LINES_IN_ALL = 61_441
 
 
 def tree(path: Path) -> ast.Module:
