@@ -131,7 +131,7 @@ class BridgeReader:
 class UncheckedReader(PackReader):
     """Reads without comparing the checksums of packs. Never train from it."""
 
-    def _check_pack(self, pack: Pack, pack_id: int) -> None:
+    def _check_pack(self, pack: Pack, pack_id: int, ids_digest: int | None = None) -> None:
         return None
 
 
