@@ -109,7 +109,7 @@ def _measure_chunks(workspace: Workspace, report: BenchReport) -> None:
         reader.read(next(iter(Blend.of_one(1).steps(config, epoch=0, packs_consumed=0))))
         num_bytes += _bytes_read() - before
     title = f"parquet, {_LONG_TOKENS:,} tokens of {_LONG_RANKS} ranks, bytes read"
-    report.add(Figure(title, num_bytes / (stored * len(ranks) / _LONG_RANKS), "x", at_most=2.5))
+    report.add(Figure(title, num_bytes / (stored * len(ranks) / _LONG_RANKS), "x", at_most=2.0))
 
 
 def _read_as_ranks(sizes: Sizes, path: Path, name: str, ranks: int, workers: int) -> tuple[int, int]:

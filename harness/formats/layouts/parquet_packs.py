@@ -42,8 +42,11 @@ _MAGIC = b"PAR1"
 _CODEC = pa.Codec("zstd", compression_level=3)
 _PLANES = 4  # bytes of an INT32, which Parquet stores small integers as
 _MAX_TOKENS = 1 << 28  # the size of a page is an int32
-# Tokens of a segment, and the planes that it has: the fourth is zero, or the page has no segments.
-SEGMENT_TOKENS, _SEGMENT_PLANES = 8192, 3
+# Tokens of a segment, and the planes that it has: the fourth is zero, or the page has no segments. Measured on text,
+# segments of 4,096 take 4% more bytes than none, those of 2,048 8%.
+SEGMENT_TOKENS, _SEGMENT_PLANES = 4096, 3
+# Packs up to this size have none, because they are read whole.
+_WHOLE_TOKENS = 8192
 _SKIPPED = struct.Struct("<2I")  # the mark of a frame that zstd skips, and its size
 _SKIP_MARK = 0x184D2A50
 _ENTRY = struct.Struct("<3q")
@@ -134,7 +137,7 @@ def _encode_page(name: str, values: npt.NDArray[Any]) -> tuple[bytes, int, int]:
     repetition = b"\2\0" + (encode_number(count - 1) + b"\1" if count > 1 else b"")
     definition = encode_number(count) + b"\1"
     parts = (data[:1], data[1:]) if name == "input_ids" else (data,)
-    is_long = name == "input_ids" and count > SEGMENT_TOKENS and not data[_SEGMENT_PLANES:].any()
+    is_long = name == "input_ids" and count > _WHOLE_TOKENS and not data[_SEGMENT_PLANES:].any()
     frames = _encode_segments(values, data) if is_long else [_CODEC.compress(part, asbytes=True) for part in parts]
     body = b"".join([repetition, definition, *frames])
     raw_bytes, checksum = len(repetition + definition) + data.nbytes, zlib.crc32(body)
@@ -254,7 +257,7 @@ def _find_segments(
     found = {}
     for (number, (start, _)), data in zip(lists.items(), read_ranges(source, [*lists.values()]), strict=True):
         if _SKIPPED.unpack_from(data) != (_SKIP_MARK, len(data) - _SKIPPED.size):
-            continue  # of a file from before there were segments, or of ids that have no such zeros
+            continue  # of a file without segments or with longer ones, or of ids that have no such zeros
         if xxhash.xxh3_64_digest(data[_SKIPPED.size : -8]) != data[-8:]:
             raise FormatError("the list of the segments of a page does not match its checksum")
         chosen, count = parts[number].segments(SEGMENT_TOKENS), -(-parts[number].num_tokens // SEGMENT_TOKENS)

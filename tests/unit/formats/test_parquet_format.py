@@ -179,7 +179,7 @@ def test_packs_one_by_one_take_their_own_bytes_alone(tmp_path: Path) -> None:
 
 def long_packs() -> list[Pack]:
     random, packs = np.random.default_rng(3), []
-    for length in (SEGMENT_TOKENS, SEGMENT_TOKENS + 1, 5 * SEGMENT_TOKENS - 7):
+    for length in (2 * SEGMENT_TOKENS, 2 * SEGMENT_TOKENS + 1, 5 * SEGMENT_TOKENS - 7):
         ids = random.zipf(1.3, length) % 150_000
         starts = np.unique([0, *random.integers(0, length, length // 900)])
         packs.append(Pack(ids, random.integers(0, 2, length), starts))
@@ -229,10 +229,13 @@ def test_a_part_takes_its_own_bytes_and_the_masks_alone(long_dataset: Path) -> N
     check_part(got, whole, span)
 
 
-def test_packs_from_before_there_were_segments_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [2 * SEGMENT_TOKENS, 1 << 30])
+def test_packs_from_before_there_were_such_segments_are_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     packs = long_packs()
     with monkeypatch.context() as patched:
-        patched.setattr(parquet_packs, "SEGMENT_TOKENS", 1 << 30)
+        patched.setattr(parquet_packs, "SEGMENT_TOKENS", size)
         path = write_packs(tmp_path / "data", packs, format="parquet", pack_size=5 * SEGMENT_TOKENS)
     reader = open_dataset(path)
     assert reader.read_parts([2, 1], [np.array([[0, 1]])] * 2) == [packs[2], packs[1]]
