@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ class BenchReport:
         """Append a figure; raises ValueError for a name that is taken."""
         if any(known.name == figure.name for known in self.figures):
             raise ValueError(f"two figures are named {figure.name!r}")
+        figure = replace(figure, value=float(figure.value))  # numpy's compare to what JSON does not have
         self.figures.append(figure)
         return figure
 

@@ -77,6 +77,7 @@ def test_a_report_takes_medians_and_divides_what_it_names():
     assert not Figure("a", 61.0, "MB", at_most=60).met
     assert [figure.name for figure in report.missed] == ["theirs", "ours to theirs"]
     assert "missed" in text_of(render_report(report))
+    report.add(Figure("of numpy", np.float64(3), "x", at_most=4))
     with pytest.raises(ValueError, match="two figures"):
         report.add_samples("ours", [1.0], "packs/s")
     check(report)
