@@ -10,13 +10,14 @@ PREPARE ?= data=pack_1k
 # Where the environment forbids bytecode files, every process of a test would compile this project again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup setup-ray setup-msc sft prepare test test-submission test-install test-versions test-integrations test-container test-slurm lint format bench scoreboard docs docs-serve release clean
+.PHONY: setup setup-ray sft prepare test test-submission test-install test-versions test-integrations test-container test-slurm test-msc lint format bench scoreboard docs docs-serve release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make sft     prepare a dataset from Python's own documentation and fine-tune a small GPT on it"
 	@echo "make test    run the tests of every edit; make test-submission runs those that a change needs to land"
 	@echo "make test-install, test-slurm, test-container   run the tests that need the package index, Slurm or podman"
+	@echo "make test-msc    run the tests of msc://"
 	@echo "make test-integrations   run other trainers, and their newest releases, in environments of their own"
 	@echo "make test-versions   run tests with Python 3.12 and Megatron-Core 0.19"
 	@echo "make setup   install into $(VENV) only"
@@ -42,11 +43,6 @@ setup-ray: $(VENV)/installed-ray
 $(VENV)/installed-ray: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
 	@touch $@
-
-# For msc:// in tests/s3. Megatron reads every indexed dataset through the client once it is there. Without constraints: the
-# client wants an older tzdata.
-setup-msc: setup
-	$(BIN)/python -m pip install --quiet --editable '.[msc]'
 
 prepare: setup
 	$(BIN)/python -m harness.recipes.prepare $(PREPARE)
@@ -89,6 +85,14 @@ test-versions:
 test-integrations: setup
 	$(BIN)/python tests/integrations/environments.py
 	$(BIN)/python -m pytest -n 0 -m nightly tests/integrations
+
+# msc:// with its client, in an environment over that of `make setup`: Megatron reads every indexed dataset through the
+# client once it is there. Without constraints: the client wants an older tzdata.
+test-msc: setup
+	$(BIN)/python -m venv build/msc
+	realpath $(VENV)/lib/python3.*/site-packages > $$(echo build/msc/lib/python3.*/site-packages)/below.pth
+	build/msc/bin/python -m pip install --quiet --editable '.[msc]'
+	build/msc/bin/python -m pytest -n 0 tests/s3/test_msc.py
 
 # Builds the image on a stand-in for NVIDIA's base image and runs the main job in it. Needs root and the Debian packages
 # buildah podman runc mmdebstrap, which are installed, and the environment of `make test-versions`. Some minutes.
