@@ -66,7 +66,8 @@ class EpochOrder:
             return np.arange(start, stop, dtype=np.int64)
         first = int(np.searchsorted(self._window_starts, start, side="right")) - 1
         last = int(np.searchsorted(self._window_starts, stop, side="left"))
-        parts, size, of_window = [], self._config.block_packs, self._config.window_blocks
+        # A block may be larger than the dataset.
+        parts, size, of_window = [], min(self._config.block_packs, self._num_packs), self._config.window_blocks
         for window in range(first, last):
             # Consecutive batches mostly fall into one window; a plain shuffle has one window of all packs.
             if window != self._window_index:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -144,6 +145,17 @@ def test_a_dataset_that_never_fills_a_dropped_batch_and_settings_below_one_are_r
         next(Blend.of_one(3).steps(config(4, drop_last=True), epoch=0, packs_consumed=0))
     with pytest.raises(ConfigError, match="window_blocks is 0"):
         config(window=0)
+
+
+def test_a_block_larger_than_the_dataset_is_all_of_it_and_takes_no_more_memory() -> None:
+    tracemalloc.start()
+    try:
+        packs = EpochOrder(config(block=1_000_000), 100, 0).packs(0, 100)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert packs.tolist() == EpochOrder(config(block=100), 100, 0).packs(0, 100).tolist()
+    assert peak < 100_000
 
 
 @pytest.mark.parametrize(("start", "stop"), [(8, 11), (-1, 4), (8, 8)])
