@@ -27,7 +27,7 @@ from multiprocessing.util import Finalize
 from typing import Any, Generic, Self, TypeVar
 
 from harness.checks import require_cores
-from harness.errors import HarnessError, LoaderError
+from harness.errors import HarnessError, LoaderError, os_errors_as
 from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange
 from harness.storage import name_bus_errors
@@ -108,7 +108,9 @@ class BatchStream(Generic[T]):
         if self._owing:  # batches of an earlier pass that ended before its last one
             _end(self._workers, _PATIENCE_S)
         if not self._workers:
-            self._start_workers()
+            fix = "raise the limits of processes and open files (ulimit -u, ulimit -n), or lower loader.num_workers"
+            with os_errors_as(LoaderError, "the loader's workers cannot be started", where=self._where, fix=fix):
+                self._start_workers()
         turns, owing = itertools.cycle(self._workers), deque[_Worker]()
         self._owing = owing
 
