@@ -47,6 +47,12 @@ class Blend:
 
     def __post_init__(self) -> None:
         check_numbers(self, "data.blend")
+        lists = {"names": self.names, "sizes": self.sizes, "weights": self.weights, "epochs": self.epochs}
+        counts = {name: len(values) for name, values in lists.items() if values is not None}
+        if len({*counts.values()}) > 1 or not self.names:
+            what = "a blend has " + ", ".join(f"{count} {name}" for name, count in counts.items())
+            fix = "give each source its name, its size and its epochs, and a weight where any has one"
+            raise ConfigError(what, where="data.blend", fix=fix)
         # Scaled in numpy, as Megatron-Core does: a sum in another order differs in its last bit.
         scaled = np.asarray(self.weights or self._epoch_sizes, dtype=np.float64)
         object.__setattr__(self, "shares", tuple((scaled / np.sum(scaled)).tolist()))

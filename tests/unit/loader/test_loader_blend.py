@@ -183,6 +183,21 @@ def test_a_weight_that_is_none_is_refused(weight):
     assert caught.value.where == "data.blend.weights"
 
 
+@pytest.mark.parametrize(
+    ("lists", "what"),
+    [
+        ((("a",), (1, 2), None, (None, None)), "1 names, 2 sizes, 2 epochs"),
+        ((("a", "b"), (1, 2), None, (None,)), "2 names, 2 sizes, 1 epochs"),
+        ((("a", "b"), (1, 2), (1.0,), (None, None)), "2 names, 2 sizes, 1 weights, 2 epochs"),
+        ((("a", "b"), (1, 2), (), (None, None)), "2 names, 2 sizes, 0 weights, 2 epochs"),
+        (((), (), None, ()), "0 names, 0 sizes, 0 epochs"),
+    ],
+)
+def test_lists_that_do_not_fit_together_are_refused(lists, what):
+    with pytest.raises(ConfigError, match=f"^a blend has {what}$"):
+        Blend(*lists)
+
+
 def test_an_empty_source_and_no_epochs_are_refused():
     with pytest.raises(ConfigError, match=r"sizes is \(3, 0\)"):
         blend([3, 0], [1, 1])

@@ -393,6 +393,13 @@ def test_the_digest_sees_every_field() -> None:
     assert batch_digest(batch(source(), BatchRange(0, 0, 0, 4), pad_to_multiple=2)) == batch_digest(made)
 
 
+@pytest.mark.parametrize("sizes", [(5, 5), (6, 7)])
+def test_a_blend_of_other_packs_than_the_dataset_has_is_refused(sizes: tuple[int, int]) -> None:
+    blend = Blend(names=("a", "b"), sizes=sizes, weights=None, epochs=(None, None))
+    with pytest.raises(ConfigError, match=rf"the blend is of {sum(sizes)} packs, and the dataset has 12"):
+        Loader(source(12), LoaderConfig(global_batch_size=4, num_workers=0), blend=blend)
+
+
 def test_a_loader_takes_a_data_parallel_rank_instead_of_a_layout():
     data = source(12)
     config = LoaderConfig(global_batch_size=4, num_workers=0)
