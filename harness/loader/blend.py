@@ -16,6 +16,9 @@ from harness.loader.order import BatchRange, EpochOrder, derive_seed
 from harness.printing import count_of
 from harness.records import Int64Array
 
+# No run trains more; to draw them takes a minute.
+_MOST_PACKS = 1 << 26
+
 
 @dataclass(frozen=True)
 class Blend:
@@ -133,8 +136,7 @@ class Blend:
             what = f"{count_of(self.num_packs, 'pack')} cannot fill a global batch of {size:,} without drop_last=false"
             fix = "lower global_batch_size, or set drop_last to false"
             raise ConfigError(what, where="loader.global_batch_size", fix=fix)
-        start, counts = packs_consumed, [0] * len(self.sizes)
-        self.draw(counts, start)
+        start, counts = packs_consumed, self._counts_after(packs_consumed)
         while True:
             index = -(-start // size)
             before = tuple(counts)
@@ -153,18 +155,20 @@ class Blend:
         pairs = zip(self.shares, self.limits, strict=True)
         if all(limit is None or share * num_packs + 1 <= limit for share, limit in pairs):
             return
-        end = self.ends_after()
-        if end is not None and end < num_packs:
+        if sum(self._counts_after(num_packs)) < num_packs:
             error = self.used_up()
             raise ConfigError(f"the run trains {num_packs:,} packs, but {error.what}", where=error.where, fix=error.fix)
 
     def ends_after(self) -> int | None:
-        """Return the packs after which the epochs of a source are used up; None where no source is limited."""
-        return None if self.weights is None or not any(self.limits) else sum(self._counts_at_end())
+        """Return the packs after which the epochs of a source are used up; None where no run trains so many."""
+        pairs = zip(self.shares, self.limits, strict=True)
+        if self.weights is None or all(limit is None or limit > share * _MOST_PACKS for share, limit in pairs):
+            return None
+        return sum(self._counts_after())
 
     def used_up(self) -> LoaderError:
         """Return the error for a blend with weights that reached its end."""
-        counts = self._counts_at_end()
+        counts = self._counts_after()
         triples = enumerate(zip(self.shares, counts, self.limits, strict=True))
         total = max(sum(counts), 1)
         _, source = max((share * total - count, i) for i, (share, count, limit) in triples if count == limit)
@@ -175,9 +179,10 @@ class Blend:
             fix="increase its epochs, lower its weight, or train fewer steps",
         )
 
-    def _counts_at_end(self) -> list[int]:
+    def _counts_after(self, num_packs: float = math.inf) -> list[int]:
+        """Return the packs drawn from each source once so many are, or all of an epoch; a part of them at a time."""
         counts = [0] * len(self.sizes)
-        while self.draw(counts, 1 << 16).shape[0]:
+        while self.draw(counts, int(min(1 << 16, num_packs - sum(counts)))).shape[0]:
             pass
         return counts
 
