@@ -97,16 +97,19 @@ def steps_per_epoch(config: LoaderConfig, num_packs: int) -> int:
 
 
 def steps_until(config: LoaderConfig, num_packs: int, epochs: int, *, epoch: int, packs_consumed: int) -> int:
-    """Return the number of global batches from a position to the end of so many epochs."""
+    """Return the number of global batches from a position to the end of so many epochs.
+
+    A position past the end of an epoch, as of larger data, is that of the next one: see `LoaderState.resumed`.
+    """
     if epoch >= epochs:
         return 0
-    in_epoch = steps_per_epoch(config, num_packs - packs_consumed)
+    in_epoch = steps_per_epoch(config, max(0, num_packs - packs_consumed))
     return in_epoch + (epochs - epoch - 1) * steps_per_epoch(config, num_packs)
 
 
 def epochs_after(config: LoaderConfig, num_packs: int, steps: int, *, epoch: int, packs_consumed: int) -> float:
-    """Return the epochs that are trained so many global batches after a position."""
-    in_epoch = steps_per_epoch(config, num_packs - packs_consumed)
+    """Return the epochs that are trained so many global batches after a position, as of `steps_until`."""
+    in_epoch = steps_per_epoch(config, max(0, num_packs - packs_consumed))
     if steps >= in_epoch:
         whole, steps = divmod(steps - in_epoch, max(1, steps_per_epoch(config, num_packs)))
         epoch, packs_consumed = epoch + 1 + whole, 0
