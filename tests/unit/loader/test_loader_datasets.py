@@ -9,8 +9,8 @@ from small_packs import write_packs
 
 from harness.errors import ConfigError
 from harness.formats import Provenance, open_writer
-from harness.loader import DataConfig, open_datasets
-from harness.loader.datasets import BlendSource
+from harness.loader import DataConfig, LiveConfig, open_datasets
+from harness.loader.datasets import BlendSource, open_live
 from harness.records import Pack
 
 
@@ -42,6 +42,19 @@ def test_a_validation_set_of_another_tokenizer_and_data_of_one_that_was_not_requ
     train_bpe(["some text to learn from"] * 20, tmp_path / "tokenizer", vocab_size=300)
     with pytest.raises(ConfigError, match=r"the dataset was made with tokenizer tok \(a{16}\)"):
         open_datasets(DataConfig(path=str(tmp_path), tokenizer=str(tmp_path / "tokenizer")))
+
+
+def test_a_further_validation_set_does_not_replace_the_one_of_the_training_data(tmp_path):
+    for name in ("train", "validation", "other"):
+        write(tmp_path / name)
+    named = {"validation": str(tmp_path / "other")}
+    with pytest.raises(ConfigError, match="is the name of the training data's own validation set") as refused:
+        open_datasets(DataConfig(path=str(tmp_path), evaluation=named))
+    assert "data.validation_path" in refused.value.fix
+    live = LiveConfig(path=str(tmp_path / "live"))
+    with pytest.raises(ConfigError, match="is the name of the training data's own validation set"):
+        open_live(DataConfig(live=live, validation_path=str(tmp_path / "validation"), evaluation=named))
+    assert len(open_datasets(DataConfig(path=str(tmp_path / "train"), evaluation=named)).evaluation["validation"]) == 1
 
 
 def blend(*sources, **other):
