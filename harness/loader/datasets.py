@@ -352,8 +352,8 @@ class RunData:
         counts = [reader.sequence_lengths.shape[0] for reader in self.sources]
         names: list[str] = []
         for name in self.blend.names:
-            times = sum(known == name or known.startswith(f"{name} (") for known in names)
-            names.append(f"{name} ({times + 1})" if times else name)
+            choices = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+            names.append(next(choice for choice in choices if choice not in names))
         return Sources(tuple(names), np.cumsum([0, *counts[:-1]]))
 
     @property

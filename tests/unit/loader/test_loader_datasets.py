@@ -79,6 +79,21 @@ def test_a_blend_joins_sets_of_any_format_and_their_validation_sets(tmp_path):
         again.read([3])
 
 
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a", "a", "a"], ("a", "a (2)", "a (3)")),
+        (["a (2)", "a", "a"], ("a (2)", "a", "a (3)")),
+        (["a", "a", "a (2)"], ("a", "a (2)", "a (2) (2)")),
+    ],
+)
+def test_sources_have_names_of_their_own(tmp_path, monkeypatch, paths, names):
+    monkeypatch.chdir(tmp_path)
+    for path in set(paths):
+        write(tmp_path / path)
+    assert open_datasets(blend(*((path,) for path in paths))).named_sources.names == names
+
+
 def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "b", tokenizer_hash="b" * 16)
