@@ -245,6 +245,21 @@ def test_a_rank_reads_its_chunks_of_shared_rows_and_the_labels_after_them(
     assert unread > 100
 
 
+def test_the_work_of_finding_parts_grows_with_the_sequences_and_not_with_their_product_with_packs() -> None:
+    class Counted(np.ndarray):  # type: ignore[type-arg]
+        seen = 0
+
+        def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+            Counted.seen += self.size
+            return getattr(ufunc, method)(*map(np.asarray, inputs), **options)
+
+    sequences = np.arange(400)
+    made, pack_of = reader(PartSource([pack(5, 4)] * 200)), (sequences // 2).view(Counted)
+    spans = made._spans(sequences, np.ones(400, np.int64), pack_of, np.arange(200))
+    assert [one.tolist() for one in spans or []] == [[[0, 5], [5, 9]]] * 200
+    assert Counted.seen < 10 * 400
+
+
 def test_ranks_without_sequences_train_rows_of_zero_loss() -> None:
     data = MemorySource([pack(5)])
     made = batch(data, BatchRange(0, 0, 0, 1), dp_rank=2, dp_size=3, pad_to_multiple=4)
