@@ -352,8 +352,11 @@ def test_a_message_of_model_tokens_is_laid_out_as_it_is() -> None:
 def test_a_sequence_of_one_token_and_a_rank_that_does_not_exist_are_refused_by_name() -> None:
     with pytest.raises(ScheduleError, match="sequence 1 of the dataset has 0 model tokens"):
         reader(MemorySource([pack(5, 1, 3)])).check()
-    with pytest.raises(LoaderError, match="rank 2 is out of range for size 2"):
-        RankLayout(dp_rank=2, dp_size=2)
+    for name in ("dp", "cp", "tp"):
+        for rank in (2, -1):
+            with pytest.raises(LoaderError, match=f"rank {rank} is out of range for size 2") as refused:
+                RankLayout(**{f"{name}_rank": rank, f"{name}_size": 2})
+            assert refused.value.fix == f"use a {name}_rank from 0 to 1"
 
 
 def test_packs_other_than_the_index_says_are_refused() -> None:
