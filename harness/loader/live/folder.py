@@ -44,7 +44,7 @@ READY, COMPLETED = ".ready", ".completed"
 END_FILE = "END.json"
 PRODUCER_FILE, CONSUMER_FILE = "_producer", "_consumer"
 
-_NAME = re.compile(r"chunk_(\d{5,})(\.jsonl|\.parquet)(\.ready|\.completed)?")
+_NAME = re.compile(r"chunk_(\d{5}|[1-9]\d{5,})(\.jsonl|\.parquet)(\.ready|\.completed)?", re.ASCII)
 _CHECK = "check permissions and mounts"
 _GRANT = "give the training ranks write access to this folder"
 _WRITE_AGAIN = "write the chunk again under this name, with its own record; the run then continues with resume=true"
