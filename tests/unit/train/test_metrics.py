@@ -68,11 +68,14 @@ def test_the_load_of_experts_is_drawn_and_reported_in_training_of_each_source_an
     assert "experts.png" not in write_report(tmp_path, [metrics(1)], {}).read_text()
 
 
-def test_a_norm_that_is_not_a_number_is_still_json(tmp_path):
-    write(tmp_path, [metrics(1, grad_norm=math.nan)])
+def test_numbers_that_are_not_finite_are_still_json_wherever_they_are(tmp_path):
+    losses = {"evaluation_losses": {"code": math.nan}, "source_losses": {"a": math.inf}, "mtp_losses": [2.0, math.nan]}
+    write(tmp_path, [metrics(1, grad_norm=math.nan, **losses)])
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["grad_norm"] is None
-    assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[0].grad_norm)
+    assert [line[name] for name in losses] == [{"code": None}, {"a": None}, [2.0, None]]
+    (read,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(map(math.isnan, (read.grad_norm, read.evaluation_losses["code"], read.mtp_losses[1])))
 
 
 @pytest.mark.parametrize(
