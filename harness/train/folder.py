@@ -21,6 +21,7 @@ from harness.storage import Marker, make_folder, write_atomically
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
 from harness.train.checkpoints import CHECKPOINTS, UnreadableError, whole_checkpoints
 from harness.train.identity import Identity, begin_attempt
+from harness.train.lines import MISREAD
 
 RESUME = ("false", "true", "auto")
 SETTINGS_FILE = "config.yaml"
@@ -74,7 +75,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of a run from its config.yaml; raise FormatError as `check_settings` does."""
     try:
         values = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, *MISREAD) as error:
         what = f"the run's settings cannot be read: {' '.join(str(error).split())}"
         raise FormatError(what, where=str(path), fix=_RUN_AGAIN) from None
     return check_settings(values, where=path)

@@ -15,7 +15,7 @@ from harness.storage import write_atomically
 
 ROOM_FIX = "free disk space or check the disk, then continue from the newest checkpoint with resume=true"
 # Raised by code that takes values of JSON or YAML for what they are not.
-MISREAD = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+MISREAD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 DAMAGED_FIX = "remove the line, or the file; `harness verify RUN` lists all damage"
 
 
