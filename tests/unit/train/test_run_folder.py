@@ -69,6 +69,11 @@ def test_a_copy_that_somebody_keeps_of_a_checkpoint_is_none_of_the_run_s(tmp_pat
     assert read_status(tmp_path).checkpoint == 4
 
 
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
+    found = [checkpoint_in(tmp_path, step) for step in (99_999_999, 100_000_000)]
+    assert whole_checkpoints(tmp_path / "checkpoints") == found
+
+
 def test_a_checkpoint_of_another_run_is_refused_and_those_of_the_run_and_of_what_it_copies_are_not(tmp_path):
     first, other = tmp_path / "first", tmp_path / "other"
     first.mkdir()
