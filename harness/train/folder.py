@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool, trains: bool 
         with os_errors_as(ConfigError, "the run's settings cannot be written", where=path, fix=_ROOM):
             if not path.exists() or (before := path.read_bytes()) != settings.encode():
                 if path.exists():
-                    number = len(list(folder.glob("config.before-*.yaml")))
+                    number = next(n for n in count() if not (folder / f"config.before-{n + 1}.yaml").exists())
                     newest = folder / f"config.before-{number}.yaml"
                     if not newest.exists() or newest.read_bytes() != before:
                         write_atomically(folder / f"config.before-{number + 1}.yaml", before)

@@ -143,6 +143,13 @@ def test_earlier_settings_are_kept_if_they_differ(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml", "identity.json"]
     assert (folder / "config.before-1.yaml").read_text() == "steps: 1\n"
     assert (folder / "config.yaml").read_text() == "steps: 2\n"
+    for number in (3, 4, 5):
+        if number == 5:  # as where somebody has removed one
+            (folder / "config.before-1.yaml").unlink()
+        with open_run_folder(folder, settings=f"steps: {number}\n", resumes=True):
+            pass
+    kept = {path.read_text() for path in folder.glob("config.before-*.yaml")}
+    assert kept == {"steps: 2\n", "steps: 3\n", "steps: 4\n"}
     taken = open_run_folder(folder, settings="steps: 1\n", resumes=False)
     with pytest.raises(ConfigError, match="another run has just started"):
         taken.__enter__()
