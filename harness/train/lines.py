@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.settings import load
@@ -21,12 +21,10 @@ DAMAGED_FIX = "remove the line, or the file; `harness verify RUN` lists all dama
 
 @dataclass(frozen=True)
 class StepLine:
-    """The step of a line of any file of JSON lines, and a few values that only `metrics.jsonl` has."""
+    """The step of a line of any file of JSON lines, and two values that only `metrics.jsonl` has."""
 
     step: int
-    epoch: int | None = None
     loss: float | None = None
-    tokens: Any = None  # a number; lines of samples have a list under this name
     step_s: float = 0.0
 
 
@@ -87,7 +85,7 @@ def read_line(line: str, number: int, path: Path) -> StepLine:
 def read_sound_lines(path: Path, newest: int = 0) -> list[StepLine]:
     """Return the newest lines of steps, 0 for all, without damaged ones: `verify_run` names those."""
     lines = []
-    for line in list(whole_lines(path))[-newest:]:
+    for line in deque(whole_lines(path), newest or None):
         with suppress(FormatError):
             lines.append(read_line(line, 0, path))
     return lines
