@@ -27,6 +27,11 @@ class StepLine:
     loss: float | None = None
     step_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not abs(value) < 1e300:
+                raise ValueError(f"{name} is {value}")
+
 
 class LineFile:
     """A file that lines are appended to; each is handed to the system at once.
