@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from harness.errors import FormatError
 from harness.train.metrics import MetricsWriter, plot_experts, plot_loss, read_metrics, write_report
 from harness.train.stragglers import Straggler
-from harness.train.trackers import curve_values
+from harness.train.trackers import curves_of
 
 
 def write(folder, steps) -> None:
@@ -52,7 +52,7 @@ def test_the_load_of_experts_is_drawn_and_reported_in_training_of_each_source_an
     steps = [metrics(1, experts=experts[0]), last]
     write(tmp_path, steps)
     assert read_metrics(tmp_path / "metrics.jsonl") == steps
-    curves = curve_values(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]))
+    ((_, curves),) = curves_of(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]))
     found = {name: value for name, value in curves.items() if "load" in name}
     of_step = {"experts/load": 1.25, "experts/worst_load": 1.75}
     of_step |= {"experts/data/code/load": 1.75, "experts/data/chats/load": 1.125}

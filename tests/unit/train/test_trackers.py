@@ -15,7 +15,7 @@ from harness.settings import flatten
 from harness.train import metrics as metrics_module
 from harness.train.identity import begin_attempt
 from harness.train.metrics import MetricsWriter, StepMetrics
-from harness.train.trackers import SERVICES, SentState, check_trackers, curve_values
+from harness.train.trackers import SERVICES, SentState, check_trackers, curves_of
 
 # Stand-in for the package: it appends everything that it receives to a file.
 PACKAGE = """
