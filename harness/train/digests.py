@@ -21,7 +21,7 @@ import xxhash
 
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.loader import RankBatch
-from harness.records import Int64Array
+from harness.records import Int64Array, UInt64Array
 from harness.storage import write_atomically
 from harness.thd import ThdBatch
 from harness.train.lines import MISREAD, ROOM_FIX, LineFile, describe_hole, keep_lines_before
@@ -33,7 +33,6 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 # The first stage of a pipeline reads tokens, the last one labels; stages between read positions and boundaries alone.
 _OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens",), ("labels", "loss_mask")
 
-UInt64Array = npt.NDArray[np.uint64]
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 
