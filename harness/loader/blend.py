@@ -153,7 +153,7 @@ class Blend:
         """Raise ConfigError where the epochs of a source are used up before `num_packs` are drawn."""
         # No source is ever a whole pack ahead of its share, so most blends pass without drawing.
         pairs = zip(self.shares, self.limits, strict=True)
-        if all(limit is None or share * num_packs + 1 <= limit for share, limit in pairs):
+        if self.weights is None or all(limit is None or share * num_packs + 1 <= limit for share, limit in pairs):
             return
         if sum(self._counts_after(num_packs)) < num_packs:
             error = self.used_up()

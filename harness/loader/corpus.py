@@ -153,7 +153,7 @@ class CorpusConfig(CheckedSettings, section="data"):
             parts = [float(text) if re.fullmatch(r"\s*[.0-9]+\s*", text) else math.nan for text in texts]
         except ValueError:
             parts = []
-        if not 1 <= len(parts) <= len(SPLITS) or not 0 < parts[0] or not sum(parts) < math.inf:
+        if not 1 <= len(parts) <= len(SPLITS) or not parts[0] > 0 or not sum(parts) < math.inf:
             what = f"split is {self.split!r}"
             fix = "use a ratio of training, validation and test data, such as 969,30,1"
             raise ConfigError(what, where="data.split", fix=fix)

@@ -166,7 +166,7 @@ class JoinedReader:
         sequence_lengths: int32 [sequences], as of `PackReader`.
 
     Raises:
-        ConfigError: the datasets differ in pack size or tokenizer, or one is empty.
+        ConfigError: there is no dataset, or they differ in pack size, tokenizer or rules of media.
     """
 
     def __init__(self, readers: Sequence[PackReader]) -> None:

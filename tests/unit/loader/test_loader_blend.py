@@ -210,7 +210,7 @@ def test_a_weight_that_is_none_is_refused(weight):
     ],
 )
 def test_lists_that_do_not_fit_together_are_refused(lists, what):
-    with pytest.raises(ConfigError, match=f"^a blend has {what}$"):
+    with pytest.raises(ConfigError, match=f"^a blend has {what}\n"):
         Blend(*lists)
 
 

@@ -157,7 +157,7 @@ def test_a_copied_run_does_not_continue_the_curves_of_the_original(tmp_path):
 def test_names_of_settings_and_of_curves():
     assert flatten({"a": 1, "model": {"seed": 2, "deep": {"x": []}}}) == {"a": 1, "model.seed": 2, "model.deep.x": []}
     line = {"step": 3, "loss": 0.0, "validation_loss": None, "evaluation_losses": {}}
-    assert curve_values(line) == {"train/loss": 0.0}
+    assert curves_of(line) == [(3, {"train/loss": 0.0})]
 
 
 def test_mlflow_itself_keeps_each_step_once(run, monkeypatch):
