@@ -81,18 +81,12 @@ def whole_lines(path: Path) -> Iterator[str]:
         raise
 
 
-def read_line(line: str, number: int, path: Path) -> StepLine:
-    """Return the step of a line of JSON; raise FormatError for a damaged one."""
-    what = f"line {number} is not a record of a step"
-    return load(StepLine, line, where=path, fix=DAMAGED_FIX, what=what, lenient=True)
-
-
 def read_sound_lines(path: Path, newest: int = 0) -> list[StepLine]:
     """Return the newest lines of steps, 0 for all, without damaged ones: `verify_run` names those."""
     lines = []
     for line in deque(whole_lines(path), newest or None):
         with suppress(FormatError):
-            lines.append(read_line(line, 0, path))
+            lines.append(load(StepLine, line, where=path, lenient=True))
     return lines
 
 
@@ -104,7 +98,10 @@ def keep_lines_before(path: Path, first_step: int) -> list[int]:
     """
     with os_errors_as(HarnessError, f"{path.name} cannot be written", where=path, fix=ROOM_FIX):
         lines = list(whole_lines(path)) if path.exists() else []
-        steps = [read_line(line, number, path).step for number, line in enumerate(lines, start=1)]
+        steps = []
+        for number, line in enumerate(lines, start=1):
+            what = f"line {number} is not a record of a step"
+            steps.append(load(StepLine, line, where=path, fix=DAMAGED_FIX, what=what, lenient=True).step)
         kept = [line for line, step in zip(lines, steps, strict=True) if step < first_step]
         write_atomically(path, "".join(kept).encode(errors="surrogateescape"))
     return [step for step in steps if step < first_step]
