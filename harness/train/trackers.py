@@ -11,6 +11,7 @@ import io
 import json
 import os
 import queue
+import re
 import secrets
 import socket
 import sys
@@ -199,14 +200,19 @@ class Mlflow:
 
     def send(self, steps: Steps) -> None:
         now = int(time.time() * 1000)
+        points = [(mlflow_name(curve), value, step) for step, values in steps for curve, value in values.items()]
         self._client.log_batch(
-            self._run,
-            metrics=[self._metric(key, value, now, step) for step, values in steps for key, value in values.items()],
+            self._run, metrics=[self._metric(name, value, now, step) for name, value, step in points]
         )
 
     def finish(self, status: str) -> None:
         self._client.set_tag(self._run, "end", status)
         self._client.set_terminated(self._run, {"finished": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED"))
+
+
+def mlflow_name(curve: str) -> str:
+    """Return the name of a curve as MLflow takes it, which refuses those of most paths of a blend's sources."""
+    return "/".join(re.sub(r"[^\w. -]", "_", part) for part in curve.split("/") if part.strip("."))
 
 
 class Tracker:
