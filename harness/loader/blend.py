@@ -16,6 +16,9 @@ from harness.loader.order import BatchRange, EpochOrder, derive_seed
 from harness.printing import count_of
 from harness.records import Int64Array
 
+# No run trains more; to draw them takes a minute.
+_MOST_PACKS = 1 << 26
+
 
 @dataclass(frozen=True)
 class Blend:
@@ -47,6 +50,12 @@ class Blend:
 
     def __post_init__(self) -> None:
         check_numbers(self, "data.blend")
+        lists = {"names": self.names, "sizes": self.sizes, "weights": self.weights, "epochs": self.epochs}
+        counts = {name: len(values) for name, values in lists.items() if values is not None}
+        if len({*counts.values()}) > 1 or not self.names:
+            what = "a blend has " + ", ".join(f"{count} {name}" for name, count in counts.items())
+            fix = "give each source its name, its size and its epochs, and a weight where any has one"
+            raise ConfigError(what, where="data.blend", fix=fix)
         # Scaled in numpy, as Megatron-Core does: a sum in another order differs in its last bit.
         scaled = np.asarray(self.weights or self._epoch_sizes, dtype=np.float64)
         object.__setattr__(self, "shares", tuple((scaled / np.sum(scaled)).tolist()))
@@ -127,8 +136,7 @@ class Blend:
             what = f"{count_of(self.num_packs, 'pack')} cannot fill a global batch of {size:,} without drop_last=false"
             fix = "lower global_batch_size, or set drop_last to false"
             raise ConfigError(what, where="loader.global_batch_size", fix=fix)
-        start, counts = packs_consumed, [0] * len(self.sizes)
-        self.draw(counts, start)
+        start, counts = packs_consumed, self._counts_after(packs_consumed)
         while True:
             index = -(-start // size)
             before = tuple(counts)
@@ -145,20 +153,22 @@ class Blend:
         """Raise ConfigError where the epochs of a source are used up before `num_packs` are drawn."""
         # No source is ever a whole pack ahead of its share, so most blends pass without drawing.
         pairs = zip(self.shares, self.limits, strict=True)
-        if all(limit is None or share * num_packs + 1 <= limit for share, limit in pairs):
+        if self.weights is None or all(limit is None or share * num_packs + 1 <= limit for share, limit in pairs):
             return
-        end = self.ends_after()
-        if end is not None and end < num_packs:
+        if sum(self._counts_after(num_packs)) < num_packs:
             error = self.used_up()
             raise ConfigError(f"the run trains {num_packs:,} packs, but {error.what}", where=error.where, fix=error.fix)
 
     def ends_after(self) -> int | None:
-        """Return the packs after which the epochs of a source are used up; None where no source is limited."""
-        return None if self.weights is None or not any(self.limits) else sum(self._counts_at_end())
+        """Return the packs after which the epochs of a source are used up; None where no run trains so many."""
+        pairs = zip(self.shares, self.limits, strict=True)
+        if self.weights is None or all(limit is None or limit > share * _MOST_PACKS for share, limit in pairs):
+            return None
+        return sum(self._counts_after())
 
     def used_up(self) -> LoaderError:
         """Return the error for a blend with weights that reached its end."""
-        counts = self._counts_at_end()
+        counts = self._counts_after()
         triples = enumerate(zip(self.shares, counts, self.limits, strict=True))
         total = max(sum(counts), 1)
         _, source = max((share * total - count, i) for i, (share, count, limit) in triples if count == limit)
@@ -169,9 +179,10 @@ class Blend:
             fix="increase its epochs, lower its weight, or train fewer steps",
         )
 
-    def _counts_at_end(self) -> list[int]:
+    def _counts_after(self, num_packs: float = math.inf) -> list[int]:
+        """Return the packs drawn from each source once so many are, or all of an epoch; a part of them at a time."""
         counts = [0] * len(self.sizes)
-        while self.draw(counts, 1 << 16).shape[0]:
+        while self.draw(counts, int(min(1 << 16, num_packs - sum(counts)))).shape[0]:
             pass
         return counts
 

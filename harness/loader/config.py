@@ -85,9 +85,11 @@ class RankLayout:
         for name in ("dp_size", "cp_size", "tp_size", "pad_to_multiple", "group_size"):
             if getattr(self, name) < 1:
                 raise LoaderError(f"{name} is {getattr(self, name)}", where="RankLayout", fix="set it to 1 or more")
-        if not 0 <= self.dp_rank < self.dp_size:
-            what = f"data-parallel rank {self.dp_rank} is out of range for size {self.dp_size}"
-            raise LoaderError(what, where="RankLayout", fix=f"use a dp_rank from 0 to {self.dp_size - 1}")
+        for kind, name in (("data", "dp"), ("context", "cp"), ("tensor", "tp")):
+            rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
+            if not 0 <= rank < size:
+                what = f"{kind}-parallel rank {rank} is out of range for size {size}"
+                raise LoaderError(what, where="RankLayout", fix=f"use a {name}_rank from 0 to {size - 1}")
 
     @property
     def needs_tokens(self) -> bool:

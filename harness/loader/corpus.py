@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,11 +147,13 @@ class CorpusConfig(CheckedSettings, section="data"):
             _check_splits(per_split, "data.blend_per_split")
 
     def _check_split(self) -> None:
+        texts = self.split.split(",")
         try:
-            parts = [float(part) for part in self.split.split(",")]
+            # Megatron-Core takes each run of digits and dots for a number: 9e1 for two.
+            parts = [float(text) if re.fullmatch(r"\s*[.0-9]+\s*", text) else math.nan for text in texts]
         except ValueError:
             parts = []
-        if not 1 <= len(parts) <= len(SPLITS) or any(not part >= 0 for part in parts) or not parts[0] > 0:
+        if not 1 <= len(parts) <= len(SPLITS) or not parts[0] > 0 or not sum(parts) < math.inf:
             what = f"split is {self.split!r}"
             fix = "use a ratio of training, validation and test data, such as 969,30,1"
             raise ConfigError(what, where="data.split", fix=fix)

@@ -166,7 +166,7 @@ class JoinedReader:
         sequence_lengths: int32 [sequences], as of `PackReader`.
 
     Raises:
-        ConfigError: the datasets differ in pack size or tokenizer, or one is empty.
+        ConfigError: there is no dataset, or they differ in pack size, tokenizer or rules of media.
     """
 
     def __init__(self, readers: Sequence[PackReader]) -> None:
@@ -352,8 +352,8 @@ class RunData:
         counts = [reader.sequence_lengths.shape[0] for reader in self.sources]
         names: list[str] = []
         for name in self.blend.names:
-            times = sum(known == name or known.startswith(f"{name} (") for known in names)
-            names.append(f"{name} ({times + 1})" if times else name)
+            choices = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+            names.append(next(choice for choice in choices if choice not in names))
         return Sources(tuple(names), np.cumsum([0, *counts[:-1]]))
 
     @property
@@ -403,7 +403,7 @@ def open_datasets(config: DataConfig) -> RunData:
     if config.validation_path is not None:
         besides = [local_copy(config.validation_path)]
     validations = [open_dataset(path) for path in besides]
-    evaluation = _open_evaluation(config)
+    evaluation = _open_evaluation(config, bool(validations))
     for reader, validation in itertools.product(trains, (*validations, *evaluation.values())):
         (hash_, name), (other, other_name) = _tokenizer_of(reader), _tokenizer_of(validation)
         if hash_ and other and hash_ != other:
@@ -439,15 +439,19 @@ def open_live(config: DataConfig) -> LiveData:
     refuse_weighted(settings, "data.live.tokenizer")
     tokenizer = ChatTokenizer(settings, name) if name else None
     validation = open_dataset(local_copy(config.validation_path)) if config.validation_path is not None else None
-    evaluation = _open_evaluation(config)
+    evaluation = _open_evaluation(config, validation is not None)
     for reader in (validation, *evaluation.values()):
         if reader is not None and name:
             _check_tokenizer(reader, name)
     return LiveData(config.live, tokenizer, validation, evaluation, mask_of)
 
 
-def _open_evaluation(config: DataConfig) -> dict[str, PackReader]:
+def _open_evaluation(config: DataConfig, has_validation: bool) -> dict[str, PackReader]:
     """Open the named validation sets; of a folder with several splits, its `validation`."""
+    if has_validation and "validation" in config.evaluation:
+        what = "'validation' is the name of the training data's own validation set"
+        fix = "choose another name, or set data.validation_path to replace that set"
+        raise ConfigError(what, where="data.evaluation", fix=fix)
     paths = {name: local_copy(path) for name, path in config.evaluation.items()}
     return {name: open_dataset(find_splits(path).get("validation", path)) for name, path in paths.items()}
 

@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from harness.errors import LoaderError
+from harness.errors import ConfigError, LoaderError
 from harness.loader.blend import Blend
 from harness.loader.config import LoaderConfig, RankLayout, rank_layout
 from harness.loader.order import BatchRange, steps_per_epoch
 from harness.loader.plan import BatchReader, Features, PackSource, RankBatch, RawBatch, build_batch
 from harness.loader.state import LoaderState
 from harness.loader.workers import BatchStream
+from harness.printing import count_of
 from harness.schedule import ScheduleConfig, SequenceCost
 
 
@@ -42,8 +43,8 @@ class Loader(BatchStream[RawBatch]):
         ScheduleError: a sequence of the dataset can never be placed.
         LoaderError: `state` belongs to another dataset, seed, order or tokenizer; while iterating, the epochs of a
             blend's source are used up.
-        ConfigError: the dataset never fills a global batch, `layout` comes with a `dp_rank` or `dp_size`, or a job of
-            several ranks gives neither.
+        ConfigError: the dataset never fills a global batch, `blend` is of another number of packs, `layout` comes with
+            a `dp_rank` or `dp_size`, or a job of several ranks gives neither.
     """
 
     def __init__(
@@ -66,6 +67,10 @@ class Loader(BatchStream[RawBatch]):
         if len(reader) == 0:
             raise LoaderError("the dataset contains no packs", where="the dataset", fix="use non-empty data")
         self._blend = blend or Blend.of_one(len(reader))
+        if (blended := sum(self._blend.sizes)) != len(reader):
+            what = f"the blend is of {count_of(blended, 'pack')}, and the dataset has {len(reader):,}"
+            fix = "join the datasets of the blend, in its order, and pass that reader (harness.loader.JoinedReader)"
+            raise ConfigError(what, where="data.blend", fix=fix)
         self._num_packs = self._blend.num_packs
         self._config = config = replace(config)
         self.layout = rank_layout(layout, dp_rank, dp_size)
@@ -107,20 +112,14 @@ class Loader(BatchStream[RawBatch]):
         return [self._plan(step)[2].num_microbatches for step in steps]
 
     def __iter__(self) -> Iterator[RankBatch]:
-        is_used_up = False
-
-        def steps() -> Iterator[BatchRange]:
-            nonlocal is_used_up
-            for step in self._steps(self.state):
-                if self._num_epochs is not None and step.epoch >= self._num_epochs:
-                    return
-                yield step
-            is_used_up = True
-
-        for raw in self.read(itertools.islice(steps(), self._num_steps)):
+        steps, last, read = self._steps(self.state), self._num_epochs, 0
+        if last is not None:
+            steps = itertools.takewhile(lambda step: step.epoch < last, steps)
+        for raw in self.read(itertools.islice(steps, self._num_steps)):
+            read += 1
             yield build_batch(raw, layout=self.layout, before=self.state, num_packs=self._num_packs)
-        # Ranges run ahead of training: raise only after every batch that exists was trained.
-        if is_used_up:
+        # A blend with weights ends. Ranges run ahead of training: raise after every batch that exists was trained.
+        if self._num_packs is None and read != self._num_steps:
             raise self._blend.used_up()
 
     def _steps(self, state: LoaderState) -> Iterator[BatchRange]:

@@ -66,7 +66,8 @@ class EpochOrder:
             return np.arange(start, stop, dtype=np.int64)
         first = int(np.searchsorted(self._window_starts, start, side="right")) - 1
         last = int(np.searchsorted(self._window_starts, stop, side="left"))
-        parts, size, of_window = [], self._config.block_packs, self._config.window_blocks
+        # A block may be larger than the dataset.
+        parts, size, of_window = [], min(self._config.block_packs, self._num_packs), self._config.window_blocks
         for window in range(first, last):
             # Consecutive batches mostly fall into one window; a plain shuffle has one window of all packs.
             if window != self._window_index:
@@ -96,16 +97,19 @@ def steps_per_epoch(config: LoaderConfig, num_packs: int) -> int:
 
 
 def steps_until(config: LoaderConfig, num_packs: int, epochs: int, *, epoch: int, packs_consumed: int) -> int:
-    """Return the number of global batches from a position to the end of so many epochs."""
+    """Return the number of global batches from a position to the end of so many epochs.
+
+    A position past the end of an epoch, as of larger data, is that of the next one: see `LoaderState.resumed`.
+    """
     if epoch >= epochs:
         return 0
-    in_epoch = steps_per_epoch(config, num_packs - packs_consumed)
+    in_epoch = steps_per_epoch(config, max(0, num_packs - packs_consumed))
     return in_epoch + (epochs - epoch - 1) * steps_per_epoch(config, num_packs)
 
 
 def epochs_after(config: LoaderConfig, num_packs: int, steps: int, *, epoch: int, packs_consumed: int) -> float:
-    """Return the epochs that are trained so many global batches after a position."""
-    in_epoch = steps_per_epoch(config, num_packs - packs_consumed)
+    """Return the epochs that are trained so many global batches after a position, as of `steps_until`."""
+    in_epoch = steps_per_epoch(config, max(0, num_packs - packs_consumed))
     if steps >= in_epoch:
         whole, steps = divmod(steps - in_epoch, max(1, steps_per_epoch(config, num_packs)))
         epoch, packs_consumed = epoch + 1 + whole, 0

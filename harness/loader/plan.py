@@ -274,10 +274,11 @@ class BatchReader:
             multiples = np.array([shared_multiple(layout.pad_to_multiple, ranks) for ranks in shared_by.tolist()])
             sizes = layout.cp_size * shared_by
             spans = needed_spans(stored, multiples, cp_size=sizes, cp_rank=own, ahead=layout.reads_ahead)
-        found = []
-        for index in needed.tolist():
+        found, order = [], np.argsort(pack_of, kind="stable")
+        of_packs = np.split(order, np.flatnonzero(np.diff(pack_of[order])) + 1)
+        for index, mine in zip(needed.tolist(), of_packs, strict=True):
             first, last = source.pack_offsets[index : index + 2].tolist()
-            ends, mine = np.cumsum(source.sequence_lengths[first:last], dtype=np.int64), pack_of == index
+            ends = np.cumsum(source.sequence_lengths[first:last], dtype=np.int64)
             inside = sequences[mine] - first
             places = (spans[mine] + (ends - source.sequence_lengths[first:last])[inside][:, None, None]).reshape(-1, 2)
             found.append(places[places[:, 0] < places[:, 1]])

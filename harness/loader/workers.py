@@ -27,7 +27,7 @@ from multiprocessing.util import Finalize
 from typing import Any, Generic, Self, TypeVar
 
 from harness.checks import require_cores
-from harness.errors import HarnessError, LoaderError
+from harness.errors import HarnessError, LoaderError, os_errors_as
 from harness.loader.config import LoaderConfig
 from harness.loader.order import BatchRange
 from harness.storage import name_bus_errors
@@ -74,7 +74,8 @@ class BatchStream(Generic[T]):
         """Yield what `read_batch` returns for each of `batches`.
 
         Raises:
-            HarnessError: as `read_batch` does; LoaderError where a worker died or was silent for too long.
+            HarnessError: as `read_batch` does; LoaderError where a worker died or was silent for too long, and where
+                another iteration has taken the workers.
         """
         if self._config.num_workers == 0:
             for batch in batches:
@@ -105,23 +106,29 @@ class BatchStream(Generic[T]):
 
     def _read_ahead(self, batches: Iterator[BatchRange]) -> Iterator[T]:
         if self._owing:  # batches of an earlier pass that ended before its last one
-            self.close()
+            _end(self._workers, _PATIENCE_S)
         if not self._workers:
-            self._start_workers()
-        turns = itertools.cycle(self._workers)
+            fix = "raise the limits of processes and open files (ulimit -u, ulimit -n), or lower loader.num_workers"
+            with os_errors_as(LoaderError, "the loader's workers cannot be started", where=self._where, fix=fix):
+                self._start_workers()
+        turns, owing = itertools.cycle(self._workers), deque[_Worker]()
+        self._owing = owing
 
         def ask() -> None:
             if (batch := next(batches, None)) is not None:
                 worker = next(turns)
-                self._owing.append(worker)
+                owing.append(worker)
                 with suppress(OSError):  # it is dead, as will show when its batch is waited for
                     worker.connection.send(batch)
 
         for _ in range(self._config.num_workers * self._config.prefetch_factor):
             ask()
-        while self._owing:
-            item = self._receive(self._owing[0])
-            self._owing.popleft()
+        while owing:
+            if owing is not self._owing:
+                what = "another iteration over this loader has begun, and its workers read for that one"
+                raise LoaderError(what, where=self._where, fix="iterate over one loader once at a time, or make two")
+            item = self._receive(owing[0])
+            owing.popleft()
             if isinstance(item, HarnessError):
                 self.close()
                 raise item

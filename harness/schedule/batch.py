@@ -40,10 +40,12 @@ class SequenceCost:
     encode: Callable[[Float64Array], Float64Array] | None = None
 
     def __post_init__(self) -> None:
-        if not (min(self.linear, self.quadratic, self.exchange) >= 0 and self.linear + self.quadratic > 0):
+        rates = self.linear, self.quadratic, self.exchange, self.swap
+        if not (all(0 <= rate < math.inf for rate in rates) and self.linear + self.quadratic > 0):
             what = f"a sequence cannot cost {self.linear} per token and {self.quadratic} per squared token"
-            what += f", and {self.exchange} per exchanged token"
-            raise ConfigError(what, where="SequenceCost", fix="set all to 0 or more, and linear or quadratic above 0")
+            what += f", and {self.exchange} per exchanged token and {self.swap} per swapped one"
+            fix = "set all to 0 or more, finite, and linear or quadratic above 0"
+            raise ConfigError(what, where="SequenceCost", fix=fix)
 
     def of(self, lengths: npt.NDArray[np.integer]) -> Float64Array:
         """Return the cost of sequences of these numbers of model tokens, float64 in the shape of `lengths`."""

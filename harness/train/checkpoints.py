@@ -45,7 +45,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
     Copies that somebody keeps beside them, such as `step-00000100-good`, are none of the run's.
     """
-    return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir())
+    found = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir())
+    # By number: step 100,000,000 has a digit more.
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +21,10 @@ import xxhash
 
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.loader import RankBatch
-from harness.records import Int64Array
+from harness.records import Int64Array, UInt64Array
 from harness.storage import write_atomically
 from harness.thd import ThdBatch
-from harness.train.lines import ROOM_FIX, LineFile, describe_hole, keep_lines_before
+from harness.train.lines import MISREAD, ROOM_FIX, LineFile, describe_hole, keep_lines_before
 from harness.train.metrics import Log, read_lines
 
 DIGESTS_FILE = "digests.jsonl"
@@ -31,7 +33,6 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 # The first stage of a pipeline reads tokens, the last one labels; stages between read positions and boundaries alone.
 _OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens",), ("labels", "loss_mask")
 
-UInt64Array = npt.NDArray[np.uint64]
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 
@@ -244,15 +245,22 @@ def read_digests(folder: Path) -> list[StepDigests]:
 
 
 def kept_sequence(folder: Path, step: int, row: RowDigests, index: int) -> dict[str, npt.NDArray[Any]]:
-    """Return by field the trained array of the sequence at `index` of `row`; empty if batches were not kept."""
+    """Return by field the trained array of the sequence at `index` of `row`; empty if batches were not kept.
+
+    Raise FormatError for a damaged file.
+    """
     path = _batch_file(folder, step)
     if not path.exists():
         return {}
     start = int(row.lengths[:index].sum())
     stop = start + int(row.lengths[index])
     names = {name: f"{row.microbatch}.{row.rank}.{name}" for name in FIELDS}
-    with np.load(path) as arrays:
-        return {name: arrays[key][start:stop] for name, key in names.items() if key in arrays}
+    try:
+        with np.load(path) as arrays:
+            return {name: arrays[key][start:stop] for name, key in names.items() if key in arrays}
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, *MISREAD) as error:
+        fix = "copy the run again, or remove the file: digests are compared without it"
+        raise FormatError(f"the batches of step {step} cannot be read: {error}", where=str(path), fix=fix) from error
 
 
 def _batch_file(folder: Path, step: int) -> Path:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from harness.storage import Marker, make_folder, write_atomically
 from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
 from harness.train.checkpoints import CHECKPOINTS, UnreadableError, whole_checkpoints
 from harness.train.identity import Identity, begin_attempt
+from harness.train.lines import MISREAD
 
 RESUME = ("false", "true", "auto")
 SETTINGS_FILE = "config.yaml"
@@ -74,7 +76,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of a run from its config.yaml; raise FormatError as `check_settings` does."""
     try:
         values = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, *MISREAD) as error:
         what = f"the run's settings cannot be read: {' '.join(str(error).split())}"
         raise FormatError(what, where=str(path), fix=_RUN_AGAIN) from None
     return check_settings(values, where=path)
@@ -129,7 +131,7 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool, trains: bool 
         with os_errors_as(ConfigError, "the run's settings cannot be written", where=path, fix=_ROOM):
             if not path.exists() or (before := path.read_bytes()) != settings.encode():
                 if path.exists():
-                    number = len(list(folder.glob("config.before-*.yaml")))
+                    number = next(n for n in count() if not (folder / f"config.before-{n + 1}.yaml").exists())
                     newest = folder / f"config.before-{number}.yaml"
                     if not newest.exists() or newest.read_bytes() != before:
                         write_atomically(folder / f"config.before-{number + 1}.yaml", before)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.settings import load
@@ -15,19 +15,22 @@ from harness.storage import write_atomically
 
 ROOM_FIX = "free disk space or check the disk, then continue from the newest checkpoint with resume=true"
 # Raised by code that takes values of JSON or YAML for what they are not.
-MISREAD = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+MISREAD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 DAMAGED_FIX = "remove the line, or the file; `harness verify RUN` lists all damage"
 
 
 @dataclass(frozen=True)
 class StepLine:
-    """The step of a line of any file of JSON lines, and a few values that only `metrics.jsonl` has."""
+    """The step of a line of any file of JSON lines, and two values that only `metrics.jsonl` has."""
 
     step: int
-    epoch: int | None = None
     loss: float | None = None
-    tokens: Any = None  # a number; lines of samples have a list under this name
     step_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not abs(value) < 1e300:
+                raise ValueError(f"{name} is {value}")
 
 
 class LineFile:
@@ -78,18 +81,12 @@ def whole_lines(path: Path) -> Iterator[str]:
         raise
 
 
-def read_line(line: str, number: int, path: Path) -> StepLine:
-    """Return the step of a line of JSON; raise FormatError for a damaged one."""
-    what = f"line {number} is not a record of a step"
-    return load(StepLine, line, where=path, fix=DAMAGED_FIX, what=what, lenient=True)
-
-
 def read_sound_lines(path: Path, newest: int = 0) -> list[StepLine]:
     """Return the newest lines of steps, 0 for all, without damaged ones: `verify_run` names those."""
     lines = []
-    for line in list(whole_lines(path))[-newest:]:
+    for line in deque(whole_lines(path), newest or None):
         with suppress(FormatError):
-            lines.append(read_line(line, 0, path))
+            lines.append(load(StepLine, line, where=path, lenient=True))
     return lines
 
 
@@ -101,7 +98,10 @@ def keep_lines_before(path: Path, first_step: int) -> list[int]:
     """
     with os_errors_as(HarnessError, f"{path.name} cannot be written", where=path, fix=ROOM_FIX):
         lines = list(whole_lines(path)) if path.exists() else []
-        steps = [read_line(line, number, path).step for number, line in enumerate(lines, start=1)]
+        steps = []
+        for number, line in enumerate(lines, start=1):
+            what = f"line {number} is not a record of a step"
+            steps.append(load(StepLine, line, where=path, fix=DAMAGED_FIX, what=what, lenient=True).step)
         kept = [line for line, step in zip(lines, steps, strict=True) if step < first_step]
         write_atomically(path, "".join(kept).encode(errors="surrogateescape"))
     return [step for step in steps if step < first_step]

@@ -232,7 +232,8 @@ class _Loop:
         took = waited + computed
         initial, self._initial = self._initial, {}
         self.hooks.record(StepRecord(number, batch, result, took, waited, evaluations, compute_s, data_s, initial))
-        self.losses += [] if own is None else [own.loss]
+        # One that is not a number is no lower loss, and hides none.
+        self.losses += [] if own is None else [own.loss if math.isfinite(own.loss) else math.inf]
         patience = self.config.early_stop
         has_enough = own is not None and 0 < patience < len(self.losses)
         has_stalled = has_enough and min(self.losses[-patience:]) >= min(self.losses[:-patience])

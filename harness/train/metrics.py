@@ -156,7 +156,7 @@ class MetricsWriter(LineFile):
         """Append one step; raises HarnessError if the disk refuses."""
         values = asdict(metrics)
         # JSON has no NaN; parsers of other languages refuse Python's.
-        line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        line = json.loads(json.dumps(values), parse_constant=lambda constant: None)
         self.append(json.dumps(line) + "\n")
         steps = curves_of(values)
         with self._may_fail("tensorboard"):

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import queue
+import re
 import secrets
 import socket
 import sys
@@ -50,21 +51,16 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def curves_of(line: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:
-    """Return the steps that a metrics line has numbers of, with these by curve: its own, and before the first, 0."""
-    initial = {
-        "validation/loss" if name == OWN_VALIDATION else f"validation/{name}/loss": loss
-        for name, loss in line.get("initial_losses", {}).items()
-    }
-    return [*([(0, initial)] if initial else []), (line["step"], curve_values(line))]
-
-
-def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a metrics line by curve.
+    """Return the steps that a metrics line has numbers of, with these by curve: before the first, 0, and its own, last.
 
     Curves of training are `train/loss` and so on. Those of validation are a group of their own: `validation/loss`, and
     `validation/code/loss` of the further set `code`; those of a mixture of experts are `experts/load` and so on,
     and `experts/data/code/load` of the tokens from `data/code`.
     """
+    initial = {
+        "validation/loss" if name == OWN_VALIDATION else f"validation/{name}/loss": loss
+        for name, loss in line.get("initial_losses", {}).items()
+    }
     loads = line.get("evaluation_expert_loads", {})
     plain = {name: value for name, value in line.items() if isinstance(value, int | float)}
     values = {f"train/{key}": plain[key] for key in plain if key not in ("step", "validation_loss", "mtp_tokens")}
@@ -77,7 +73,8 @@ def curve_values(line: Mapping[str, Any]) -> dict[str, float]:
     values |= {f"validation/{name}/expert_load": load for name, load in loads.items() if name != OWN_VALIDATION}
     values |= {"validation/expert_load": loads.get(OWN_VALIDATION)}
     values |= {"train/slowest_rank_compute_s": max(times)} if (times := line.get("rank_compute_s")) else {}
-    return {curve: value for curve, value in values.items() if value is not None}
+    own = {curve: value for curve, value in values.items() if value is not None}
+    return [*([(0, initial)] if initial else []), (line["step"], own)]
 
 
 class EventFile:
@@ -203,14 +200,19 @@ class Mlflow:
 
     def send(self, steps: Steps) -> None:
         now = int(time.time() * 1000)
+        points = [(mlflow_name(curve), value, step) for step, values in steps for curve, value in values.items()]
         self._client.log_batch(
-            self._run,
-            metrics=[self._metric(key, value, now, step) for step, values in steps for key, value in values.items()],
+            self._run, metrics=[self._metric(name, value, now, step) for name, value, step in points]
         )
 
     def finish(self, status: str) -> None:
         self._client.set_tag(self._run, "end", status)
         self._client.set_terminated(self._run, {"finished": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED"))
+
+
+def mlflow_name(curve: str) -> str:
+    """Return the name of a curve as MLflow takes it, which refuses those of most paths of a blend's sources."""
+    return "/".join(re.sub(r"[^\w. -]", "_", part) for part in curve.split("/") if part.strip("."))
 
 
 class Tracker:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import FormatError
+from harness.errors import FormatError, LoaderError
 from harness.formats import PackReader, open_dataset
 from harness.loader import Loader, LoaderConfig, RankLayout
 from harness.loader.order import BatchRange
@@ -77,6 +77,20 @@ def test_a_loader_can_be_iterated_again(dataset: Path) -> None:
     assert again == third
     assert again[:3] == first
     assert len(again) == made.num_steps_per_epoch == 8
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_iteration_whose_workers_another_one_has_taken_is_refused(dataset: Path, is_whole: bool) -> None:
+    with loader(dataset, num_workers=1, num_epochs=1) as made:
+        expected = [batch_digest(batch) for batch in made]
+        first, second = iter(made), iter(made)
+        next(first)
+        taken = zip(expected if is_whole else [""], second, strict=False)
+        found = [batch_digest(batch) for _, batch in taken]
+        with pytest.raises(LoaderError, match="another iteration over this loader has begun") as refused:
+            next(first)
+        assert refused.value.fix
+        assert found + [batch_digest(batch) for batch in second] == expected
 
 
 def test_no_process_or_shared_memory_is_left_over(dataset: Path) -> None:

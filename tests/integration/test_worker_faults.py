@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -70,6 +71,17 @@ def test_the_hung_worker_among_several_is_named(in_every_format: dict[str, Path]
             for _ in batches:
                 pass
     assert all(map(has_ended, pids))
+
+
+def test_workers_that_the_system_refuses_to_start_are_an_error_with_its_reason(in_every_format, monkeypatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with loader(in_every_format["binidx"], num_workers=2, start_method="fork") as made:
+        monkeypatch.setattr(os, "fork", refuse)
+        with pytest.raises(LoaderError, match="workers cannot be started: Resource temporarily unavailable") as refused:
+            next(iter(made))
+    assert "loader.num_workers" in refused.value.fix
 
 
 def read_much(batch: BatchRange) -> bytes:

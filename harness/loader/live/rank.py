@@ -8,7 +8,7 @@ from collections import Counter, deque
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, product
 from operator import itemgetter
 
 import numpy as np
@@ -435,8 +435,9 @@ class FolderReader:
             if self._config.require_ready and not contents.ready:
                 return "it exists without a ready record; data.live.require_ready=false accepts such chunks"
             return "it exists, but is not marked as ready"
-        for name in (f"chunk_{index}{suffix}" for suffix in SUFFIXES if index < 10_000):
-            if self._folder.files.find(name) is not None:
+        for width, suffix in product(range(1, 8), SUFFIXES):
+            name = f"chunk_{index:0{width}d}{suffix}"
+            if name != chunk_name(index, suffix) and self._folder.files.find(name) is not None:
                 return f"{name} exists, but names must have five digits"
         if later := [other for other in contents.chunks if other > index]:
             return f"the numbering has a gap: {chunk_name(min(later))} exists"

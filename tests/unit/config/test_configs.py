@@ -157,6 +157,21 @@ def test_a_file_that_is_not_yaml_is_one_clear_error(tmp_path, monkeypatch):
     assert "sft.yaml" in error.value.where
 
 
+@pytest.mark.parametrize("text", ["- a\n- b\n", "5\n"])
+def test_a_file_without_names_of_settings_is_refused(tmp_path, text):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        compose_config("sft", SftConfig, ["experiment=mine"], config_dir=tmp_path)
+    assert refused.value.where
+    assert refused.value.fix
+
+
+def test_a_path_that_is_too_long_for_the_system_is_refused():
+    with pytest.raises(ConfigError, match="File name too long"):
+        compose_config("sft", SftConfig, [f"model.init_from={'x' * 300}"])
+
+
 def test_library_modules_need_neither_torch_nor_hydra():
     """The packages are blocked in a process of its own, which imports what a machine that prepares data uses."""
     blocked = ("torch", "megatron", "transformer_engine", "hydra", "omegaconf", "transformers", "tokenizers")

@@ -192,10 +192,12 @@ def test_a_chunk_that_is_written_in_place_is_not_read_before_it_is_whole(
     assert len(trained.sequences) == 12
 
 
-def test_a_misnamed_chunk_is_pointed_at(tmp_path: Path) -> None:
-    (tmp_path / "chunk_0.jsonl").write_text("{}\n")
-    with pytest.raises(LoaderError, match=r"chunk_0.jsonl exists, but names must have five digits"):
-        train(tmp_path, timeout_s=0.2)
+@pytest.mark.parametrize("digits", ["0", "0000", "000000"])
+@pytest.mark.parametrize("require_ready", [False, True])
+def test_a_misnamed_chunk_is_pointed_at(tmp_path: Path, digits: str, require_ready: bool) -> None:
+    (tmp_path / f"chunk_{digits}.jsonl").write_text("{}\n")
+    with pytest.raises(LoaderError, match=rf"chunk_{digits}.jsonl exists, but names must have five digits"):
+        train(tmp_path, timeout_s=0.2, require_ready=require_ready)
 
 
 def test_a_run_does_not_resume_on_another_stream(packs: Path, tmp_path: Path) -> None:

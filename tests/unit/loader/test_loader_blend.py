@@ -176,11 +176,42 @@ def test_weights_with_epochs_end_where_a_source_is_used_up():
         made.check_lasts(18)
 
 
+def test_the_end_of_a_source_that_no_run_reaches_is_not_drawn(monkeypatch):
+    drawn, draw = [], Blend.draw
+
+    def count(made, counts, num_packs):
+        drawn.append(num_packs)
+        assert sum(drawn) <= 1_000_000
+        return draw(made, counts, num_packs)
+
+    monkeypatch.setattr(Blend, "draw", count)
+    made = blend([10, 3], [1, 1e-9], [None, 1])
+    assert made.ends_after() is None
+    made.check_lasts(1000)
+    blend([10, 1], [1, 1e-9], [None, 1]).check_lasts(1000)
+    assert blend([10, 4], [0.5, 0.5], [None, 2]).ends_after() == 17
+
+
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
 def test_a_weight_that_is_none_is_refused(weight):
     with pytest.raises(ConfigError, match=r"weights is") as caught:
         blend([3, 3], [1.0, weight])
     assert caught.value.where == "data.blend.weights"
+
+
+@pytest.mark.parametrize(
+    ("lists", "what"),
+    [
+        ((("a",), (1, 2), None, (None, None)), "1 names, 2 sizes, 2 epochs"),
+        ((("a", "b"), (1, 2), None, (None,)), "2 names, 2 sizes, 1 epochs"),
+        ((("a", "b"), (1, 2), (1.0,), (None, None)), "2 names, 2 sizes, 1 weights, 2 epochs"),
+        ((("a", "b"), (1, 2), (), (None, None)), "2 names, 2 sizes, 0 weights, 2 epochs"),
+        (((), (), None, ()), "0 names, 0 sizes, 0 epochs"),
+    ],
+)
+def test_lists_that_do_not_fit_together_are_refused(lists, what):
+    with pytest.raises(ConfigError, match=f"^a blend has {what}\n"):
+        Blend(*lists)
 
 
 def test_an_empty_source_and_no_epochs_are_refused():

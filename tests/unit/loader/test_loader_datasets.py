@@ -9,8 +9,8 @@ from small_packs import write_packs
 
 from harness.errors import ConfigError
 from harness.formats import Provenance, open_writer
-from harness.loader import DataConfig, open_datasets
-from harness.loader.datasets import BlendSource
+from harness.loader import DataConfig, LiveConfig, open_datasets
+from harness.loader.datasets import BlendSource, open_live
 from harness.records import Pack
 
 
@@ -44,6 +44,19 @@ def test_a_validation_set_of_another_tokenizer_and_data_of_one_that_was_not_requ
         open_datasets(DataConfig(path=str(tmp_path), tokenizer=str(tmp_path / "tokenizer")))
 
 
+def test_a_further_validation_set_does_not_replace_the_one_of_the_training_data(tmp_path):
+    for name in ("train", "validation", "other"):
+        write(tmp_path / name)
+    named = {"validation": str(tmp_path / "other")}
+    with pytest.raises(ConfigError, match="is the name of the training data's own validation set") as refused:
+        open_datasets(DataConfig(path=str(tmp_path), evaluation=named))
+    assert "data.validation_path" in refused.value.fix
+    live = LiveConfig(path=str(tmp_path / "live"))
+    with pytest.raises(ConfigError, match="is the name of the training data's own validation set"):
+        open_live(DataConfig(live=live, validation_path=str(tmp_path / "validation"), evaluation=named))
+    assert len(open_datasets(DataConfig(path=str(tmp_path / "train"), evaluation=named)).evaluation["validation"]) == 1
+
+
 def blend(*sources, **other):
     return DataConfig(blend=[BlendSource(*source) for source in sources], **other)
 
@@ -64,6 +77,21 @@ def test_a_blend_joins_sets_of_any_format_and_their_validation_sets(tmp_path):
     assert again.sequence_lengths.tolist() == [3, 3, 3]
     with pytest.raises(IndexError):
         again.read([3])
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a", "a", "a"], ("a", "a (2)", "a (3)")),
+        (["a (2)", "a", "a"], ("a (2)", "a", "a (3)")),
+        (["a", "a", "a (2)"], ("a", "a (2)", "a (2) (2)")),
+    ],
+)
+def test_sources_have_names_of_their_own(tmp_path, monkeypatch, paths, names):
+    monkeypatch.chdir(tmp_path)
+    for path in set(paths):
+        write(tmp_path / path)
+    assert open_datasets(blend(*((path,) for path in paths))).named_sources.names == names
 
 
 def test_sources_of_other_tokenizers_or_pack_sizes_are_refused(tmp_path):

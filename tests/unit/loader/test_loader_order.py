@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -119,6 +120,8 @@ def test_the_ragged_end_is_kept_unless_dropped_and_steps_go_on_from_any_position
         (4, False, 2, 1, 8, 1),
         (4, False, 2, 2, 0, 0),
         (4, False, 2, 2, 8, 0),
+        (4, False, 2, 0, 25, 3),
+        (4, True, 3, 0, 25, 4),
     ],
 )
 def test_the_steps_to_the_end_of_epochs_are_those_that_the_order_yields(
@@ -137,6 +140,7 @@ def test_steps_in_epochs_count_the_ragged_batch_as_what_it_holds() -> None:
     assert epochs_after(config(4), 10, 1, epoch=2, packs_consumed=3) == 2.7
     assert epochs_after(config(4), 10, 2, epoch=2, packs_consumed=3) == 3
     assert epochs_after(config(4), 4, 3, epoch=0, packs_consumed=0) == 3
+    assert epochs_after(config(4), 10, 3, epoch=0, packs_consumed=25) == 2
 
 
 def test_a_dataset_that_never_fills_a_dropped_batch_and_settings_below_one_are_refused() -> None:
@@ -144,6 +148,17 @@ def test_a_dataset_that_never_fills_a_dropped_batch_and_settings_below_one_are_r
         next(Blend.of_one(3).steps(config(4, drop_last=True), epoch=0, packs_consumed=0))
     with pytest.raises(ConfigError, match="window_blocks is 0"):
         config(window=0)
+
+
+def test_a_block_larger_than_the_dataset_is_all_of_it_and_takes_no_more_memory() -> None:
+    tracemalloc.start()
+    try:
+        packs = EpochOrder(config(block=1_000_000), 100, 0).packs(0, 100)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert packs.tolist() == EpochOrder(config(block=100), 100, 0).packs(0, 100).tolist()
+    assert peak < 100_000
 
 
 @pytest.mark.parametrize(("start", "stop"), [(8, 11), (-1, 4), (8, 8)])

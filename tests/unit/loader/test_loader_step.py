@@ -245,6 +245,21 @@ def test_a_rank_reads_its_chunks_of_shared_rows_and_the_labels_after_them(
     assert unread > 100
 
 
+def test_the_work_of_finding_parts_grows_with_the_sequences_and_not_with_their_product_with_packs() -> None:
+    class Counted(np.ndarray):  # type: ignore[type-arg]
+        seen = 0
+
+        def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+            Counted.seen += self.size
+            return getattr(ufunc, method)(*map(np.asarray, inputs), **options)
+
+    sequences = np.arange(400)
+    made, pack_of = reader(PartSource([pack(5, 4)] * 200)), (sequences // 2).view(Counted)
+    spans = made._spans(sequences, np.ones(400, np.int64), pack_of, np.arange(200))
+    assert [one.tolist() for one in spans or []] == [[[0, 5], [5, 9]]] * 200
+    assert Counted.seen < 10 * 400
+
+
 def test_ranks_without_sequences_train_rows_of_zero_loss() -> None:
     data = MemorySource([pack(5)])
     made = batch(data, BatchRange(0, 0, 0, 1), dp_rank=2, dp_size=3, pad_to_multiple=4)
@@ -337,8 +352,11 @@ def test_a_message_of_model_tokens_is_laid_out_as_it_is() -> None:
 def test_a_sequence_of_one_token_and_a_rank_that_does_not_exist_are_refused_by_name() -> None:
     with pytest.raises(ScheduleError, match="sequence 1 of the dataset has 0 model tokens"):
         reader(MemorySource([pack(5, 1, 3)])).check()
-    with pytest.raises(LoaderError, match="rank 2 is out of range for size 2"):
-        RankLayout(dp_rank=2, dp_size=2)
+    for name in ("dp", "cp", "tp"):
+        for rank in (2, -1):
+            with pytest.raises(LoaderError, match=f"rank {rank} is out of range for size 2") as refused:
+                RankLayout(**{f"{name}_rank": rank, f"{name}_size": 2})
+            assert refused.value.fix == f"use a {name}_rank from 0 to 1"
 
 
 def test_packs_other_than_the_index_says_are_refused() -> None:
@@ -391,6 +409,13 @@ def test_the_digest_sees_every_field() -> None:
     digests.add(batch_digest(dataclasses.replace(made, rows=made.rows[::-1])))
     assert len(digests) == 8
     assert batch_digest(batch(source(), BatchRange(0, 0, 0, 4), pad_to_multiple=2)) == batch_digest(made)
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (6, 7)])
+def test_a_blend_of_other_packs_than_the_dataset_has_is_refused(sizes: tuple[int, int]) -> None:
+    blend = Blend(names=("a", "b"), sizes=sizes, weights=None, epochs=(None, None))
+    with pytest.raises(ConfigError, match=rf"the blend is of {sum(sizes)} packs, and the dataset has 12"):
+        Loader(source(12), LoaderConfig(global_batch_size=4, num_workers=0), blend=blend)
 
 
 def test_a_loader_takes_a_data_parallel_rank_instead_of_a_layout():

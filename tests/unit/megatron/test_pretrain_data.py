@@ -101,7 +101,7 @@ def test_counts_for_another_vocabulary_are_refused_and_not_misread(tmp_path: Pat
     [
         ({"path": "nowhere"}, "nowhere.bin is missing"),
         ({"path": ""}, "no source is specified"),
-        ({"split": "0,1"}, "split is"),
+        *(({"split": split}, "split is") for split in ("0,1", "", "9e1,1", "1_0,1", "inf,1", "1,nan", "9" * 400)),
         ({"window_blocks": 8}, "window_blocks is 8, but block_documents is not set"),
         ({"reset_attention_mask": True}, "requires the id of the end-of-document"),
         ({"defer_npy_index_mmap": True}, "a folder of built indices"),

@@ -115,11 +115,14 @@ def test_settings_that_cannot_work_are_refused() -> None:
         schedule("dp_balanced", [1], dp_size=0, max_tokens_per_rank=8)
     with pytest.raises(ScheduleError, match="group_size is 0"):
         schedule("dp_balanced", [1], dp_size=1, max_tokens_per_rank=8, group_size=0)
-    for linear, quadratic in ((-1.0, 2.0), (2.0, -1.0), (0.0, 0.0), (math.nan, 1.0)):
+    for linear, quadratic in ((-1.0, 2.0), (2.0, -1.0), (0.0, 0.0), (math.nan, 1.0), (1.0, math.inf)):
         with pytest.raises(ConfigError, match=f"cannot cost {linear} per token and {quadratic} per squared token"):
             SequenceCost(linear=linear, quadratic=quadratic)
-    with pytest.raises(ConfigError, match="and -1\\.0 per exchanged token"):
-        SequenceCost(exchange=-1.0)
+    for rate in (-1.0, math.nan):
+        with pytest.raises(ConfigError, match=f"and {rate} per exchanged token"):
+            SequenceCost(exchange=rate)
+        with pytest.raises(ConfigError, match=f"and {rate} per swapped one"):
+            SequenceCost(swap=rate)
 
 
 def test_cost_grows_with_the_square_of_the_length() -> None:

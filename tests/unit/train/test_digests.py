@@ -121,6 +121,18 @@ def test_digests_round_trip_and_a_resumed_run_replaces_the_steps_it_repeats(data
     assert "digests.jsonl has no records of 2 of the trained steps 1 to 2" in printed[0]
 
 
+@pytest.mark.parametrize("content", [b"PK\x03\x04 cut", b"", b"text", b"\x93NUMPY\x01\x00"])
+def test_damaged_batches_are_an_error_with_their_place(data, tmp_path, content) -> None:
+    step, writer = digests(data), DigestWriter(tmp_path)
+    writer.write(step)
+    writer.close()
+    (path,) = (tmp_path / "batches").iterdir()
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match="the batches of step 1 cannot be read") as refused:
+        kept_sequence(tmp_path, 1, step.rows[0], 0)
+    assert refused.value.where == str(path)
+
+
 def test_a_line_changed_by_hand_and_a_run_without_digests_are_refused(data, tmp_path) -> None:
     with pytest.raises(FormatError, match="recorded no digests"):
         read_digests(tmp_path)

@@ -66,11 +66,17 @@ def test_bytes_that_are_no_text_stay_as_they_are(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step": 1, "answer": "\xff "}\r\n{"step": 1}\n'
 
 
+# Numbers that no status can show.
+ODD = ("NaN", "-Infinity", "1e999", "1" + "0" * 400)
+
+
 def test_damaged_lines_are_left_out_of_the_newest(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"stex": 3}\n{"step": 4}\n{"st')
     assert [line.step for line in read_sound_lines(path)] == [1, 2, 4]
     assert [line.step for line in read_sound_lines(path, 3)] == [2, 4]
+    path.write_text("".join(f'{{"step": 5, "{name}": {value}}}\n' for name in ("loss", "step_s") for value in ODD))
+    assert read_sound_lines(path) == []
 
 
 def test_lines_of_a_step_that_is_trained_again_are_removed_or_all_stay(

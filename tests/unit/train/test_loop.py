@@ -155,6 +155,10 @@ def test_validations_without_a_lower_loss_end_the_run_with_a_checkpoint():
     # A lower loss in between restarts the count, and losses from before a resume count.
     assert run(config, Plateau([9.0, 5.0, 4.0, 5.1, 3.9, 4.0, 3.9]))[1].saved == [(12, 12)]
     assert run(config, Plateau([4.5]), first_step=8, validated=[5.0, 4.0, 4.0])[1].saved == [(8, 8)]
+    # A loss that is not a number is not a lower one.
+    nan = float("nan")
+    assert run(config, Plateau([9.0, nan, 5.0, 5.0, nan]))[1].saved == [(8, 8)]
+    assert run(config, Plateau([9.0, 5.0, nan, 4.0, nan, nan]))[1].saved == [(10, 10)]
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved():

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from harness.errors import FormatError
 from harness.train.metrics import MetricsWriter, plot_experts, plot_loss, read_metrics, write_report
 from harness.train.stragglers import Straggler
-from harness.train.trackers import curve_values
+from harness.train.trackers import curves_of
 
 
 def write(folder, steps) -> None:
@@ -52,7 +52,7 @@ def test_the_load_of_experts_is_drawn_and_reported_in_training_of_each_source_an
     steps = [metrics(1, experts=experts[0]), last]
     write(tmp_path, steps)
     assert read_metrics(tmp_path / "metrics.jsonl") == steps
-    curves = curve_values(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]))
+    ((_, curves),) = curves_of(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]))
     found = {name: value for name, value in curves.items() if "load" in name}
     of_step = {"experts/load": 1.25, "experts/worst_load": 1.75}
     of_step |= {"experts/data/code/load": 1.75, "experts/data/chats/load": 1.125}
@@ -68,11 +68,14 @@ def test_the_load_of_experts_is_drawn_and_reported_in_training_of_each_source_an
     assert "experts.png" not in write_report(tmp_path, [metrics(1)], {}).read_text()
 
 
-def test_a_norm_that_is_not_a_number_is_still_json(tmp_path):
-    write(tmp_path, [metrics(1, grad_norm=math.nan)])
+def test_numbers_that_are_not_finite_are_still_json_wherever_they_are(tmp_path):
+    losses = {"evaluation_losses": {"code": math.nan}, "source_losses": {"a": math.inf}, "mtp_losses": [2.0, math.nan]}
+    write(tmp_path, [metrics(1, grad_norm=math.nan, **losses)])
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["grad_norm"] is None
-    assert math.isnan(read_metrics(tmp_path / "metrics.jsonl")[0].grad_norm)
+    assert [line[name] for name in losses] == [{"code": None}, {"a": None}, [2.0, None]]
+    (read,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(map(math.isnan, (read.grad_norm, read.evaluation_losses["code"], read.mtp_losses[1])))
 
 
 @pytest.mark.parametrize(

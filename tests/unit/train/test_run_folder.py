@@ -69,6 +69,11 @@ def test_a_copy_that_somebody_keeps_of_a_checkpoint_is_none_of_the_run_s(tmp_pat
     assert read_status(tmp_path).checkpoint == 4
 
 
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path):
+    found = [checkpoint_in(tmp_path, step) for step in (99_999_999, 100_000_000)]
+    assert whole_checkpoints(tmp_path / "checkpoints") == found
+
+
 def test_a_checkpoint_of_another_run_is_refused_and_those_of_the_run_and_of_what_it_copies_are_not(tmp_path):
     first, other = tmp_path / "first", tmp_path / "other"
     first.mkdir()
@@ -138,6 +143,13 @@ def test_earlier_settings_are_kept_if_they_differ(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["config.before-1.yaml", "config.yaml", "identity.json"]
     assert (folder / "config.before-1.yaml").read_text() == "steps: 1\n"
     assert (folder / "config.yaml").read_text() == "steps: 2\n"
+    for number in (3, 4, 5):
+        if number == 5:  # as where somebody has removed one
+            (folder / "config.before-1.yaml").unlink()
+        with open_run_folder(folder, settings=f"steps: {number}\n", resumes=True):
+            pass
+    kept = {path.read_text() for path in folder.glob("config.before-*.yaml")}
+    assert kept == {"steps: 2\n", "steps: 3\n", "steps: 4\n"}
     taken = open_run_folder(folder, settings="steps: 1\n", resumes=False)
     with pytest.raises(ConfigError, match="another run has just started"):
         taken.__enter__()

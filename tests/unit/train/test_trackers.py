@@ -15,7 +15,7 @@ from harness.settings import flatten
 from harness.train import metrics as metrics_module
 from harness.train.identity import begin_attempt
 from harness.train.metrics import MetricsWriter, StepMetrics
-from harness.train.trackers import SERVICES, SentState, check_trackers, curve_values
+from harness.train.trackers import SERVICES, SentState, check_trackers, curves_of, mlflow_name
 
 # Stand-in for the package: it appends everything that it receives to a file.
 PACKAGE = """
@@ -157,7 +157,11 @@ def test_a_copied_run_does_not_continue_the_curves_of_the_original(tmp_path):
 def test_names_of_settings_and_of_curves():
     assert flatten({"a": 1, "model": {"seed": 2, "deep": {"x": []}}}) == {"a": 1, "model.seed": 2, "model.deep.x": []}
     line = {"step": 3, "loss": 0.0, "validation_loss": None, "evaluation_losses": {}}
-    assert curve_values(line) == {"train/loss": 0.0}
+    assert curves_of(line) == [(3, {"train/loss": 0.0})]
+    for curve in ("train/loss", "train/data/a_1.b-c/loss"):
+        assert mlflow_name(curve) == curve
+    assert mlflow_name("train//data/a (2)/loss") == "train/data/a _2_/loss"
+    assert mlflow_name("train/s3://bucket/../a/loss") == "train/s3_/bucket/a/loss"
 
 
 def test_mlflow_itself_keeps_each_step_once(run, monkeypatch):
@@ -165,7 +169,15 @@ def test_mlflow_itself_keeps_each_step_once(run, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert (
-        write(run, [metrics(1, 3.0), metrics(2, 2.5, validation_loss=2.75), metrics(3, 2.25)], trackers=["mlflow"])
+        write(
+            run,
+            [
+                metrics(1, 3.0, source_losses={"/data/a (2)": 2.0, "../b": 3.0, "s3://c//d": 4.0}),
+                metrics(2, 2.5, validation_loss=2.75),
+                metrics(3, 2.25),
+            ],
+            trackers=["mlflow"],
+        )
         == []
     )
     (run / "config.yaml").write_text("model: {seed: 12}\n")

@@ -110,6 +110,8 @@ def test_metrics_are_steps_without_gaps_and_numbers_that_are_finite(run: Path, l
             "the run's settings are damaged, or of another version: data",
         ),
         (YAML.replace("parallel:", "parallel: 5\n#", 1), "the run's settings cannot be read"),
+        *((YAML + f"more: {text}\n", "the run's settings cannot be read") for text in ("!!bool x", "!!int ''")),
+        (YAML + "more: !!timestamp x\n", "the run's settings cannot be read"),
         (YAML.replace("num_layers: 4", "num_layers: 5"), "the run's settings differ from those of step-00000004"),
     ],
 )
