@@ -205,7 +205,7 @@ class PackReader:
             handle = self._handles.get(shard, self._open)
             parts = () if spans is None else [self._part(pack_ids[position], spans[position]) for position in positions]
             try:
-                read = handle.read_parts(rows, parts)
+                read = handle.read(rows, parts)
             except (OSError, MemoryError, FormatError) as error:
                 raise explained(error, self._places[shard]) from error
             for position, row, (pack, ids_digest) in zip(positions, rows, read, strict=True):
