@@ -46,7 +46,7 @@ _SMALLER = "pack again with a smaller data.pack_size: each pack is one line"
 
 
 def line_of_pack(pack: Pack) -> bytes:
-    """Serialize a pack as a line of a chunk, newline included; raise FormatError as `labels_of_pack`, or if too long."""
+    """Serialize a pack as a line of a chunk, newline included; FormatError as for `labels_of_pack`, or if too long."""
     starts = pack.seq_start_id
     lengths = np.diff(starts, append=len(pack))
     fields = {
