@@ -167,7 +167,7 @@ def verify(
         if not problems:
             with closing(open_dataset(dataset)) as reader:
                 num_packs += len(reader)
-            notes += [f"{dataset}: {note}" for note in describe_checks(dataset)]
+                notes += [f"{dataset}: {note}" for note in describe_checks(reader.manifest)]
     if as_json:
         print_json({"path": path, "problems": [asdict(problem) for problem in problems], "notes": notes})
     else:

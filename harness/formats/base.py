@@ -62,18 +62,14 @@ class ShardReader(ABC):
         Raises FormatError for unreadable data; the caller compares checksums.
         """
 
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        """Read packs in the order of `rows`. Lists of one cost a tenth of what a mapped pack takes."""
-        return [self.read_row(row) for row in rows]
-
-    def read_parts(self, rows: Sequence[int], parts: Sequence[PackPart]) -> list[tuple[Pack, int | None]]:
-        """Read at least `parts` of packs, as `read` does.
+    def read(self, rows: Sequence[int], parts: Sequence[PackPart] = ()) -> list[tuple[Pack, int | None]]:
+        """Read packs in the order of `rows`: at least `parts` of them, all of each if none are given.
 
         Returns:
             each pack, with -1 for the ids that were not read, and then the digest that all its ids should have; None
             for a whole pack.
         """
-        return [(pack, None) for pack in self.read(rows)]
+        return [(self.read_row(row), None) for row in rows]
 
     def contents(self) -> IndexPart:
         """Gather index entries, for files without a manifest; by default from every pack."""

@@ -13,6 +13,7 @@ import xxhash
 
 from harness.errors import ConfigError, FormatError
 from harness.formats.base import load_format
+from harness.formats.layouts.virtual import open_store
 from harness.formats.manifest import Manifest, Provenance
 from harness.formats.opening import open_dataset
 from harness.formats.reader import PackReader, stamp_shard
@@ -37,9 +38,9 @@ def convert_dataset(
 ) -> Manifest:
     """Write a dataset again in another format, then read it back and compare the fingerprints of both sides.
 
-    Memory does not grow with the dataset, except for `npy`, whose files are unpickled whole, one at a time if there
-    are shards. The same call after an interruption continues after the last whole shard; a finished destination with
-    the content of the source is not written again.
+    Memory does not grow with the dataset, except for `npy`, of which up to 64 unpickled shards are kept. The same call
+    after an interruption continues after the last whole shard; a finished destination with the content of the source
+    and the pack size is not written again.
 
     Args:
         source: as for `open_dataset`.
@@ -52,20 +53,21 @@ def convert_dataset(
         the destination's manifest.
 
     Raises:
-        ConfigError: source and destination are the same.
+        ConfigError: source and destination are the same, or the destination has the packs of the source.
         FormatError: the source cannot be read, a pack cannot be expressed in the format, the destination cannot be
             written, or its content differs from the source in the end (the error names the first pack that does).
     """
-    if _real(source) == _real(destination):
-        raise ConfigError("source and destination are the same", where=str(source), fix="specify another destination")
+    format = load_format(format).name
     with closing(open_dataset(source)) as reader:
-        finished = None if overwrite else _finished(destination, reader, format)
+        pack_size = reader.pack_size if pack_size is None else pack_size
+        _refuse_source(destination, source, reader)
+        finished = None if overwrite else _finished(destination, reader, format, pack_size)
         if finished is not None:
             return finished
         with open_writer(
             destination,
             format=format,
-            pack_size=reader.pack_size if pack_size is None else pack_size,
+            pack_size=pack_size,
             provenance=_provenance(reader, str(destination), format),
             packs_per_shard=packs_per_shard,
             rows_per_group=rows_per_group,
@@ -110,14 +112,25 @@ def _real(path: str | PathLike[str]) -> str:
     return str(ObjectPath.parse(str(path)) if is_uri(str(path)) else Path(path).resolve())
 
 
-def _finished(destination: str | PathLike[str], reader: PackReader, format: str) -> Manifest | None:
-    """Return the manifest of a destination that an earlier run finished, or None."""
+def _refuse_source(destination: str | PathLike[str], source: str | PathLike[str], reader: PackReader) -> None:
+    """Raise ConfigError for a destination that is the source, a folder with its packs, or the store of a plan."""
+    read: set[object] = {source, *(place.parent for place in reader.files())}
+    if reader.manifest is not None and not reader.manifest.fingerprint:
+        read.add(open_store(reader.path).folder.place)
+    if _real(destination) in {_real(str(one)) for one in read}:
+        what = "source and destination are the same, or the destination contains the packs of the source"
+        raise ConfigError(what, where=str(destination), fix="specify another destination")
+
+
+def _finished(destination: str | PathLike[str], reader: PackReader, format: str, pack_size: int) -> Manifest | None:
+    """Return the manifest of a destination that an earlier run finished with the same pack size, or None."""
     try:
         written = open_dataset(destination)
     except FormatError:
         return None
     with closing(written):
-        if written.manifest is None or (written.format, written.fingerprint) != (format, reader.fingerprint):
+        is_same = (written.format, written.pack_size) == (format, pack_size)
+        if written.manifest is None or not is_same or written.fingerprint != reader.fingerprint:
             return None
         forget_interruption(destination)
         return written.manifest

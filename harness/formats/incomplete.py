@@ -18,7 +18,7 @@ import numpy.typing as npt
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FORMATS, Format, load_format
 from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, PACK_CHECKSUMS, IndexBuilder, IndexPart, write_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, Totals, restore_hint
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, restore_hint
 from harness.formats.media import INDEX, SHARDS
 from harness.printing import count_of
 from harness.records import HUNDREDTHS
@@ -108,13 +108,14 @@ class Survey:
     Attributes:
         problems: all that is wrong besides the manifest; a repair is possible if there are none.
         notes: what a repair cannot restore or check.
-        format, pack_size, shards, totals, parts: of the dataset as far as it is whole.
+        format, pack_size, max_weight, shards, totals, parts: of the dataset as far as it is whole.
     """
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     format: str = ""
     pack_size: int = 0
+    max_weight: int = 1
     shards: list[Shard] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
     parts: list[IndexPart] = field(default_factory=list)
@@ -159,10 +160,11 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
         with contextlib.closing(format.open_shard(place, None)) as handle:
             for start in range(0, handle.num_packs, _ROWS):
                 rows = range(start, min(start + _ROWS, handle.num_packs))
-                for row, pack in zip(rows, handle.read(rows), strict=True):
+                for row, (pack, _) in zip(rows, handle.read(rows), strict=True):
                     if problem := pack.problem(max_weight=HUNDREDTHS):
                         raise FormatError(f"the pack {problem}", where=handle.where(row))
                     survey.pack_size = max(survey.pack_size, len(pack))
+                    survey.max_weight = max(survey.max_weight, int(pack.loss_mask.max()))
                     builder.append(pack)
             if not len(builder):
                 raise FormatError("the shard contains no packs")
@@ -253,6 +255,8 @@ def repair_manifest(
             fingerprint=fingerprint,
             shards=tuple(survey.shards),
             index=folder.describe(INDEX_NAMES),
+            # Without it, masks of weights would not be read.
+            provenance=Provenance(mask={"weights": "hundredths"} if survey.max_weight > 1 else {}),
             **asdict(survey.totals),
         ).sealed()
         manifest.save(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,7 +61,8 @@ class DatasetSummary:
 
 def find_datasets(path: str) -> list[str]:
     """Return the datasets at a path: those of a prepared folder (`train`, `validation`), or the path itself."""
-    return [one for one in find_splits(path).values() if holds_dataset(one)] or [path]
+    splits = [*find_splits(path).values()]
+    return splits if any(map(holds_dataset, splits)) else [path]
 
 
 def inspect_dataset(path: str) -> DatasetSummary:
@@ -216,13 +216,11 @@ def text_runs(sequence: SequenceView, tokenizer: Decoder) -> Iterator[tuple[str,
     """Yield the text of a sequence in pieces, each with whether it is trained."""
     marks = np.concatenate([np.zeros(1, np.uint8), sequence.loss_mask[:-1]])
     edges = [0, *(np.flatnonzero(np.diff(marks)) + 1).tolist(), len(marks)]
-    before = ""
-    for start, end in pairwise(edges):
-        whole = tokenizer.decode(sequence.input_ids[:end].tolist())
-        # Some tokenizers decode the space before a word only where something comes before it. (Bytes of one character
-        # can lie on both sides of an edge; then its text is that of each side alone.)
+    for first, start, end in zip([0, *edges], edges, edges[1:], strict=False):
+        # With the piece before it, because some tokenizers decode the space before a word only where something comes
+        # before it. (Bytes of one character can lie on both sides of an edge; then its text is that of each side.)
+        before, whole = (tokenizer.decode(sequence.input_ids[first:stop].tolist()) for stop in (start, end))
         text = whole.removeprefix(before)
         if not whole.startswith(before):
             text = tokenizer.decode(sequence.input_ids[start:end].tolist())
         yield text, bool(marks[start])
-        before = whole

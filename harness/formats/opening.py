@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,10 +18,10 @@ from harness.errors import FormatError
 from harness.formats.base import FORMATS, Format, ShardReader, load_format
 from harness.formats.digest import KeptFingerprint
 from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, incomplete_error
-from harness.formats.index import PackIndex, index_names, load_index
+from harness.formats.index import IndexPart, PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, file_problems, load_manifest
 from harness.formats.media import SHARDS
-from harness.formats.reader import PackReader, explained, stamp_shard
+from harness.formats.reader import MAX_OPEN_FILES, PackReader, explained, stamp_shard
 from harness.paths import explain_path, is_run, near_paths
 from harness.storage import (
     BucketFolder,
@@ -92,9 +93,10 @@ def _open(path: str, folder: Folder) -> PackReader:
     if is_pattern:
         # Not Path.glob, which takes no absolute pattern.
         found: list[Place] = (
-            [*match_objects(place)] if isinstance(place, ObjectPath) else [*map(Path, glob.glob(path))]  # noqa: PTH207
+            [*match_objects(place)] if isinstance(place, ObjectPath) else [*map(Path, glob.glob(path, recursive=True))]  # noqa: PTH207
         )
         _refuse_lost_shards(found, whole=True)
+        _refuse_datasets(found)
         if not found:
             raise FormatError("no file matches the pattern", where=path, fix="check the path")
         return _open_files(path, found)
@@ -133,12 +135,23 @@ def _refuse_parts(folder: Folder) -> None:
         raise incomplete_error(folder, traces)
 
 
+def _refuse_datasets(places: Sequence[Place]) -> None:
+    """Raise FormatError if a pattern matches the folder of a dataset of ours, whose files are not to be opened bare."""
+    for folder in (place for place in places if isinstance(place, Path) and place.is_dir()):
+        if load_manifest(folder) is not None:
+            what = "the pattern matches the folder of a dataset, expected files"
+            raise FormatError(what, where=str(folder), fix="open the folder itself")
+        _refuse_parts(LocalFolder(folder))
+
+
 def _refuse_lost_shards(places: Sequence[Place], *, whole: bool = False) -> None:
     """Raise FormatError if places are shards of ours in a folder that is not a dataset.
 
     A single shard of a whole dataset may be opened by its name. A pattern that matches shards means all of them, so
     with `whole` each file of the dataset must be there.
     """
+    # A relative path such as `.` does not end with the name of a shard.
+    places = [Path(os.path.abspath(place)) if isinstance(place, Path) else place for place in places]  # noqa: PTH100
     for parent in dict.fromkeys(place.parent for place in places):
         folder = BucketFolder(parent) if isinstance(parent, ObjectPath) else LocalFolder(parent)
         if find_own_shards(folder, [place.name for place in places if place.parent == parent]):
@@ -252,12 +265,18 @@ def _find_bare(format: Format, place: Place) -> Sequence[Place]:
 def _open_files(path: str, places: Sequence[Place]) -> PackReader:
     """Open files of one format in natural order."""
     places = sorted(places, key=lambda place: natural_key(str(place)))
-    for format in _formats():
-        if shards := [shard for place in places for shard in _find_bare(format, place)]:
-            if others := [place for place in places if not _find_bare(format, place)]:
-                what = f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}"
-                raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
-            return _open_bare(path, format, shards)
+    formats = [format for format in _formats() if any(_find_bare(format, place) for place in places)]
+    if formats:
+        format = formats[0]
+        if others := [place for place in places if not _find_bare(format, place)]:
+            what = f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}"
+            raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
+        if len(formats) > 1:
+            what = f"the folder has files of {len(formats)} formats: {', '.join(format.name for format in formats)}"
+            raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
+        # Several files of one shard match a pattern, and so do a folder and the files in it.
+        shards = dict.fromkeys(shard for place in places for shard in _find_bare(format, place))
+        return _open_bare(path, format, [*shards])
     if isinstance(places[0], Path):
         raise _nothing(places[0])
     readable = ", ".join(format.name for format in _formats() if format.in_buckets)
@@ -268,8 +287,15 @@ def _open_files(path: str, places: Sequence[Place]) -> PackReader:
 def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader:
     """Open shards without a manifest and read their lengths; packs are read later."""
     stamps = [stamp_shard(format, place) for place in places]
-    handles = [format.open_shard(place, None) for place in places]
-    contents = [handle.contents() for handle in handles]
+    handles: list[ShardReader] = []
+    contents: list[IndexPart] = []
+    for place in places:
+        handle = format.open_shard(place, None)
+        contents.append(handle.contents())
+        if len(handles) < MAX_OPEN_FILES // format.files_per_shard:
+            handles.append(handle)
+        else:  # there can be more files than a process may have open
+            handle.close()
     if not any(one.sequence_counts.shape[0] for one in contents):
         what = "the file contains no packs" if len(places) == 1 else f"the {len(places):,} files contain no packs"
         raise FormatError(what, where=path, fix="write at least one pack")

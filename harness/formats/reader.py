@@ -205,7 +205,7 @@ class PackReader:
             handle = self._handles.get(shard, self._open)
             parts = () if spans is None else [self._part(pack_ids[position], spans[position]) for position in positions]
             try:
-                read = handle.read_parts(rows, parts)
+                read = handle.read(rows, parts)
             except (OSError, MemoryError, FormatError) as error:
                 raise explained(error, self._places[shard]) from error
             for position, row, (pack, ids_digest) in zip(positions, rows, read, strict=True):
@@ -365,9 +365,7 @@ def stamp_shard(format: Format, place: Place) -> ShardStamp:
     """Return what changes when a file of a shard is replaced, without reading any; raises OSError or FormatError."""
     if not isinstance(place, Path):
         return ((str(place), stamp_of(place)),)
-    files = [place.with_name(place.name + end) for end in format.shard_files]
-    if place.is_dir():
-        files = sorted(place.glob("*.npy"))
+    files = sorted(place.glob("*.npy")) if place.is_dir() else [Path(f"{place}{end}") for end in format.shard_files]
     stats = [(file.name, file.stat()) for file in files if file.exists()]
     return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 

@@ -15,7 +15,7 @@ from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FIELDS
 from harness.formats.digest import KeptFingerprint, dataset_fingerprint, pack_digest
 from harness.formats.incomplete import find_traces, survey_folder
-from harness.formats.manifest import Totals, load_manifest
+from harness.formats.manifest import Manifest, Totals, load_manifest
 from harness.formats.media import media_rows
 from harness.formats.opening import list_file_problems, open_dataset, open_unchecked
 from harness.formats.reader import PackReader
@@ -81,13 +81,12 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
         return [*problems, *_pack_problems(reader, progress)]
 
 
-def describe_checks(path: str | PathLike[str]) -> list[str]:
-    """Return what the manifest of a dataset cannot show, as sentences; the dataset must open."""
-    with closing(open_dataset(path)) as reader:
-        if reader.manifest is None:
-            return ["without a manifest, only the invariants of packs were checked, as for files of other tools"]
-        if not reader.manifest.checksum:
-            return ["the manifest has no checksum, because it was written by an earlier version"]
+def describe_checks(manifest: Manifest | None) -> list[str]:
+    """Return what the manifest of a dataset cannot show, as sentences."""
+    if manifest is None:
+        return ["without a manifest, only the invariants of packs were checked, as for files of other tools"]
+    if not manifest.checksum:
+        return ["the manifest has no checksum, because it was written by an earlier version"]
     return []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -64,14 +65,14 @@ def open_writer(
         ConfigError: an unknown format, a number below 1, or a destination with another format's suffix.
         FormatError: on entering, if the destination is in use, is not empty or cannot be written.
     """
-    for name in FORMATS:
-        if name != format and str(path).endswith(f".{name}"):
-            load_format(format)
-            what = f"the destination ends in .{name} but the format is {format}"
-            raise ConfigError(what, where=str(path), fix=f"use format {name!r}, or change the destination")
     kind = load_format(format)
-    sizes = {"pack_size": pack_size, "rows_per_group": rows_per_group}
-    sizes["packs_per_shard"] = kind.packs_per_shard if packs_per_shard is None else packs_per_shard
+    for name in FORMATS:
+        if name != kind.name and str(path).endswith(f".{name}"):
+            what = f"the destination ends in .{name} but the format is {kind.name}"
+            raise ConfigError(what, where=str(path), fix=f"use format {name!r}, or change the destination")
+    # Numbers of numpy are none of JSON.
+    sizes = {"pack_size": operator.index(pack_size), "rows_per_group": operator.index(rows_per_group)}
+    sizes["packs_per_shard"] = kind.packs_per_shard if packs_per_shard is None else operator.index(packs_per_shard)
     return PackWriter(path, kind, sizes, provenance or Provenance(), overwrite, resume_key)
 
 
@@ -100,10 +101,18 @@ class PackWriter:
             if value < 1:
                 raise ConfigError(f"{name} is {value}", where=f"data.{name}", fix="set it to 1 or more")
         destination = open_folder(path)
-        if provenance.max_weight > 1 and format.name == "jsonl":
-            what = "the dataset has token weights, which the labels of jsonl cannot express"
-            raise ConfigError(what, where=destination.where(), fix="write another format")
         self.where = destination.where()
+        try:
+            from_plain(Provenance, asdict(provenance))
+        except ValueError as odd:
+            fix = "use texts, and whole numbers of Python for counts and seed"
+            raise ConfigError(f"the provenance cannot be stored: {odd}", where=self.where, fix=fix) from None
+        is_file = bool(format.single_file_suffix) and self.where.endswith(format.single_file_suffix)
+        unfit = {"jsonl": "the labels of jsonl cannot express"}
+        unfit |= {"npy": "a single file of npy cannot record"} if is_file else {}
+        if provenance.max_weight > 1 and format.name in unfit:
+            what = f"the dataset has token weights, which {unfit[format.name]}"
+            raise ConfigError(what, where=self.where, fix="write another format")
         self.pack_size = sizes["pack_size"]
         self.provenance = provenance
         self.manifest: Manifest | None = None
@@ -118,7 +127,7 @@ class PackWriter:
         self._builder = IndexBuilder()
         self._open = False
         self._claim: FolderClaim | _FileClaim
-        if format.single_file_suffix and self.where.endswith(format.single_file_suffix):
+        if is_file:
             if isinstance(destination, BucketFolder) and not format.in_buckets:
                 what = f"a single file of {format.name} cannot be written to object storage"
                 fix = f"omit the suffix {format.single_file_suffix} to write a folder, or write parquet"

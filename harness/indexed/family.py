@@ -28,6 +28,7 @@ from harness.indexed.convert import TokenSource, count_sequences, save_counts
 from harness.indexed.index import BIN, IDX, INT32, with_suffix
 from harness.indexed.verify import verify_indexed
 from harness.indexed.writer import IndexedReport, IndexedWriter
+from harness.settings import from_plain
 from harness.storage import Marker, StoredFile, file_digest, make_folder, write_atomically
 from harness.storage.checksums import find_damage
 from harness.storage.files import PlacingClaim, explain_os_errors
@@ -40,6 +41,7 @@ SPLITS = ("train", "valid", "test")
 # Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_MAX_RECORD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def verify_family(path: str, *, progress: Callable[[int, int], None] | None = No
         return [Problem("is not a record of a token family", path)]
     problems = []
     for name, facts in record["files"].items():
-        problems += find_damage(folder, StoredFile(name, facts.get("num_bytes", 0), facts["xxh3"]))
+        problems += find_damage(folder, StoredFile(name, 0, facts["xxh3"]))
     vocab_size = record["source"]["vocab_size"]
     for split in record["splits"].values():
         problems += verify_indexed(folder / split["prefix"], vocab_size=vocab_size, progress=progress)
@@ -197,12 +199,15 @@ def verify_family(path: str, *, progress: Callable[[int, int], None] | None = No
 
 def _read_record(path: Path) -> dict[str, Any] | None:
     try:
-        record = json.loads(path.read_bytes())
-        complete = all("xxh3" in file for file in record["files"].values())
-        complete &= all("prefix" in split for split in record["splits"].values()) and "vocab_size" in record["source"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        with path.open("rb") as file:  # any file of a folder; a larger one is cut short, which is no JSON
+            record: dict[str, Any] = json.loads(file.read(_MAX_RECORD_BYTES))
+        files, splits = (from_plain(dict[str, dict[str, Any]], record[name]).values() for name in ("files", "splits"))
+        texts = [*(file["xxh3"] for file in files), *(split["prefix"] for split in splits)]
+        is_record = all(isinstance(text, str) for text in texts)
+        is_record &= isinstance(record["source"]["vocab_size"], int | None)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return record if complete else None
+    return record if is_record else None
 
 
 def _split(batch: TokenBatch, parts: Mapping[str, float]) -> Iterator[tuple[str, TokenBatch]]:
@@ -219,4 +224,4 @@ def _split(batch: TokenBatch, parts: Mapping[str, float]) -> Iterator[tuple[str,
 
 
 def _json(values: object) -> bytes:
-    return (json.dumps(values, indent=1) + "\n").encode()
+    return (json.dumps(values, indent=1, default=np.generic.item) + "\n").encode()  # numbers of numpy too

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import FormatError, os_errors_as
+from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.records import Int32Array, Int64Array
 
 BIN, IDX = ".bin", ".idx"
@@ -54,14 +54,18 @@ class IndexHeader:
 
 
 def prefix_of(path: str | os.PathLike[str]) -> Path:
-    """Return X, given X, X.bin or X.idx."""
+    """Return X, given X, X.bin or X.idx; raises ConfigError if that is a folder without a name."""
     text = str(path)
-    return Path(text.removesuffix(BIN) if text.endswith(BIN) else text.removesuffix(IDX))
+    prefix = Path(text.removesuffix(BIN) if text.endswith(BIN) else text.removesuffix(IDX))
+    if prefix.name in ("", ".."):
+        what = f"{text!r} is not what the names of two files begin with"
+        raise ConfigError(what, where=text, fix="write FOLDER/NAME for FOLDER/NAME.bin and FOLDER/NAME.idx")
+    return prefix
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
     """Return `prefix` + `suffix`; unlike `Path.with_suffix` it keeps dots in the prefix."""
-    return prefix.with_name(prefix.name + suffix)
+    return Path(f"{prefix}{suffix}")
 
 
 class MappedIndex:

@@ -30,6 +30,8 @@ from harness.storage import natural_key
 # Decoded tokens in one batch; a larger row group is read in several.
 _BATCH_TOKENS = 1 << 20
 _READ_BYTES = 1 << 20
+# Between token ids that are text.
+_BETWEEN = " \t\r\n\f,"
 _THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -82,7 +84,7 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
             files = [path]
         else:
             # Not Path.glob, which takes no absolute pattern.
-            files = [Path(name) for name in glob.glob(source)]  # noqa: PTH207
+            files = [Path(name) for name in glob.glob(source, recursive=True)]  # noqa: PTH207
         if not files:
             raise PrepError("there are no token shards", where=source, fix="specify Parquet files, folders or patterns")
         shards += sorted(files, key=lambda file: natural_key(str(file)))
@@ -240,8 +242,9 @@ def _bad_token(kind: str, at: int, lengths: Int64Array, rows: Int64Array, first_
 
 
 def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
-    trimmed = pc.ascii_trim(column, " \t\r\n,[]")
-    parts = pc.split_pattern_regex(trimmed, r"[,\s]+")
+    # The same characters at both, or an empty word at an end would count as a token.
+    trimmed = pc.ascii_trim(column, f"{_BETWEEN}[]")
+    parts = pc.split_pattern_regex(trimmed, f"[{_BETWEEN}]+")
     # Splitting an empty text gives one empty part.
     lengths = np.where(pc.equal(trimmed, "").to_numpy(zero_copy_only=False), 0, _counts(parts))
     words = parts.flatten().filter(pc.not_equal(parts.flatten(), ""))

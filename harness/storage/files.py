@@ -337,10 +337,14 @@ def sync_tree(path: Path) -> None:
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sort key under which `shard_2` comes before `shard_10`."""
+    """Sort key under which `shard_2` comes before `shard_10`; no two names have the same.
+
+    A folder lists its names in any order, and each machine must read `1` and `01` in the same one.
+    """
     parts = re.split(r"(\d+)", name)
     # int() accepts every digit that \d matches, also those outside ASCII.
-    return [(0, int(part), "") if index % 2 else (1, 0, part) for index, part in enumerate(parts)]
+    key = [(0, int(part), "") if index % 2 else (1, 0, part) for index, part in enumerate(parts)]
+    return [*key, (-1, 0, name)]
 
 
 def file_digest(path: Path) -> str:

@@ -88,7 +88,10 @@ def copy_to_node(
     bytes differ from their hash.
     """
     original = Path(os.path.normpath(Path(path).absolute()))
-    copy = _copy_of(original, local_dir)
+    copy = _copy_of(original, local_dir.absolute())
+    if copy.is_relative_to(original):
+        what = f"the folder for copies is part of {path}, and each copy would contain the one before"
+        raise HarnessError(what, where=str(local_dir), fix="set cluster.local_dir to a folder outside of it")
     fix = "check the disk and the mount of this node, or set cluster.local_dir to another folder or to an empty value"
     with os_errors_as(HarnessError, f"{path} cannot be copied to this node", where=copy, fix=fix):
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -158,10 +161,20 @@ def _names(original: Path) -> list[str]:
     """Return the files of a folder by relative path; of a single file an empty one."""
     if original.is_file():
         return [""]
-    names = [str(path.relative_to(original)) for path in sorted(original.rglob("*")) if path.is_file()]
+
+    def refuse(error: OSError) -> None:
+        if original.exists():
+            raise error
+
+    names = []
+    for folder, inner, files in os.walk(original, onerror=refuse, followlinks=True):
+        here = Path(folder).resolve()
+        # A link to a folder above has no end.
+        inner[:] = [name for name in inner if not here.is_relative_to(Path(folder, name).resolve())]
+        names += [os.path.relpath(Path(folder, name), original) for name in files if Path(folder, name).is_file()]
     if not names:
         raise FileNotFoundError(2, "there are no files", str(original))
-    return names
+    return sorted(names)
 
 
 def _read_listing(listing: Path) -> dict[str, CopiedFile]:

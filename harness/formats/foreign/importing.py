@@ -17,7 +17,6 @@ wrong way (`[0] + mask[:-1]` over the whole pack); the stored bits do not reveal
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -35,6 +34,7 @@ from harness.formats.layouts.jsonl import (
     check_counts,
     check_labels,
     pack_of_labels,
+    parse_line,
     whole_numbers,
 )
 from harness.formats.manifest import Manifest, Provenance, load_manifest
@@ -209,16 +209,13 @@ def _pack_of_row(
     shard: JsonlShard, row: int, pack_of: Callable[[dict[str, Any], Counter[str]], Pack], counts: Counter[str]
 ) -> Pack:
     try:
-        fields = json.loads(shard.line(row))
-        if not isinstance(fields, dict):
-            raise FormatError("is not a JSON object")
-        pack = pack_of(fields, counts)
+        pack = pack_of(parse_line(shard.line(row)), counts)
         if problem := pack.problem():
             raise FormatError(problem)
     except FormatError as error:
         raise FormatError(f"the row {error.what}", where=shard.where(row), fix=_FIX) from None
-    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
-        raise FormatError(f"the row is not JSON: {str(error)[:200]}", where=shard.where(row), fix=_FIX) from None
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise FormatError(f"the row cannot be read: {str(error)[:200]}", where=shard.where(row), fix=_FIX) from None
     return pack
 
 

@@ -78,6 +78,8 @@ class BinIdxShard(ShardReader):
         """Map a file of exactly `count` numbers, read-only."""
         with with_suffix(self._prefix, suffix).open("rb") as file:
             self._check_size(suffix, os.fstat(file.fileno()).st_size, count * dtype.itemsize)
+            if not count:  # an empty file cannot be mapped
+                return np.zeros(0, dtype)
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(data, dtype)
 
@@ -131,7 +133,7 @@ def find_bare(path: Path) -> list[Path]:
     if with_suffix(path, IDX).is_file() and with_suffix(path, BIN).is_file():
         return [path]
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
-        if path.name.endswith(suffix) and path.is_file():
+        if path.name.endswith(suffix) and path.name != suffix and path.is_file():
             return find_bare(path.with_name(path.name.removesuffix(suffix)))
     return []
 

@@ -46,7 +46,7 @@ _SMALLER = "pack again with a smaller data.pack_size: each pack is one line"
 
 
 def line_of_pack(pack: Pack) -> bytes:
-    """Serialize a pack as one line of a chunk, newline included; raise FormatError as `labels_of_pack` does."""
+    """Serialize a pack as a line of a chunk, newline included; FormatError as for `labels_of_pack`, or if too long."""
     starts = pack.seq_start_id
     lengths = np.diff(starts, append=len(pack))
     fields = {
@@ -57,7 +57,11 @@ def line_of_pack(pack: Pack) -> bytes:
         "pack_length": len(pack),
         "num_samples": len(lengths),
     }
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+    line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+    if len(line) > MAX_LINE_BYTES:
+        what = f"takes {len(line):,} bytes as a line, and lines above {MAX_LINE_BYTES:,} are not read"
+        raise FormatError(what, fix="prepare smaller packs, or write another format")
+    return line
 
 
 def labels_of_pack(pack: Pack) -> Int64Array:
@@ -73,8 +77,8 @@ def labels_of_pack(pack: Pack) -> Int64Array:
     return labels
 
 
-def pack_of_line(line: bytes) -> Pack:
-    """Parse the pack of one line; raises FormatError for anything that `line_of_pack` could not have written."""
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Parse a line to its fields; raises FormatError unless it is an object that its bytes can honestly be."""
     if len(line) > MAX_LINE_BYTES:
         raise FormatError(f"is a line of {len(line):,} bytes, more than {MAX_LINE_BYTES:,}", fix=_SMALLER)
     if (marks := sum(line.count(mark) for mark in (b'"', b"[", b"{"))) > _MAX_MARKS:
@@ -85,6 +89,12 @@ def pack_of_line(line: bytes) -> Pack:
         raise FormatError(f"is not JSON: {str(error)[:200]}", fix=_PACK_FIRST) from None
     if not isinstance(fields, dict):
         raise FormatError("is not a JSON object", fix=_PACK_FIRST)
+    return fields
+
+
+def pack_of_line(line: bytes) -> Pack:
+    """Parse the pack of one line; raises FormatError for anything that `line_of_pack` could not have written."""
+    fields = parse_line(line)
     ids, labels = whole_numbers(fields, "input_ids"), whole_numbers(fields, "labels")
     n, positions = ids.shape[0], whole_numbers(fields, "position_ids") if "position_ids" in fields else None
     if "lengths" in fields or positions is None:

@@ -104,10 +104,7 @@ class ParquetShard(ShardReader):
             if self._table is not None and self._table.num_packs != self.num_packs:
                 raise FormatError(f"the footer is damaged: its table of pages lists {self._table.num_packs:,} packs")
 
-    def read(self, rows: Sequence[int]) -> list[Pack]:
-        return [pack for pack, _ in self.read_parts(rows, ())]
-
-    def read_parts(self, rows: Sequence[int], parts: Sequence[PackPart]) -> list[tuple[Pack, int | None]]:
+    def read(self, rows: Sequence[int], parts: Sequence[PackPart] = ()) -> list[tuple[Pack, int | None]]:
         if self._table is None:
             return [(pack, None) for pack in self._read_groups(rows)]
         packs: list[tuple[Pack, int | None]] = []
@@ -138,7 +135,7 @@ class ParquetShard(ShardReader):
         return [pack for pack in packs if pack is not None]
 
     def read_row(self, row: int) -> Pack:
-        return self.read((row,))[0]
+        return self.read((row,))[0][0]
 
     def contents(self) -> IndexPart:
         self._open_footer()

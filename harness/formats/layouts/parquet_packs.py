@@ -199,7 +199,7 @@ def find_table(source: ByteSource) -> PageTable | None:
 def read_packs(
     source: ByteSource, table: PageTable, rows: Sequence[int], pack_size: int | None, parts: Sequence[PackPart] = ()
 ) -> Iterator[tuple[Pack, int | None]]:
-    """Read the pages of packs together, and yield the packs in the order of `rows`, as `ShardReader.read_parts` does.
+    """Read the pages of packs together, and yield the packs in the order of `rows`, as `ShardReader.read` does.
 
     Args:
         parts: of each pack; empty for whole packs.

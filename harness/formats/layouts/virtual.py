@@ -32,7 +32,7 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats.base import Format, ShardReader, ShardWriter, find_folders, make_pack, start_arrays
 from harness.formats.digest import sequence_digest
 from harness.formats.incomplete import find_traces, incomplete_error
-from harness.formats.index import INDEX_NAMES, IndexPart, load_index, write_npy
+from harness.formats.index import INDEX_NAMES, IndexPart, check_offsets, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.media import INDEX, MEDIA_DTYPE
 from harness.formats.reader import HandleCache
@@ -55,12 +55,6 @@ _ARRAYS: dict[str, np.dtype[Any]] = {
     SEQUENCE_CHECKSUMS: np.dtype(np.uint64),
     PACK_OFFSETS: np.dtype(np.int64),
 }
-
-
-def check_offsets(offsets: Int64Array, end: int, *, where: Path) -> None:
-    """Raise FormatError unless offsets rise strictly from 0 to `end`."""
-    if offsets.shape[0] < 2 or offsets[0] != 0 or offsets[-1] != end or (offsets[1:] <= offsets[:-1]).any():
-        raise FormatError(f"the offsets do not rise from 0 to {end:,}", where=str(where), fix="copy the dataset again")
 
 
 class SequenceShard(ShardReader):

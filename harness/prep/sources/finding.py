@@ -144,14 +144,14 @@ def _find_local(path: str, source: SourceConfig) -> SourceFiles:
         files = [place]
     else:
         found = glob.glob(str(place), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
-        files = sorted((Path(name) for name in found if Path(name).is_file()), key=_order)
+        files = sorted((Path(name) for name in found if Path(name).is_file()), key=lambda one: natural_key(str(one)))
     return SourceFiles(tuple(files), tuple(map(stamp_of, files)))
 
 
 def _find_objects(path: str, source: SourceConfig) -> SourceFiles:
     folder = ObjectPath.parse(path)
     if glob.has_magic(folder.key):
-        matching = sorted(match_objects(folder).items(), key=lambda item: _order(item[0]))
+        matching = sorted(match_objects(folder).items(), key=lambda item: natural_key(str(item[0])))
         return SourceFiles(tuple(place for place, _ in matching), tuple(stamp for _, stamp in matching))
     stamps = list_objects(folder)
     if not stamps:
@@ -216,7 +216,3 @@ def _without_caches(root: Place, names: Iterable[str], data: list[str]) -> list[
             raise PrepError(what, where=str(root), fix="copy the whole folder again")
         data = [one for one in data if PurePosixPath(one).parent != above or one in own or not one.endswith(".arrow")]
     return data
-
-
-def _order(name: object) -> tuple[object, str]:
-    return natural_key(str(name)), str(name)

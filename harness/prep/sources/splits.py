@@ -27,7 +27,7 @@ def data_files(names: Iterable[str], suffixes: tuple[str, ...]) -> list[str]:
     """Return the names of data files by their suffixes, in natural order, without hidden files and descriptions."""
     return [
         name
-        for name in sorted(names, key=lambda name: (natural_key(name), name))
+        for name in sorted(names, key=natural_key)
         if name.lower().endswith(suffixes)
         and PurePosixPath(name).name not in DESCRIPTIONS
         # As Spark does: `_SUCCESS` and the like are not data.

@@ -12,6 +12,7 @@ from harness.errors import ConfigError, FormatError
 from harness.formats import FORMATS, Provenance, open_dataset
 from harness.formats.convert import convert_dataset
 from harness.formats.inspect import find_tokenizer_folder
+from harness.prep.pipeline import repack_store
 from harness.records import Pack
 
 
@@ -87,3 +88,30 @@ def test_the_tokenizer_beside_the_source_is_found_from_the_destination(tmp_path,
     (tmp_path / "made" / "tokenizer").rmdir()
     manifest = convert_dataset(source, tmp_path / "copy", format="binidx")
     assert manifest.provenance.tokenizer == "../tokenizer"
+
+
+def test_a_destination_with_another_pack_size_is_not_taken_for_finished(tmp_path: Path) -> None:
+    source = write(tmp_path / "a")
+    convert_dataset(source, tmp_path / "b", format="memmap", pack_size=16)
+    with pytest.raises(FormatError, match="already contains a dataset"):
+        convert_dataset(source, tmp_path / "b", format="memmap")
+    assert convert_dataset(source, tmp_path / "b", format="memmap", pack_size=16).pack_size == 16
+
+
+def test_what_the_source_reads_is_not_replaced(tmp_path: Path) -> None:
+    store, plan = tmp_path / "store", tmp_path / "plan"
+    convert_dataset(write(tmp_path / "a"), store, format="virtual")
+    repack_store(str(store), str(plan), pack_size=8)
+    packs = list(open_dataset(plan))
+    for source in (plan, store / "shard_000000", str(store / "shard_*")):
+        with pytest.raises(ConfigError, match="contains the packs of the source"):
+            convert_dataset(source, store, format="parquet", overwrite=True)
+    assert list(open_dataset(plan)) == packs
+
+
+def test_the_other_name_of_npy_writes_a_file_and_finds_a_finished_folder(tmp_path: Path) -> None:
+    source = write(tmp_path / "a")
+    for _ in range(2):
+        assert convert_dataset(source, tmp_path / "b", format="legacy_npy_pickle").format == "npy"
+    convert_dataset(tmp_path / "b", tmp_path / "one.npy", format="legacy_npy_pickle")
+    assert list(open_dataset(tmp_path / "one.npy")) == PACKS

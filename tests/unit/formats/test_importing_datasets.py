@@ -222,3 +222,19 @@ def test_an_unknown_convention_or_an_empty_source_is_refused(tmp_path: Path) -> 
         import_dataset(tmp_path, tmp_path / "out", convention="mosaic")
     with pytest.raises(FormatError, match=r"no \.jsonl file"):
         import_dataset(tmp_path, tmp_path / "out", convention="ms_swift")
+
+
+@pytest.mark.parametrize("convention", ["ms_swift", "megatron_lm"])
+def test_a_row_of_nothing_but_brackets_is_refused_before_it_is_parsed(tmp_path, monkeypatch, convention: str) -> None:
+    monkeypatch.setattr("harness.formats.layouts.jsonl._MAX_MARKS", 50)
+    row = {"ms_swift": SWIFT, "megatron_lm": megatron_lm_row()}[convention]
+    write_lines(tmp_path / "rows.jsonl", [{**row, "notes": [[]] * 50}])
+    with pytest.raises(FormatError, match=r"the row has \d+ quotes and brackets, too many for lists of numbers"):
+        import_dataset(tmp_path / "rows.jsonl", tmp_path / "out", convention=convention)
+
+
+def test_the_current_folder_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge_parquet(tmp_path / "rows.idx.parquet", ROWS)
+    monkeypatch.chdir(tmp_path)
+    import_dataset(".", tmp_path / "out", convention="megatron_bridge")
+    assert list(open_dataset(tmp_path / "out")) == PACKS

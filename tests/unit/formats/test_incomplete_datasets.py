@@ -146,6 +146,14 @@ def test_the_dataset_of_a_prepared_folder_that_lost_its_manifest_is_not_passed_o
     assert "if all its shards are complete: harness verify --repair-manifest" in result.stdout
 
 
+def test_a_split_of_a_prepared_folder_that_lost_all_its_files_is_not_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "validation")
+    (tmp_path / "train").mkdir()
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "interrupted write or no dataset (found nothing)" in result.stdout
+
+
 def test_verify_lists_all_that_is_wrong_with_an_incomplete_dataset(tmp_path: Path) -> None:
     path = write(tmp_path / "data", "memmap")
     (path / MANIFEST).unlink()

@@ -16,7 +16,7 @@ from harness.formats.index import IndexBuilder, IndexPart, index_names, lengths_
 from harness.formats.manifest import Totals
 from harness.formats.media import media_rows
 from harness.records import Medium, Pack
-from harness.storage import LocalFolder
+from harness.storage import LocalCache, LocalFolder
 
 IMAGE = Medium("image", 3, 2, b"pixels")
 SHARDS = [
@@ -113,18 +113,37 @@ def test_an_index_that_is_damaged_or_of_other_sequences_is_refused(tmp_path, wit
         with pytest.raises(FormatError):
             load_index(folder, manifest)
         np.save(tmp_path / name, whole)
-    offsets = np.load(tmp_path / index.PACK_OFFSETS)
-    for place, value in ((0, 1), (-1, 5)):
-        changed = offsets.copy()
+    offsets, sizes = index.PACK_OFFSETS, index.SEQUENCE_LENGTHS
+    for name, place, value in ((offsets, 0, 1), (offsets, -1, 5), (offsets, 1, 9), (sizes, 0, 0), (sizes, -1, -3)):
+        whole = np.load(tmp_path / name)
+        changed = whole.copy()
         changed[place] = value
-        np.save(tmp_path / index.PACK_OFFSETS, changed)
-        with pytest.raises(FormatError, match="the index covers sequences"):
+        np.save(tmp_path / name, changed)
+        with pytest.raises(FormatError, match=r"the offsets do not rise from 0 to|has no tokens"):
             load_index(folder, manifest)
-    np.save(tmp_path / index.PACK_OFFSETS, offsets)
+        np.save(tmp_path / name, whole)
     if with_media:
         manifest.shards.pop()
         with pytest.raises(FormatError, match="medium 1 of 2"):
             load_index(folder, manifest)
+
+
+def test_the_copy_of_an_index_is_not_evicted_while_it_is_hashed(tmp_path, monkeypatch) -> None:
+    folder, manifest, _, parts = write(tmp_path / "data", with_media=False)
+    monkeypatch.setenv("HARNESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HARNESS_CACHE_BYTES", "0")
+    cache, hash_files = LocalCache(), index.file_problems
+
+    def make_space_and_hash(*arguments, **options):
+        cache._free_space()  # as another process does before it downloads
+        return hash_files(*arguments, **options)
+
+    def fetch(files):
+        return cache.get(files, lambda stored, path: path.write_bytes((folder.place / stored.path).read_bytes()))
+
+    monkeypatch.setattr(index, "file_problems", make_space_and_hash)
+    loaded = load_index(SimpleNamespace(fetch=fetch), manifest)
+    assert loaded.sequence_lengths.tolist() == np.concatenate([part.sequence_lengths for part in parts]).tolist()
 
 
 def lengths(num_tokens: list[int], starts: list[int], offsets: list[int], **options: int) -> list[int]:

@@ -90,6 +90,19 @@ def test_the_token_after_a_trained_position_is_marked_and_control_characters_are
     assert text.plain == "a\u241b[31m\n\ufffdz"
 
 
+def test_a_sequence_of_many_turns_is_decoded_in_linear_time():
+    class CountingLetters(Letters):
+        num_ids = 0
+
+        def decode(self, ids):
+            self.num_ids += len(ids)
+            return super().decode(ids)
+
+    tokenizer = CountingLetters()
+    assert len(render_sequence(letters("ab" * 500, "01" * 500), tokenizer).plain) == 1000
+    assert tokenizer.num_ids < 4 * 1000
+
+
 def test_a_pack_is_shown_sequence_by_sequence(dataset):
     reader = open_dataset(str(dataset))
     shown = text_of(render_pack(reader, 0, Letters()))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_packs import write_packs
 
 from harness.errors import ConfigError, FormatError
-from harness.formats import open_dataset, open_writer
+from harness.formats import FORMATS, Provenance, open_dataset, open_writer
 from harness.records import Pack
 
 PACKS = [Pack([1, 2, 3], [1, 1, 0], [0]), Pack([4, 5], [0, 0], [0, 1])]
@@ -204,3 +207,69 @@ def test_a_uri_of_no_known_store_is_refused_and_makes_no_local_folder(
         with pytest.raises(ConfigError, match="no object storage with the scheme 'ftp'"):
             work("ftp://bucket/data")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_pattern_takes_each_shard_once_whatever_files_it_has(tmp_path: Path, format: str) -> None:
+    path = write_packs(tmp_path / "data", PACKS, pack_size=4, packs_per_shard=1, format=format)
+    assert list(open_dataset(str(path / "*_0*"))) == PACKS
+
+
+def test_a_pattern_over_folders_opens_no_dataset_as_bare_files(tmp_path: Path) -> None:
+    path = write(tmp_path / "data")
+    assert error_of(str(tmp_path / "dat*")).what == "the pattern matches the folder of a dataset, expected files"
+    (path / "manifest.json").unlink()
+    assert "the dataset is incomplete: manifest.json missing" in error_of(str(tmp_path / "dat*")).what
+
+
+def test_two_stars_match_files_at_any_depth_and_each_once(tmp_path: Path) -> None:
+    for folder in ("", "a", "a/b"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        write(tmp_path / folder / "one.parquet")
+    for pattern in ("**/*.parquet", "**/*"):
+        assert list(open_dataset(str(tmp_path / pattern))) == PACKS * 3
+
+
+def test_a_folder_with_files_of_two_formats_is_refused_and_names_both(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    write(tmp_path / "b.npy", format="npy")
+    assert error_of(tmp_path).what == "the folder has files of 2 formats: npy, parquet"
+
+
+@pytest.mark.parametrize(("format", "count"), [("jsonl", 150), ("memmap", 40)])
+def test_more_files_than_a_process_may_have_open_are_one_dataset(tmp_path: Path, format: str, count: int) -> None:
+    shard = next(write(tmp_path / "data", format=format).glob("*_0*"))
+    (tmp_path / "bare").mkdir()
+    for number in range(count):
+        copy = shutil.copytree if shard.is_dir() else shutil.copy
+        copy(shard, tmp_path / "bare" / f"{number}{shard.suffix}")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 100, limits[1]))
+    try:
+        assert list(open_dataset(tmp_path / "bare")) == PACKS * count
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("format", ["memmap", "virtual"])
+def test_the_current_folder_can_be_a_shard_and_is_refused_as_one(tmp_path: Path, monkeypatch, format: str) -> None:
+    path = write(tmp_path / "data", format=format)
+    shutil.copytree(path / "shard_000000", tmp_path / "bare")
+    monkeypatch.chdir(tmp_path / "bare")
+    assert list(open_dataset(".")) == PACKS
+    (path / "manifest.json").unlink()
+    monkeypatch.chdir(path / "shard_000000")
+    assert "the dataset is incomplete" in error_of(".").what
+
+
+@pytest.mark.parametrize(
+    "fields", [{"counts": {"rate": 0.5}}, {"counts": {"read": np.int64(3)}}, {"seed": "1"}, {"tokenizer": Path("bpe")}]
+)
+def test_what_a_manifest_cannot_hold_is_refused_before_the_first_pack(tmp_path: Path, fields: Any) -> None:
+    with pytest.raises(ConfigError, match="the provenance cannot be stored"):
+        open_writer(tmp_path / "data", pack_size=4, provenance=Provenance(**fields))
+
+
+def test_sizes_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    sizes = {name: np.int64(4) for name in ("pack_size", "packs_per_shard", "rows_per_group")}
+    assert open_dataset(write_packs(tmp_path / "data", PACKS, **sizes, resume_key="a")).pack_size == 4

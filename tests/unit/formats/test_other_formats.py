@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import struct
@@ -18,7 +19,7 @@ from harness.formats import open_dataset, open_writer
 from harness.formats.layouts.jsonl import line_of_pack, pack_of_line
 from harness.formats.layouts.memmap import MemmapShard, MemmapWriter
 from harness.records import Pack
-from harness.storage import LocalFolder
+from harness.storage import LocalFolder, natural_key
 
 PACKS = [
     Pack([1, 2, 300, 70_000, 5], [0, 1, 0, 1, 0], [0, 3]),
@@ -247,3 +248,23 @@ NO_LENGTHS = {name: values for name, values in LINE.items() if name != "lengths"
 def test_an_inconsistent_line_is_an_error(line: bytes, problem: str) -> None:
     with pytest.raises(FormatError, match=problem):
         pack_of_line(line)
+
+
+def test_a_binidx_shard_without_packs_is_refused_as_any_other_file_without_them(tmp_path: Path) -> None:
+    files = {"bin": b"", "loss.bin": b"", "seq.bin": b"", "seq.idx": bytes(8), "idx": _index(0, 1) + bytes(8)}
+    for suffix, data in files.items():
+        (tmp_path / f"x.{suffix}").write_bytes(data)
+    with pytest.raises(FormatError, match="the file contains no packs"):
+        open_dataset(tmp_path / "x")
+
+
+def test_files_whose_names_differ_in_zeros_alone_have_one_order_on_every_machine() -> None:
+    names = ["shard", "shard_001", "shard_01", "shard_1", "shard_2"]
+    orders = {tuple(sorted(listed, key=natural_key)) for listed in itertools.permutations(names)}
+    assert orders == {tuple(names)}
+
+
+def test_a_pack_that_would_be_too_long_a_line_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.formats.layouts.jsonl.MAX_LINE_BYTES", len(line_of_pack(PACKS[0])) - 1)
+    with pytest.raises(FormatError, match=r"pack 0 takes \d+ bytes as a line"):
+        write(tmp_path / "data", "jsonl")

@@ -147,7 +147,7 @@ def test_few_decoded_row_groups_are_kept(tmp_path: Path, monkeypatch: pytest.Mon
     }
     shard = ParquetShard(foreign_file(tmp_path / "one.parquet", rows, row_group_size=1))
     read = shard.read(list(range(20)))
-    assert [int(pack.input_ids[0]) for pack in read] == list(range(20))
+    assert [int(pack.input_ids[0]) for pack, _ in read] == list(range(20))
     assert 1 <= len(shard._cache) <= 3
 
 
@@ -172,7 +172,7 @@ def test_packs_one_by_one_take_their_own_bytes_alone(tmp_path: Path) -> None:
     before = bytes_read()
     for row in np.random.default_rng(0).permutation(100).tolist():
         shard = ParquetShard(path, 4000)
-        assert shard.read([row]) == [packs[row]]
+        assert shard.read([row]) == [(packs[row], None)]
         shard.close()
     assert bytes_read() - before < 1.04 * path.stat().st_size
 
@@ -388,7 +388,7 @@ def test_packs_of_one_token_and_of_many_pages_are_read_back(
     path = tmp_path / "data.parquet"
     write_packs(path, packs, pack_size=longest, rows_per_group=rows_per_group)
     assert list(open_dataset(path)) == packs
-    assert ParquetShard(path).read(range(count)) == packs
+    assert [pack for pack, _ in ParquetShard(path).read(range(count))] == packs
 
 
 @pytest.mark.parametrize(

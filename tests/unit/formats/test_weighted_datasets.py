@@ -11,7 +11,7 @@ from small_packs import write_packs
 from harness import LoaderConfig, Pack, open_dataset
 from harness.config import compose_config
 from harness.errors import ConfigError, FormatError, HarnessError
-from harness.formats import Provenance, convert_dataset, verify_dataset
+from harness.formats import Provenance, convert_dataset, repair_manifest, verify_dataset
 from harness.formats.foreign.exporting import export_to_bridge
 from harness.formats.inspect import inspect_dataset
 from harness.integrations import RankStream
@@ -46,6 +46,17 @@ def test_a_dataset_with_weights_is_read_and_converted_as_it_was_written(tmp_path
         assert verify_dataset(tmp_path / other) == []
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_repaired_dataset_with_weights_still_has_them(tmp_path: Path, format: str) -> None:
+    path = write(tmp_path / "data", format=format)
+    (path / "manifest.json").unlink()
+
+    assert repair_manifest(str(path))[1] == []
+
+    assert open_dataset(path).max_weight == 100
+    assert verify_dataset(path) == []
+
+
 @pytest.mark.parametrize(
     ("mask", "provenance", "message"),
     [
@@ -75,6 +86,7 @@ def live(path: Path) -> None:
 _WEIGHTED_LIVE = ("data.live.tokenizer.train_on=weighted",)
 USERS = {
     "jsonl": lambda path: convert_dataset(path, path.with_name("out"), format="jsonl"),
+    "npy file": lambda path: convert_dataset(path, path.with_name("out.npy"), format="npy"),
     "bridge": lambda path: export_to_bridge(path, path.with_name("out")),
     "stream": lambda path: RankStream(path, LoaderConfig(global_batch_size=1)),
     "stream of a run": lambda path: RankStream(

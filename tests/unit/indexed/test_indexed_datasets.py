@@ -333,3 +333,11 @@ def test_a_sparse_pair_of_terabytes_is_refused_by_its_first_sequence(tmp_path):
     except OSError:
         pytest.skip("this file system has no sparse files of this size")
     assert [problem.what for problem in verify_indexed(tmp_path / "huge")] == ["sequence 0 has the length 0"]
+
+
+@pytest.mark.parametrize("prefix", ["", ".", "..", "/", ".bin", "out/.."])
+def test_a_prefix_without_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for work in (lambda: merge_indexed(["a"], prefix), lambda: verify_indexed(prefix)):
+        with pytest.raises(ConfigError, match="is not what the names of two files begin with"):
+            work()

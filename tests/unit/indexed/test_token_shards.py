@@ -78,6 +78,7 @@ FORMS = {
     "large_list": pa.array(ROWS, pa.large_list(pa.int32())),
     "fixed_size_list": pa.array([[5, 6], [7, 8]], pa.list_(pa.int16(), 2)),
     "text": pa.array(["5 6 7", " 8", "9,10, 11\t12 "]),
+    "text between other spaces": pa.array(["\f5 6 7", "8\f", "9\f10,\n11\r\n12"]),
     "JSON text": pa.array(["[5, 6, 7]", "[8]", "[9,10,11,12]"], pa.large_string()),
     "a slice": pa.array([[1, 2], *ROWS, [3]], pa.list_(pa.int32())).slice(1, 3),
     "a slice of fixed size": pa.array([[1, 2], [5, 6], [7, 8], [3, 4]], pa.list_(pa.int32(), 2)).slice(1, 2),
@@ -255,6 +256,30 @@ def test_a_changed_token_of_a_family_is_detected_by_its_hash(tmp_path: Path) -> 
     assert ["has the hash" in one.what for one in verify_family(record)] == [True]
     data.unlink()
     assert "cannot be read" in verify_family(record)[0].what
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"files": {"c_train.bin": "xxh3"}}, {"splits": {"train": "prefix"}}, {"source": {"vocab_size": "many"}}, {}],
+)
+def test_a_file_that_only_resembles_the_record_of_a_family_is_none(tmp_path: Path, monkeypatch, change) -> None:
+    write_family([shard(tmp_path / "s.parquet", ROWS)], tmp_path / "out", TokenFamily("c"))
+    path = tmp_path / "out" / "c.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    monkeypatch.setattr("harness.indexed.family._MAX_RECORD_BYTES", path.stat().st_size - (not change), raising=False)
+    assert [one.what for one in verify_family(str(path))] == ["is not a record of a token family"]
+
+
+def test_settings_of_a_family_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    family = TokenFamily("c", {"train": np.float32(1)}, TokenSource(eod=np.int64(3), vocab_size=np.int64(20)))
+    write_family([shard(tmp_path / "s.parquet", ROWS)], tmp_path / "out", family)
+    assert verify_family(str(tmp_path / "out" / "c.json")) == []
+
+
+def test_two_stars_match_shards_at_any_depth(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    paths = [shard(tmp_path / "a" / "s.parquet", ROWS), shard(tmp_path / "s.parquet", ROWS)]
+    assert [str(path) for path in token_shards.list_shards([str(tmp_path / "**" / "*.parquet")])] == paths
 
 
 def test_commands_convert_merge_count_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,3 +134,19 @@ def test_a_disk_that_does_not_answer_is_reported(tmp_path, original, monkeypatch
         check()
     with os.fdopen(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "wb"):  # ends the thread
         pass
+
+
+def test_folders_behind_links_are_copied_and_links_upward_are_not(original, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "shard").write_bytes(b"tokens")
+    (original / "train").symlink_to(tmp_path / "elsewhere")
+    (original / "inner" / "up").symlink_to(original)
+    made = copy_to_node(str(original), tmp_path / "local")
+    assert sorted(made.files) == ["config.json", "inner/weights", "train/shard"]
+    assert (made.path / "train" / "shard").read_bytes() == b"tokens"
+
+
+def test_a_folder_for_copies_inside_of_what_is_copied_is_refused(original):
+    for local in (original, original / "inner" / "local"):
+        with pytest.raises(HarnessError, match="each copy would contain the one before"):
+            copy_to_node(str(original), local)
