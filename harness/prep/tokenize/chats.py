@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -191,17 +192,14 @@ class RenderedChat:
         return self._render([self.form.turn(message) for message in bare], prompt=True)
 
     def marked(self, num_turns: int) -> tuple[str, list[Span]]:
-        made: tuple[str, list[Span]] = self._once("marked", num_turns, lambda: self._render_marked(num_turns))
-        self._kept["text", num_turns - 1] = made[0]
-        return made
-
-    def _render_marked(self, num_turns: int) -> tuple[str, list[Span]]:
+        given = {"tools": self.conversation.tools, "variables": self._variables}
+        render = partial(self._template.render_marked, self.messages[:num_turns], **given)
         try:
-            return self._template.render_marked(
-                self.messages[:num_turns], tools=self.conversation.tools, variables=self._variables
-            )
+            made: tuple[str, list[Span]] = self._once("marked", num_turns, render)
         except Exception as error:
             raise template_failure(error) from error
+        self._kept["text", num_turns - 1] = made[0]
+        return made
 
     def _render(self, messages: Turns, *, prompt: bool = False, **variables: Any) -> str:
         try:

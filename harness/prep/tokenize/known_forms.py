@@ -10,7 +10,6 @@ out. So each rendered conversation is checked for the texts of its messages, too
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,10 +52,10 @@ class KnownForms:
 
     def __init__(self, template: Template, *, trusts_plain: bool) -> None:
         self._template, self._trusts_plain = template, trusts_plain
-        # By digests: the shape of a long conversation, and the JSON of some tools, take many kilobytes.
-        self._known: dict[bytes, KnownForm | BadRecordError] = {}
+        # By hashes: the shape of a long conversation, and the JSON of some tools, take many kilobytes.
+        self._known: dict[int, KnownForm | BadRecordError] = {}
         # What is left out of tools; and those that were looked up last.
-        self._tried_tools: dict[bytes, BadRecordError | None] = {}
+        self._tried_tools: dict[int, BadRecordError | None] = {}
         self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
 
     def find(self, conversation: Conversation) -> KnownForm:
@@ -68,7 +67,7 @@ class KnownForms:
             if is_as_given
             else shape_of(conversation, tags)
         )
-        shape = _digest(repr(shape))
+        shape = hash(shape)
         known = self._known.get(shape)
         if known is None:
             known = self._probe(conversation)
@@ -88,7 +87,7 @@ class KnownForms:
         # Nearly always the tools of the conversation before.
         if conversation.tools is self._tools[0]:
             return self._tools[1] or known
-        spelled = _digest(json.dumps(conversation.tools))
+        spelled = hash(json.dumps(conversation.tools))
         if spelled not in self._tried_tools:
             probe, words = with_unique_words(conversation, self._template.tags)
             of_tools = [word for word in words if word[0] is None]
@@ -165,10 +164,6 @@ def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
         return BadRecordError(BadReason.NOT_WRITTEN, f"{detail} with tokenizer.chat_template")
     detail += f", such as tokenizer.chat_template=qwen3, or ignore it with source.ignore_fields=[{','.join(ignorable)}]"
     return BadRecordError(BadReason.NOT_WRITTEN, detail)
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
 def _words_in(text: str) -> set[str]:
