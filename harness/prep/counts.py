@@ -126,6 +126,8 @@ def make_sample(
             if left > 0:
                 runs.append((text[:left], trained))
             left -= len(text)
+            if left < 0:
+                break
         sequences.append(SequenceSample(len(piece), int(np.count_nonzero(piece.loss_mask)), runs, left >= 0))
     pictures = [draw_medium(one.kind, one.data) for piece in pieces[:1] for one in piece.media[:_MAX_PICTURES]]
     return Sample(conversation.where, len(conversation.messages), len(pieces), sequences, pictures)

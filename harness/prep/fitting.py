@@ -157,9 +157,14 @@ class _Splitter:
             while end - start > 1:
                 made = self._together(prefix, units[start:end])
                 is_lost = not made and any(alone[start:end])
-                if not is_lost and _longest(made) <= self.pack_size:
+                excess = _longest(made) - self.pack_size
+                if not is_lost and excess <= 0:
                     break
-                start, end = (start + 1, end) if self._trains_last else (start, end - 1)
+                # A unit takes at most its length away: until these are the excess, no group fits.
+                while end - start > 1 and (excess > 0 or is_lost):
+                    start, end = (start + 1, end) if self._trains_last else (start, end - 1)
+                    excess -= lengths[start - 1 if self._trains_last else end]
+                    is_lost = False
                 made = alone[first]
             self._store([one.view for one in made])
             first = end
@@ -179,8 +184,10 @@ class _Splitter:
 
     def _encode(self, parts: Sequence[Messages]) -> list[list[Encoded]]:
         """Encode parts of the conversation; nothing comes of those that the template or the mask refuses."""
-        made = self.tokenizer.encode_each([replace(self.conversation, messages=_answered(part)) for part in parts])
-        return [[] if isinstance(result, BadRecord) else result for result in made]
+        answered = [_answered(part) for part in parts]
+        made = iter(self.tokenizer.encode_each([replace(self.conversation, messages=one) for one in answered if one]))
+        results = [next(made) if one else [] for one in answered]
+        return [[] if isinstance(result, BadRecord) else result for result in results]
 
     def _together(self, prefix: Messages, units: Sequence[Messages]) -> list[Encoded]:
         return self._encode([prefix + tuple(itertools.chain(*units))])[0]

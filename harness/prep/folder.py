@@ -53,16 +53,17 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
             what = f"the folder contains other files, such as {others[0]}"
             raise PrepError(what, where=where, fix="set data.path to a new or empty folder")
         return None
-    if "date" in (report.get("settings") or {}):
+    old = report.get("settings", {})
+    if "date" in old:
         # The day on which it was prepared does not make it another dataset.
-        settings = {**settings, "date": report["settings"]["date"]}
+        settings = {**settings, "date": old["date"]}
     if report.get("settings_hash") == settings_hash(settings):
         complete = all(folder.exists(f"{name}/manifest.json") for name in report.get("splits", {}))
         is_repeated = overwrite and report.get("media_by_kind")
         return report if complete and TOKENIZER in folder.names() and not is_repeated else None
     if overwrite:
         return None
-    old, new = flatten(report.get("settings") or {}), flatten(settings)
+    old, new = flatten(old), flatten(settings)
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     shown = [f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in changed[:4]]
     shown += [f"and {len(changed) - 4} more"] if len(changed) > 4 else []
@@ -170,6 +171,7 @@ def _read_report(folder: Folder) -> dict[str, Any] | None:
     what, where = "the report was not written by a preparation", folder.where(REPORT)
     fix = "set data.path to another folder, or remove this one"
     report = load(dict[str, Any], data, where=where, fix=fix, what=what, error=PrepError)
-    if "settings_hash" not in report:
+    parts = (report.get(name, {}) for name in ("settings", "splits"))
+    if "settings_hash" not in report or not all(isinstance(part, dict) for part in parts):
         raise PrepError(what, where=where, fix=fix)
     return report

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +138,7 @@ def plan_packs(
             counts, first = f"{np.count_nonzero(bad):,} of {len(array):,}", int(np.argmax(bad))
             what = f"{counts} sequences {problem}; sequence {first:,} has {int(array[first]):,}"
             raise PrepError(what, where="data.pack_size", fix=fix)
-    return PACKERS[algorithm](array, pack_size, seed)
+    return PACKERS[algorithm](array.astype(np.int64, copy=False), pack_size, seed)
 
 
 def shuffled(count: int, *, seed: int, stream: int) -> Int64Array:
@@ -152,16 +152,16 @@ def shuffled(count: int, *, seed: int, stream: int) -> Int64Array:
     return np.argsort(keys, kind="stable")
 
 
-def _by_length(lengths: npt.NDArray[Any], pack_size: int, order: Int64Array) -> Int64Array:
+def _by_length(lengths: Int64Array, pack_size: int, order: Int64Array) -> Int64Array:
     """Return the sequences by decreasing length, those of one length in the given order."""
     # numpy radix-sorts 16-bit integers, several times faster than wider ones.
     narrow = np.uint16 if pack_size < 2**16 else np.int64
     return order[np.argsort((pack_size - lengths).astype(narrow)[order], kind="stable")]
 
 
-def _best_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -> PackPlan:
+def _best_fit_decreasing(lengths: Int64Array, pack_size: int, seed: int) -> PackPlan:
     order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
-    counts = np.bincount(lengths, minlength=pack_size + 1)
+    counts = np.bincount(lengths)
     sizes = np.flatnonzero(counts)[::-1]
     placed = best_fit_decreasing(sizes, counts[sizes], pack_size)
     pack_of_place = shuffled(placed.total_bins, seed=seed, stream=_STREAM_PACKS)
@@ -171,7 +171,7 @@ def _best_fit_decreasing(lengths: npt.NDArray[Any], pack_size: int, seed: int) -
     return PackPlan(offsets, placed.assign(_by_length(lengths, pack_size, order), bin_starts))
 
 
-def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int, *, is_decreasing: bool = False) -> PackPlan:
+def _first_fit(lengths: Int64Array, pack_size: int, seed: int, *, is_decreasing: bool = False) -> PackPlan:
     random_order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
     order = _by_length(lengths, pack_size, random_order) if is_decreasing else random_order
     packs = first_fit(lengths[order], pack_size)
@@ -183,13 +183,11 @@ def _first_fit(lengths: npt.NDArray[Any], pack_size: int, seed: int, *, is_decre
     return PackPlan(offsets, order[np.argsort(packs, kind="stable")])
 
 
-PACKERS: dict[str, Callable[[npt.NDArray[Any], int, int], PackPlan]] = {
+PACKERS: dict[str, Callable[[Int64Array, int, int], PackPlan]] = {
     "best_fit_decreasing": _best_fit_decreasing,
     "first_fit_decreasing": partial(_first_fit, is_decreasing=True),
     "first_fit": _first_fit,
-    "next_fit": lambda lengths, pack_size, _: PackPlan(
-        next_fit(lengths.astype(np.int64), pack_size), np.arange(len(lengths), dtype=np.int64)
-    ),
+    "next_fit": lambda lengths, pack_size, _: PackPlan(next_fit(lengths, pack_size), np.arange(len(lengths))),
 }
 
 

@@ -38,6 +38,7 @@ from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import count_of, open_console
 from harness.storage import BucketFolder, LocalCache, LocalFolder, Place, open_folder, stamp_of, write_atomically
+from harness.storage.checksums import digest_files
 from harness.storage.files import Stamp
 
 # More text does not improve a tokenizer, and memory stays bounded.
@@ -188,7 +189,7 @@ def _settings(config: PrepareConfig, found: list[PreparedSource]) -> dict[str, A
     for one, of_one in zip(found, source.get("mix", [source]), strict=True):
         of_one.update(one.identity())
     settings["source_files"] = " ".join(one.found.digest for one in found)
-    named = [Path(name) for name in (config.tokenizer.name, config.tokenizer.chat_template) if name]
+    named = [Path(name).expanduser() for name in (config.tokenizer.name, config.tokenizer.chat_template) if name]
     inner = [file for path in named for file in ([path] if path.is_file() else sorted(path.glob("*")))]
     stats = {str(file): file.stat() for file in inner if file.is_file()}
     settings["tokenizer_files"] = settings_hash({name: [one.st_size, one.st_mtime_ns] for name, one in stats.items()})
@@ -350,10 +351,12 @@ class Preparation:
     def _tokenize(self, tokenizer: ChatTokenizer) -> dict[str, Split]:
         """Tokenize everything, and divide the sequences among the splits."""
         source, data, report = self.config.source, self.config.data, self.report
+        saved = self.path / layout.TOKENIZER
+        names = sorted(file.name for file in saved.iterdir() if file.is_file())
         job = ShardJob(
             folder=str(self.path / layout.SHARDS),
-            tokenizer=replace(self.config.tokenizer, name=str(self.path / layout.TOKENIZER), chat_template=""),
-            content=f"{tokenizer.tokenizer_hash} {tokenizer.chat_template_hash}",
+            tokenizer=replace(self.config.tokenizer, name=str(saved), chat_template=""),
+            content=settings_hash({file.path: file.xxh3 for file in digest_files(saved, names)}),
             today=self.today.isoformat() if tokenizer.uses_date else "",
             pack_size=data.pack_size,
             over_long=data.over_long,

@@ -44,11 +44,13 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
     found = find_sources(config.source, lambda text: console.print(Text(text)))
     # A tokenizer is trained on the first records.
     for one in found:
-        one.config = replace(one.config, limit=_TRAINING_RECORDS)
+        one.config = replace(one.config, limit=min(one.config.limit or _TRAINING_RECORDS, _TRAINING_RECORDS))
     first = replace(config, source=replace(config.source, on_bad="skip"))
     with TemporaryDirectory(prefix="harness-preview-") as scratch:
         run = Preparation(first, Path(scratch), found, PrepareReport(), Stages(open_console(quiet=True)), date.today())
         tokenizer = run.begin()
+        for one, given in zip(found, config.source.each(), strict=True):
+            one.config = given
         served = None
         if config.tokenizer.history == "kept":
             as_served = replace(config.tokenizer, history="as_served", chat_template="")

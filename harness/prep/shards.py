@@ -33,6 +33,7 @@ from harness.prep.counts import Counts, Sample, make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
 from harness.prep.media import AudioSize, measure
+from harness.prep.sources.delimited import BadRow
 from harness.prep.sources.reading import SourceChunk, SourceShard, is_blank, read_shard
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, MEDIA, MEDIA_DATA, MEDIUM, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
@@ -67,7 +68,7 @@ _MAX_SAMPLES = 2
 class ShardJob:
     """Settings shared by all shards; plain values, so that they can be sent to workers.
 
-    `content` has hashes of the tokenizer's folder, and `today` the date that its chat template writes, as YYYY-MM-DD.
+    `content` is a hash of the tokenizer's folder, and `today` the date that its chat template writes, as YYYY-MM-DD.
     """
 
     folder: str
@@ -278,13 +279,12 @@ class _ShardWriter:
 
     def _leave_out(self, raw: Any, record: BadRecord) -> None:
         self.receipt.counts.count("bad", f"{record.where}: {record.detail}", reason=record.reason.value)
-        plain = _decoded(raw)
-        whole = json.dumps({**asdict(record), "record": plain}, default=_describe_value)
-        self.files[BAD_RECORDS].write(whole.encode() + b"\n")
+        raw = raw.text if isinstance(raw, BadRow) else raw
+        spelled = _as_json(raw).encode()
+        self.files[BAD_RECORDS].write(json.dumps(asdict(record)).encode()[:-1] + b', "record": ' + spelled + b"}\n")
         line = raw.rstrip(b"\r\n") if isinstance(raw, bytes) else b"\n"
-        if b"\n" in line:  # rows are no text, and the items of a list may be spread over lines
-            line = json.dumps(plain, default=_describe_value).encode()
-        self.files[TO_REPAIR].write(line + b"\n")
+        # Rows are no text, and the items of a list may be spread over lines.
+        self.files[TO_REPAIR].write((spelled if b"\n" in line else line) + b"\n")
 
     def _store(self, conversation: Conversation, sequences: Sequence[Encoded], tokenizer: ChatTokenizer) -> None:
         job, stored, counts, where = self.job, self.receipt, self.receipt.counts, conversation.where
@@ -360,14 +360,13 @@ def read_samples(folder: Path) -> Iterator[Sample]:
         yield from (load(Sample, line, where=folder / SAMPLES) for line in lines)
 
 
-def _decoded(raw: object) -> object:
-    """Return a record as its file has it: decoded JSON, else its text."""
-    if not isinstance(raw, bytes):
-        return raw
+def _as_json(raw: object) -> str:
+    """Return a record as its file has it in JSON on one line; its text as a JSON string if it is none."""
     try:
-        return json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return raw.decode(errors="backslashreplace").rstrip("\r\n")
+        value = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
+        return json.dumps(value, default=_describe_value)
+    except (ValueError, TypeError, RecursionError):  # of a row, also for keys that are no text
+        return json.dumps(raw.decode(errors="backslashreplace").rstrip("\r\n") if isinstance(raw, bytes) else str(raw))
 
 
 def _describe_value(value: object) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, moved
 
@@ -30,11 +31,14 @@ class Spool:
     def __init__(self, shards: Iterable[tuple[Path, int, int]]) -> None:
         self._sequences, self._input_ids, self._loss_mask = [], [], []
         self._media, self._media_data = [], []
+        # Of each shard, the sequences of its media: one field of mapped rows is copied whenever it is searched.
+        self._with_media: list[Int64Array] = []
         for folder, num_sequences, num_tokens in shards:
             self._sequences.append(_map(folder / SEQUENCES, SEQUENCE, num_sequences))
             self._input_ids.append(_map(folder / INPUT_IDS, np.dtype("<i4"), num_tokens))
             self._loss_mask.append(_map(folder / LOSS_MASK, np.dtype("u1"), num_tokens))
             self._media.append(_map(folder / MEDIA, MEDIUM, (folder / MEDIA).stat().st_size // MEDIUM.itemsize))
+            self._with_media.append(self._media[-1]["sequence"].copy())
             self._media_data.append(_map(folder / MEDIA_DATA, np.dtype("u1"), (folder / MEDIA_DATA).stat().st_size))
         self._first: Int64Array = np.cumsum([0, *map(len, self._sequences)], dtype=np.int64)
 
@@ -55,23 +59,23 @@ class Spool:
         """Join sequences end to end in the given order."""
         shards = np.searchsorted(self._first, sequence_ids, side="right") - 1
         ids, masks = [], []
-        lengths: list[int] = []
+        starts: list[int] = []
         media: list[Medium] = []
+        end = 0
         for at, number in zip(shards.tolist(), (sequence_ids - self._first[shards]).tolist(), strict=True):
             offset, _, _, length, _ = self._sequences[at][number].item()
             ids.append(self._input_ids[at][offset : offset + length])
             masks.append(self._loss_mask[at][offset : offset + length])
-            media += moved(self._media_of(at, number), sum(lengths))
-            lengths.append(length)
-        starts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)
-        return Pack(np.concatenate(ids), np.concatenate(masks), starts, tuple(media))
+            media += moved(self._media_of(at, number), end)
+            starts.append(end)
+            end += length
+        return Pack(np.concatenate(ids), np.concatenate(masks), np.array(starts, np.int32), tuple(media))
 
     def _media_of(self, shard: int, number: int) -> list[Medium]:
-        rows = self._media[shard]
-        low, high = np.searchsorted(rows["sequence"], [number, number + 1]) if len(rows) else (0, 0)
+        low, high = np.searchsorted(self._with_media[shard], [number, number + 1])
         return [
             Medium(MEDIA_KINDS[kind], start, tokens, self._media_data[shard][offset : offset + num_bytes].tobytes())
-            for _, start, tokens, kind, offset, num_bytes in rows[low:high].tolist()
+            for _, start, tokens, kind, offset, num_bytes in self._media[shard][low:high].tolist()
         ]
 
     def column(self, name: str, ids: Int64Array) -> Int32Array:
@@ -139,7 +143,9 @@ def divide(
     for place, share in enumerate(shares.values()):
         left = np.flatnonzero(places == len(shares))
         if share and len(left) > 1 and not np.any(places == place):
-            places[left[np.argmin(hashes[left])]] = place
+            # With its copies, lest one be in both; copies of a single conversation are divided all the same.
+            moved_there = left[hashes[left] == hashes[left].min()]
+            places[moved_there if len(moved_there) < len(left) else moved_there[:1]] = place
     if len(spool) > len(hashes):
         # All sequences of a conversation go where it goes.
         places = places[spool.conversations()]
@@ -167,5 +173,8 @@ def repeat(split: Split, epochs: npt.NDArray[np.float64], *, seed: int) -> Split
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
-    # An empty file cannot be mapped.
-    return np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype)
+    if not count:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    # Not np.memmap, which keeps a file descriptor: a process may have 1,024, and there may be 4,096 shards.
+    with pa.memory_map(str(path)) as file:
+        return np.frombuffer(file.read_buffer(), dtype, count)

@@ -108,3 +108,23 @@ def test_workers_call_the_function_and_another_one_is_not_taken_for_it(here):
     load_function.cache_clear()  # as in another process
     with pytest.raises(ConfigError, match=f"source.schema_digest was '{mask['schema_digest']}'"):
         prepare(*given, **settings)
+
+
+def test_a_function_that_ends_the_program_is_refused_like_one_that_fails(here):
+    with pytest.raises(ConfigError, match="cannot be imported: SystemExit"):
+        load_function(module(here, "ending_chats", "raise SystemExit(0)"))
+    reader = RecordReader(module(here, "leaving_chats", "def to_messages(record):\n    raise SystemExit(0)\n"))
+    bad = reader.parse(record(1), "a, line 1")
+    assert isinstance(bad, BadRecord)
+    assert (bad.reason, "raised SystemExit" in bad.detail) == (BadReason.FUNCTION_FAILED, True)
+
+
+@pytest.mark.parametrize("place", ["turn", "record"])
+def test_an_array_that_a_function_returns_is_a_bad_record(here, place):
+    text = "import numpy as np\ndef to_messages(record):\n    more = {'images': np.arange(2)}\n"
+    text += "    turn = {'role': 'user', 'content': 'Hi', **(more if record['place'] == 'turn' else {})}\n"
+    text += "    turns = [turn, {'role': 'assistant', 'content': 'Hello'}]\n"
+    text += "    return {'messages': turns, **(more if record['place'] == 'record' else {})}\n"
+    bad = RecordReader(module(here, "array_chats", text)).parse({"place": place}, "a, line 1")
+    assert isinstance(bad, BadRecord)
+    assert bad.reason == BadReason.MEDIA

@@ -15,6 +15,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -237,3 +239,27 @@ def test_a_preparation_killed_at_any_moment_and_restarted_gives_the_same_bytes(t
     assert process.returncode == 0
     assert killed >= 5
     assert content(tmp_path / "d") == content(tmp_path / "whole")
+
+
+def test_shards_of_a_tokenizer_that_changed_are_made_again_though_its_tokens_are_the_same(
+    interrupted, tokenizer, monkeypatch
+):
+    path, source = interrupted
+    made, file = len(receipts(path)), path.parent / "other" / "tokenizer.json"
+    shutil.copytree(tokenizer, file.parent)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "Lowercase"}}))
+    assert len(finish(path, source, str(file.parent), monkeypatch)) == made
+
+
+def test_a_skipped_row_whose_keys_are_no_text_is_kept(tmp_path, tokenizer):
+    file, path = tmp_path / "a.parquet", tmp_path / "d"
+    turns = [{"role": "user", "content": "shards"}, {"role": "assistant", "content": "are made"}]
+    keys = pa.map_(pa.binary(), pa.int32())
+    kind = pa.struct([("role", pa.string()), ("content", pa.string()), ("weights", keys)])
+    rows = [turns, [turns[0], {**turns[1], "weights": [(b"\xff", 1)]}]]
+    pq.write_table(pa.table({"messages": pa.array(rows, pa.list_(kind))}), file)
+    report = run(path, file, tokenizer=TokenizerConfig(name=tokenizer), validation_fraction=0.0)
+    assert (report.records, report.bad) == (2, {"unknown_field": 1})
+    (listed,) = (path / "bad_records.jsonl").read_text().splitlines()
+    assert "are made" in json.loads(listed)["record"]
+    assert len((path / "bad_records_to_repair.jsonl").read_text().splitlines()) == 1

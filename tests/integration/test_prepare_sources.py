@@ -103,3 +103,15 @@ def test_a_dataset_of_the_hub_is_prepared_and_its_commit_recorded(tmp_path, expe
             run(tmp_path / "data", "org/chats")
     finally:
         server.close()
+
+
+def test_rows_that_cannot_be_read_are_kept_as_they_are(tmp_path):
+    good = "".join(f"question {number},answer\n" for number in range(40))
+    (tmp_path / "a.csv").write_bytes(b"prompt,completion\n" + good.encode() + b'D,E,F\nG,\xff\nH,"I\nI"J\n')
+    report, _ = run(tmp_path / "data", str(tmp_path / "a.csv"), on_bad="skip")
+    assert report.bad == {"bad_row": 2, "not_utf8": 1}
+    listed = [json.loads(line) for line in (tmp_path / "data" / "bad_records.jsonl").read_text().splitlines()]
+    assert [one["record"] for one in listed] == ["D,E,F", "G,\\xff", 'H,"I\nI"J']
+    assert [list(one) for one in listed] == [["where", "reason", "detail", "record"]] * 3
+    kept = (tmp_path / "data" / "bad_records_to_repair.jsonl").read_bytes()
+    assert kept.split(b"\n") == [b"D,E,F", b"G,\xff", json.dumps('H,"I\nI"J').encode(), b""]

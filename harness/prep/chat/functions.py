@@ -32,7 +32,7 @@ class RecordFunction:
         """Return the record that the function makes; raise BadRecordError where it fails or returns something else."""
         try:
             made = self.call(dict(record))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             detail = f"{self.name} raised {type(error).__name__}: {error}"
             raise BadRecordError(BadReason.FUNCTION_FAILED, detail) from error
         if made is None:
@@ -51,7 +51,7 @@ def load_function(name: str) -> RecordFunction:
         sys.path.append(here)  # where a program that pip installs does not look
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a module can raise anything
+    except (Exception, SystemExit) as error:  # a module can raise anything, and be a script
         what = f"the module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         fix = "specify an importable module, such as chats:to_messages for chats.py in the working folder"
         raise ConfigError(what, where=SCHEMA, fix=fix) from error

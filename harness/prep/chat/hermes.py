@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ from harness.prep.chat.values import BadRecordError, load_json, parse_call
 
 # Characters of a call as Python writes it, whose syntax tree takes 500 bytes for each.
 _MAX_LITERAL = 1 << 18
-_TAGS = {tag: re.compile(f"<{tag}>(.*?)</{tag}>", re.DOTALL) for tag in ("tool_call", "tool_response")}
 
 
 def lift_calls(conversation: Conversation) -> Conversation:
@@ -54,7 +52,7 @@ def _parse(text: str, what: str) -> ToolCall:
             if len(text) > _MAX_LITERAL:
                 raise ValueError from None
             call = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is not JSON: {error}") from None
     return parse_call(call, what)
 
@@ -76,10 +74,10 @@ def _divide(text: str, tag: str, what: str) -> tuple[str, list[str]]:
     """Return the text before the first of some tags, and what is inside each of them."""
     if f"<{tag}>" not in text and f"</{tag}>" not in text:
         return text, []
-    before, *parts = _TAGS[tag].split(text)
-    inside, between = parts[::2], parts[1::2]
-    if any(mark in rest for mark in (f"<{tag}>", f"</{tag}>") for rest in (before, *inside, *between)):
+    before, *opened = text.split(f"<{tag}>")
+    parts = [one.split(f"</{tag}>") for one in opened]
+    if f"</{tag}>" in before or any(len(part) != 2 for part in parts):
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has an unclosed or nested <{tag}>")
-    if "".join(between).strip():
+    if any(between.strip() for _, between in parts):
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has text after <{tag}>")
-    return before, inside
+    return before, [inside for inside, _ in parts]

@@ -6,6 +6,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from harness.errors import PrepError
@@ -121,12 +122,13 @@ class _MediaPlacer:
         if len(pieces) == 1:
             yield text
             return
+        # A placeholder may enclose text: <audio>What is said?</audio>.
+        ends = re.compile(rf"</({'|'.join(set(pieces[1::2]))})>")
         for at, piece in enumerate(pieces):
             if at % 2:
                 yield from self._next(piece, what)
                 continue
-            # A placeholder may enclose text: <audio>What is said?</audio>.
-            if text := re.sub(rf"</({'|'.join(pieces[1::2])})>", "", piece):
+            if text := ends.sub("", piece):
                 yield text
 
     def _parts(self, part: object, what: str) -> Iterator[Any]:
@@ -211,8 +213,9 @@ class _Removal:
                 # What a tool returns may be parts, too.
                 nested = [isinstance(part, Mapping) and isinstance(part.get("content"), list) for part in parts]
                 parts = [self.without_media(part) if has else part for part, has in zip(parts, nested, strict=True)]
-                media = [part for part in parts if isinstance(part, Mapping) and is_media_part(part)]
-                kept[name] = [part for part in parts if not any(part is one for one in media)]
+                found = [isinstance(part, Mapping) and is_media_part(part) for part in parts]
+                media = list(compress(parts, found))
+                kept[name] = [part for part, is_one in zip(parts, found, strict=True) if not is_one]
                 named = (" ".join(map(str, (part.get("type", ""), *part))) for part in media)
                 self.kinds = self.kinds.union(*map(_kinds_of, named))
                 self.count += len(media)

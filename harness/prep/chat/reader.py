@@ -22,8 +22,8 @@ from harness.prep.chat.schemas.sharegpt import CALL_ROLES
 from harness.prep.chat.turns import (
     ANSWER_FIELDS,
     CHAT_FIELDS,
-    LISTS_OF_ITEMS,
     LISTS_OF_TURNS,
+    LISTS_OR_TEXTS,
     TEXT_ALONE,
     TURN_FIELDS,
     as_list,
@@ -140,10 +140,6 @@ class RecordReader:
             fix = f"to leave out: source.ignore_fields=[{name}], or all media: source.drop_media=true"
             raise BadRecordError(BadReason.MEDIA, detail + fix)
 
-    def parse_row(self, row: Mapping[str, Any], where: str, folder: str | None = None) -> Conversation | BadRecord:
-        """Parse one decoded row of Parquet or Arrow, as `record_of_row` changes it."""
-        return self.parse(record_of_row(row), where, folder)
-
     def parse_line(self, line: bytes, where: str, folder: str | None = None) -> Conversation | BadRecord:
         """Parse one line of JSONL (UTF-8), with or without its newline."""
         try:
@@ -170,10 +166,10 @@ class RecordReader:
         return {str(key).encode(errors="replace").decode() for key in record.keys() - used if record[key] is not None}
 
     def columns_to_read(self, names: Iterable[str]) -> list[str]:
-        """Return those of a table's columns that `parse_row` needs, to read or to refuse."""
+        """Return those of a table's columns that `parse` needs, to read or to refuse."""
         if self._is_function:  # which may read any
             return [name for name in names if name not in self.ignore_fields]
-        used = self._used if REQUESTS.isdisjoint(names := list(names)) else self._used | BATCH_FIELDS
+        used = self._used if set(REQUESTS).isdisjoint(names := list(names)) else self._used | BATCH_FIELDS
         return [name for name in names if name in used and name not in self.ignore_fields]
 
     @property
@@ -212,7 +208,9 @@ class RecordReader:
         if not self._turn_columns and not self.ignore_fields and not self.drop_media:
             return record
         names = [name for name in LISTS_OF_TURNS if not is_empty(record.get(name))]
-        names = [name for name in names if name not in LISTS_OF_ITEMS or isinstance(record[name], list)]
+        # Without a prompt, `chosen` holds turns.
+        texts = [name for name in LISTS_OR_TEXTS if name != "chosen" or not is_empty(record.get("prompt"))]
+        names = [name for name in names if name not in texts or isinstance(record[name], list)]
         made = {name: self._turns(record[name]) for name in names}
         for name in SYSTEM_FIELDS.intersection(record):  # of Gemini a turn, of Anthropic parts
             value = record[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from harness.prep.chat.records import BadReason, Message
@@ -100,6 +101,7 @@ def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any
         return function
     place = f"the {name} of {what} ({show(function['name'])})"
     given = decoded_object(function[name], place, BadReason.BAD_TOOLS)
+    check_json(given, place, BadReason.BAD_TOOLS)  # of JSON text, the caller has checked the text
     if _is_schema(given):
         schema = _as_json_schema(given)
     else:
@@ -196,11 +198,9 @@ def _of_type(spelled: str) -> dict[str, Any]:
 
 def _split(text: str, separator: str) -> list[str]:
     """Split a text at the separators that are inside no brackets."""
-    parts, depth = [""], 0
-    for character in text:
+    edges, depth = [-1], 0
+    for place, character in enumerate(text):
         depth += (character == "[") - (character == "]")
         if character == separator and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]
+            edges.append(place)
+    return [text[before + 1 : edge].strip() for before, edge in pairwise([*edges, len(text)])]

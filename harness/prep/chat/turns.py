@@ -36,12 +36,9 @@ WEIGHT_FIELDS = ("weight", "train", "trainable")
 TURN_FIELDS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_FIELDS, *WEIGHT_FIELDS)
 )
-# Lists of items, which may be a text of another schema.
-LISTS_OF_ITEMS = ("input", "output")
-LISTS_OF_TURNS = (
-    *("messages", "conversations", "conversation", "prompt", "completion", "chosen", "contents"),
-    *LISTS_OF_ITEMS,
-)
+# Lists of turns or items in whose place there may be a text, also one that looks like JSON.
+LISTS_OR_TEXTS = ("prompt", "completion", "chosen", "input", "output")
+LISTS_OF_TURNS = ("messages", "conversations", "conversation", "contents", *LISTS_OR_TEXTS)
 TEXT_ALONE = "only text can be trained on (source.drop_media=true)"
 
 # Columns beside the turns that hold or name media, such as `image_path`, `audioUrl` and `files`; no counts and flags.

@@ -7,6 +7,7 @@ import math
 import re
 import reprlib
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -46,7 +47,7 @@ def show(value: object) -> str:
 
 def is_empty(value: object) -> bool:
     """Return True for null and for an empty text, list or object; Parquet gives all rows the same fields."""
-    return value is None or (not value and not isinstance(value, (int, float)))
+    return value is None or (isinstance(value, (str, list, dict, bytes, tuple, Mapping)) and not value)
 
 
 def first_name(names: Iterable[object]) -> str:
@@ -83,8 +84,7 @@ def load_json(text: str) -> Any:
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice[:100]!r} occurs twice in one object")
     return found
 

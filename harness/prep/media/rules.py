@@ -57,7 +57,7 @@ class MediaRules:
             return None
         try:
             return FAMILIES[family].read(name, config)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, *_NOT_RULES) as error:
             what = f"the processor's files of a {family} model cannot be read: {type(error).__name__}: {error}"
             fix = "use a folder with the model's config.json, preprocessor_config.json and processor_config.json"
             raise ConfigError(what, where=name, fix=fix) from error

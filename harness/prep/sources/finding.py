@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,8 +63,9 @@ class PreparedSource:
             self.reader = replace(self.reader, media=self.config.media)
 
     def chunks(self, limit: int) -> Iterator[SourceChunk]:
-        """Yield the records, at most `limit`; 0 for the limit of the settings."""
-        return read_chunks(self.found.files, limit=limit or self.config.limit, reader=self.reader)
+        """Yield the records, at most `limit` and as many as the settings allow; 0 for all of these."""
+        most = min(filter(None, (limit, self.config.limit)), default=0)
+        return read_chunks(self.found.files, limit=most, reader=self.reader)
 
     def shards(self, shard_bytes: int) -> Iterator[SourceShard]:
         return cut_shards(self.found.files, shard_bytes=shard_bytes, limit=self.config.limit, reader=self.reader)
@@ -81,7 +83,8 @@ def find_sources(source: SourceConfig, show: Show) -> list[PreparedSource]:
         one.epochs = mixed.epochs
         words = [mixed.path, mixed.subset, mixed.split, "" if mixed.epochs == 1 else f"({mixed.epochs:g} epochs)"]
         one.name = " ".join(filter(None, words))
-    files = Counter(str(file) for one in sources for file in one.found.files)
+    places = [file for one in sources for file in one.found.files]
+    files = Counter(os.path.abspath(file) if isinstance(file, Path) else str(file) for file in places)  # noqa: PTH100
     if source.mix and (twice := [file for file, count in files.items() if count > 1]):
         fix = "remove it from one of them; use epochs to repeat a source"
         raise PrepError("the file belongs to two sources of source.mix", where=twice[0], fix=fix)
@@ -138,14 +141,24 @@ def _find_local(path: str, source: SourceConfig) -> SourceFiles:
     if place.is_dir():
         if is_run(place) and (explained := explain_path(place, expected="chats")):
             raise PrepError(explained[0], where=path, fix=explained[1])
-        names = [file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()]
-        return _choose(place, names, source, lambda name: stamp_of(place / name))
+        return _choose(place, _names_below(place), source, lambda name: stamp_of(place / name))
     if place.is_file():
         files = [place]
     else:
         found = glob.glob(str(place), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         files = sorted((Path(name) for name in found if Path(name).is_file()), key=lambda one: natural_key(str(one)))
     return SourceFiles(tuple(files), tuple(map(stamp_of, files)))
+
+
+def _names_below(folder: Path) -> list[str]:
+    """Return the names of all files below a folder; raise PrepError where one inside it cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        fix = "check its permissions, or select files with a glob"
+        raise PrepError(f"the folder cannot be listed: {error.strerror}", where=str(error.filename), fix=fix) from error
+
+    files = (Path(above) / name for above, _, names in os.walk(folder, onerror=refuse) for name in names)
+    return [file.relative_to(folder).as_posix() for file in files if file.is_file()]
 
 
 def _find_objects(path: str, source: SourceConfig) -> SourceFiles:

@@ -75,7 +75,7 @@ def parse_name(path: str) -> HubName | None:
         match = _ID.fullmatch(path)
         if match is None or Path(path).exists() or Path(path).parts[0] in (".", "..") or Path(path).parent.exists():
             return None
-        if re.search(r"\.(jsonl?|ndjson|parquet|arrow|txt|gz|zst|bz2|xz|zip)$", path.lower()):
+        if re.search(r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow|txt|md|gz|zst|bz2|xz|zip)$", path.lower()):
             return None
     inner = (match["inner"] or "").strip("/")
     return HubName(match["name"], unquote(match["revision"] or ""), inner, not path.startswith(_SCHEME))
@@ -193,7 +193,10 @@ def _card_splits(config: Mapping[str, Any], data: Sequence[str]) -> dict[str, li
             splits.setdefault(split_of(name, loosely=True) or "train", []).append(name)
         return splits
     pairs = entries.items() if isinstance(entries, dict) else [(one.get("split"), one.get("path")) for one in entries]
-    return {str(name or "train"): _matching(path, folder, data) for name, path in pairs}
+    named: dict[str, list[Any]] = {}
+    for name, path in pairs:  # a split may be listed several times
+        named.setdefault(str(name or "train"), []).extend(path if isinstance(path, list) else [path])
+    return {name: _matching(paths, folder, data) for name, paths in named.items()}
 
 
 def _matching(patterns: Any, folder: str, data: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 import pyarrow as pa
 
 from harness.errors import PrepError
-from harness.prep.chat import BadRecord, Conversation, RecordReader
+from harness.prep.chat import BadRecord, Conversation, RecordReader, record_of_row
 from harness.prep.sources.delimited import SEPARATORS, DelimitedReader
 from harness.prep.sources.tables import ROW, cut_parquet, open_arrow, open_parquet, read_arrow, read_parquet
 from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
@@ -26,7 +27,8 @@ from harness.storage.inputs import open_stream
 JSON, PARQUET, ARROW = ".json", ".parquet", ".arrow"
 TEXT_SUFFIXES = (".jsonl", ".ndjson", JSON, *SEPARATORS)
 SUFFIXES = (*TEXT_SUFFIXES, PARQUET, ARROW)
-_SCAN_BYTES = 8 << 20
+# Read at once of lines; and of one, which is longer than any that is read.
+_SCAN_BYTES, _LINE_BYTES = 8 << 20, 33 << 20
 _THREADS = 16
 T = TypeVar("T")
 
@@ -126,9 +128,9 @@ class SourceChunk:
             if isinstance(record, bytes):
                 yield self.reader.parse_line(record, where, folder)
             elif isinstance(record, BadRecord):
-                yield replace(record, where=where)
+                yield BadRecord(where, record.reason, record.detail)
             else:
-                yield self.reader.parse_row(record, where, folder)
+                yield self.reader.parse(record_of_row(record), where, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +248,9 @@ def _cut_lines(file: Place, size: int, shard_bytes: int) -> Iterator[SourceShard
             while left and (block := source.read(min(left, _SCAN_BYTES))):
                 lines += block.count(b"\n")
                 left -= len(block)
-            rest = source.readline()
-            end = source.tell()
+            rest = source.readline(_LINE_BYTES)
+            # Reading a shard with a longer line raises an error.
+            end = source.tell() if len(rest) < _LINE_BYTES else size
             yield SourceShard(str(file), first, start, end)
             start, first = end, first + lines + bool(rest)
 
@@ -361,7 +364,8 @@ class _PackedFile:
 
     def __init__(self, file: Place, unit: str) -> None:
         self._begin = partial(_read_packed, file, unit)
-        self._groups, self._at = self._begin(), 0
+        self._groups: Iterator[tuple[int, list[Any], int]] = iter(())
+        self._at: float = math.inf
 
     def read(self, first: int, count: int | None) -> Iterator[tuple[int, list[Any], int]]:
         """Yield the records from number `first` on; an earlier one than those that follow begins at the start again."""
@@ -369,6 +373,7 @@ class _PackedFile:
             self._groups, self._at = self._begin(), 0
         end = None if count is None else first + count
         while end is None or self._at < end:
+            self._at = math.inf  # after an error or the end, every number is an earlier one
             if (group := next(self._groups, None)) is None:
                 return
             number, records, position = group

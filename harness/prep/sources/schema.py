@@ -66,8 +66,8 @@ def holds_chats(file: Place, source: SourceConfig) -> bool:
     try:
         first = next(_first_chunks(file, reader, 1), None)
     except PrepError as error:
-        # A list that is broken in its first item is not passed over.
-        return ", item 0" in error.where
+        # A list that is broken in its first item is not passed over, nor is a file that cannot be read.
+        return ", item 0" in error.where or error.__cause__ is not None
     # Blank lines come before it.
     record = _decoded(first.records[-1]) if first is not None else None
     return isinstance(record, Mapping) and bool(reader.columns_to_read(map(str, record)))

@@ -380,7 +380,9 @@ def _rows(batch: Any, values: Sequence[str], presence: Sequence[str]) -> list[An
     chosen = batch.select(list(values))
     try:
         rows: list[Any] = chosen.to_pylist() if values else [{} for _ in range(batch.num_rows)]
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError, LookupError) as error:
+        if isinstance(error, pa.ArrowException):
+            raise
         rows = [_row(chosen.slice(number, 1)) for number in range(chosen.num_rows)]
     coded = [field for field in chosen.schema if _is_coded(field.type)]
     for row in rows if coded else ():
@@ -400,6 +402,8 @@ def _row(row: Any) -> Any:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
         return BadRecord("", BadReason.NOT_UTF8, f"byte {error.start} of a text is not UTF-8")
+    except (ValueError, OverflowError, LookupError) as error:  # times that Python does not have
+        return BadRecord("", BadReason.BAD_ROW, f"a value cannot be read: {error}")
 
 
 def _is_list(kind: Any) -> bool:

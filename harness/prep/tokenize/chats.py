@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Variables by which templates switch a model's thinking on and off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _OTHER_ANSWER = Message("assistant", "zq0wz")
+
+# Renderings of one conversation that are kept; a turn needs fewer.
+_MAX_KEPT = 32
 
 Turns = Sequence[Mapping[str, Any]]
 
@@ -83,10 +87,9 @@ class RenderedChat:
         self._template, self.conversation, self.form = template, conversation, form
         self._variables = {**variables, **conversation.template_kwargs}
         self.messages: list[dict[str, Any]] = [form.turn(message) for message in conversation.messages]
-        self._texts: dict[int, str] = {}
-        self._prompts: dict[int, str] = {}
-        self._marked: dict[int, tuple[str, list[Span]]] = {}
-        # Of turns that begin as they are served: that beginning, and the length of what it replaces.
+        # Renderings by kind and turn, those asked for last at the end.
+        self._kept: dict[tuple[str, int], Any] = {}
+        # Of the turn that was begun last as it is served: that beginning, and the length of what it replaces.
         self._beginnings: dict[int, tuple[str, int]] = {}
         # End tokens of turns after which the template writes none.
         self.added_ends: dict[int, str] = {}
@@ -97,9 +100,15 @@ class RenderedChat:
 
     def upto(self, turn: int) -> str:
         """Return the text of the conversation up to and with a turn."""
-        if turn not in self._texts:
-            self._texts[turn] = self._render(self.messages[: turn + 1])
-        return self._texts[turn]
+        return str(self._once("text", turn, lambda: self._render(self.messages[: turn + 1])))
+
+    def _once(self, kind: str, turn: int, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns, or has returned for a turn lately; each is as long as the conversation."""
+        made = self._kept.pop((kind, turn), None)
+        self._kept[kind, turn] = made = make() if made is None else made
+        while len(self._kept) > _MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return made
 
     def _with_last(self, turn: int, message: Message) -> str:
         return self._render([*self.messages[:turn], self.form.turn(message)])
@@ -124,7 +133,7 @@ class RenderedChat:
             place = self.upto(turn).rfind(header, 0, shared) if header.strip() else -1
             # A header with opened reasoning may stand at an earlier turn alone, whose header is then not the last.
             if place >= 0 and place == self.upto(turn).rfind(header.partition("<think>")[0], 0, shared):
-                self._beginnings[turn] = prompt, place + len(header)
+                self._beginnings = {turn: (prompt, place + len(header))}
                 return len(prompt)
         return None
 
@@ -139,7 +148,8 @@ class RenderedChat:
             header, tag, space = prompt.rpartition("<think>")
             if tag and not space.strip() and self.upto(turn).startswith(header):
                 # As Qwen3 and MiniMax-M2 write a block of no reasoning, in lines of its own.
-                self._beginnings[turn] = prompt + ("\n</think>\n\n" if space else "</think>"), len(header)
+                begun = prompt + ("\n</think>\n\n" if space else "</think>")
+                self._beginnings = {turn: (begun, len(header))}
                 return len(prompt)
         return None
 
@@ -157,16 +167,14 @@ class RenderedChat:
 
     def prompt(self, turn: int) -> str:
         """Return the prompt from which a server generates a turn."""
-        if turn not in self._prompts:
-            try:
-                self._prompts[turn] = self._render(self.messages[:turn], prompt=True)
-            except BadRecordError as refused:
-                if turn:
-                    raise
-                detail = "turn 1 is an assistant turn, but the chat template has no prompt without an earlier turn"
-                detail += "; with a weight of 0, the turn is not trained"
-                raise BadRecordError(BadReason.NOT_AS_SERVED, detail) from refused
-        return self._prompts[turn]
+        try:
+            return str(self._once("prompt", turn, lambda: self._render(self.messages[:turn], prompt=True)))
+        except BadRecordError as refused:
+            if turn:
+                raise
+            detail = "turn 1 is an assistant turn, but the chat template has no prompt without an earlier turn"
+            detail += "; with a weight of 0, the turn is not trained"
+            raise BadRecordError(BadReason.NOT_AS_SERVED, detail) from refused
 
     def prompts(self, turn: int) -> Iterator[str]:
         """Yield the prompt of a turn as the record asks for it, then with thinking switched on and off."""
@@ -184,15 +192,14 @@ class RenderedChat:
         return self._render([self.form.turn(message) for message in bare], prompt=True)
 
     def marked(self, num_turns: int) -> tuple[str, list[Span]]:
-        if num_turns not in self._marked:
-            try:
-                self._marked[num_turns] = self._template.render_marked(
-                    self.messages[:num_turns], tools=self.conversation.tools, variables=self._variables
-                )
-            except Exception as error:
-                raise template_failure(error) from error
-            self._texts[num_turns - 1] = self._marked[num_turns][0]
-        return self._marked[num_turns]
+        given = {"tools": self.conversation.tools, "variables": self._variables}
+        render = partial(self._template.render_marked, self.messages[:num_turns], **given)
+        try:
+            made: tuple[str, list[Span]] = self._once("marked", num_turns, render)
+        except Exception as error:
+            raise template_failure(error) from error
+        self._kept["text", num_turns - 1] = made[0]
+        return made
 
     def _render(self, messages: Turns, *, prompt: bool = False, **variables: Any) -> str:
         try:

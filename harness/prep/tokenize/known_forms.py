@@ -52,9 +52,10 @@ class KnownForms:
 
     def __init__(self, template: Template, *, trusts_plain: bool) -> None:
         self._template, self._trusts_plain = template, trusts_plain
-        self._known: dict[Any, KnownForm | BadRecordError] = {}
-        # What is left out of tools, by their JSON; and those that were looked up last.
-        self._tried_tools: dict[str, BadRecordError | None] = {}
+        # By hashes: the shape of a long conversation, and the JSON of some tools, take many kilobytes.
+        self._known: dict[int, KnownForm | BadRecordError] = {}
+        # What is left out of tools; and those that were looked up last.
+        self._tried_tools: dict[int, BadRecordError | None] = {}
         self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
 
     def find(self, conversation: Conversation) -> KnownForm:
@@ -66,6 +67,7 @@ class KnownForms:
             if is_as_given
             else shape_of(conversation, tags)
         )
+        shape = hash(shape)
         known = self._known.get(shape)
         if known is None:
             known = self._probe(conversation)
@@ -85,7 +87,7 @@ class KnownForms:
         # Nearly always the tools of the conversation before.
         if conversation.tools is self._tools[0]:
             return self._tools[1] or known
-        spelled = json.dumps(conversation.tools)
+        spelled = hash(json.dumps(conversation.tools))
         if spelled not in self._tried_tools:
             probe, words = with_unique_words(conversation, self._template.tags)
             of_tools = [word for word in words if word[0] is None]

@@ -50,6 +50,8 @@ def load_tokenizer(name: str) -> Any:
     if not getattr(tokenizer, "is_fast", False):
         what = "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text"
         raise ConfigError(what, where=name, fix="use a tokenizer with a tokenizer.json")
+    if not len(tokenizer):
+        raise ConfigError("the tokenizer has no tokens", where=name, fix=_FIX)
     return tokenizer
 
 

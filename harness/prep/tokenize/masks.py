@@ -345,6 +345,8 @@ class Masker:
 
     def _switched(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
         """Take out of a turn's spans what the settings leave untrained."""
+        if not spans:  # a template with marks may leave a turn without
+            return []
         config, message, text = self._config, chat.conversation.messages[turn], chat.served(turn)
         left_out: list[Span] = []
         if not config.train_reasoning and (message.reasoning or "</think>" in message.text):

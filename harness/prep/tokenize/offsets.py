@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -67,14 +67,24 @@ class TokenBytes:
             return None
         starts = ends - lengths
         mask = np.zeros(len(ids), np.uint8)
-        for span, weight in zip(spans, weights or [1] * len(spans), strict=True):
-            start, end = span if is_ascii else (len(text[:place].encode()) for place in span)
+        places = _byte_places(text, chain.from_iterable(spans))
+        in_bytes = spans if is_ascii else zip(places, places, strict=True)
+        for (start, end), weight in zip(in_bytes, weights or [1] * len(spans), strict=True):
             part = mask[np.searchsorted(ends, start, "right") : np.searchsorted(starts, end, "left")]
             np.maximum(part, weight, out=part)
         return mask
 
     def _join(self, ids: Sequence[int]) -> bytes:
         return b"".join([self._bytes[number] for number in ids])
+
+
+def _byte_places(text: str, edges: Iterable[int]) -> Iterator[int]:
+    """Yield the places of characters as those of bytes; only what is between two edges is encoded."""
+    at = place = 0
+    for edge in edges:
+        num_bytes = len(text[min(at, edge) : max(at, edge)].encode())
+        at, place = edge, place + (num_bytes if edge > at else -num_bytes)
+        yield place
 
 
 def token_mask(offsets: Sequence[Span], spans: Sequence[Span], weights: Sequence[int] = ()) -> UInt8Array:

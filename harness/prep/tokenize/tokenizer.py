@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from harness.errors import ConfigError, FormatError, PrepError
 from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation
 from harness.prep.media import MediaRules, measure
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
+from harness.prep.tokenize.chats import as_object
 from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.loading import load_tokenizer
 from harness.prep.tokenize.masks import Rendered
@@ -269,7 +270,7 @@ class ChatTokenizer:
 
     def _known(self, conversation: Conversation) -> list[Rendered] | BadRecord | None:
         """Return what does not depend on the template."""
-        for place, text in texts_of(conversation):
+        for place, text in chain(texts_of(conversation), _other_texts(conversation)):
             if found := self._control.search(text):
                 detail = f"{place} contains the control token {found.group()!r}"
                 return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
@@ -352,6 +353,20 @@ def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
             yield f"a tool call of {place}", f"{call.name} {spelled}"
     if conversation.tools:
         yield "a tool", _JSON.encode(list(conversation.tools))
+
+
+def _other_texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
+    """Yield the names, ids, decoded arguments and variables of a conversation, which a template may write, too."""
+    for number, message in enumerate(conversation.messages, start=1):
+        place = f"turn {number} ({message.role})"
+        yield f"the name of {place}", message.name
+        yield f"the id of {place}", message.tool_call_id
+        for call in message.tool_calls:
+            yield f"the id of a tool call of {place}", call.id
+            if isinstance(call.arguments, str):  # which may spell a character by its number
+                yield f"a tool call of {place}", _JSON.encode(as_object(call.arguments))
+    if conversation.template_kwargs:
+        yield "`chat_template_kwargs`", _JSON.encode(dict(conversation.template_kwargs))
 
 
 def tokenizer_hash(name: str) -> str:

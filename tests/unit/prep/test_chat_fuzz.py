@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.errors import PrepError
-from harness.prep.chat import SCHEMAS, BadRecord, Conversation, RecordReader, detect_schema, parse_line, parse_record
+from harness.prep.chat import (
+    SCHEMAS,
+    BadRecord,
+    Conversation,
+    RecordReader,
+    detect_schema,
+    parse_line,
+    parse_record,
+    record_of_row,
+)
 
 FIELDS = sorted(
     {"role", "content", "from", "value", "name", "arguments", "function", "type", "id", "tool_calls", "tool_call_id"}
@@ -107,7 +116,7 @@ def test_no_record_raises_an_exception_and_a_good_one_survives_storage(num_examp
         parsed = parse_record(record, "here", schema=schema)
         assert isinstance(parsed, Conversation | BadRecord)
         if isinstance(record, dict):
-            assert isinstance(RecordReader(schema).parse_row(record, "here"), Conversation | BadRecord)
+            assert isinstance(RecordReader(schema).parse(record_of_row(record), "here"), Conversation | BadRecord)
         assert RecordReader(schema).unused_keys(record) <= set(record if isinstance(record, dict) else ())
         assert isinstance(RecordReader("", columns, ignore_fields).parse(record, "here"), Conversation | BadRecord)
         assert isinstance(parse_line(line, "here"), BadRecord)

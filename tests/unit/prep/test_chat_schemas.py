@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from harness.prep.chat import (
     detect_schema,
     parse_line,
     parse_record,
+    record_of_row,
 )
+from harness.prep.media import MediaLimits
 
 ASK = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -478,7 +481,7 @@ def test_rows_of_a_table_are_read_without_fields_that_only_other_rows_have():
     arguments = {"x": 1, "y": None}
     call = {"name": "f", "arguments": arguments}
     row = {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}], "text": None}
-    assert RecordReader().parse_row(row, "row 0").messages[1].tool_calls == (CALL,)
+    assert RecordReader().parse(record_of_row(row), "row 0").messages[1].tool_calls == (CALL,)
     assert parse_record(row, "row 0").messages[1].tool_calls == (ToolCall("f", arguments),)
 
 
@@ -709,3 +712,69 @@ def test_a_prompt_or_completion_with_nothing_in_it_is_named_as_empty(field, noth
     bad = parse_record(record, "line 1", schema="prompt_completion")
     assert isinstance(bad, BadRecord)
     assert (bad.reason, bad.detail) == (BadReason.EMPTY_TURN, f"`{field}` is empty")
+
+
+@pytest.mark.parametrize("turn", [{"from": "system", "text": "Be brief."}, {"from": "observation", "id": "c"}])
+def test_a_turn_of_two_fields_without_a_value_has_no_field_that_is_passed_over(turn):
+    reason, detail = refusal(of_sharegpt(turn))
+    assert reason == BadReason.UNKNOWN_FIELD
+    assert f"source.ignore_fields=[{list(turn)[1]}]" in detail
+    called = of_sharegpt({"from": "gpt", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]})
+    assert turns_of(called, schema="sharegpt")[1].tool_calls == (CALL,)
+
+
+def test_a_number_of_a_table_that_is_zero_is_not_taken_for_nothing():
+    assert "has the weight Decimal('0')" in refusal(answer_with(weight=Decimal(0)))[1]
+
+
+@pytest.mark.parametrize("inside", ['{"x": NaN}', '"\\ud800"', "[" * 70 + "1" + "]" * 70])
+def test_parameters_of_a_tool_in_json_text_are_checked_like_others(inside):
+    parameters = f'{{"type": "object", "properties": {{"x": {{"type": "string", "default": {inside}}}}}}}'
+    record = {"messages": [ASK, ANSWER], "tools": [{"name": "f", "parameters": parameters}]}
+    assert refusal(record)[0] == BadReason.BAD_TOOLS
+
+
+KEYS = ",".join(f'"{number}":0' for number in range(200_000))
+IMAGE = "data:image/gif;base64,R0lGODdhAQABAIAAAP///////ywAAAAAAQABAAACAkQBADs="
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("line", "settings", "words"),
+    [
+        (f'{{{KEYS},"x":1,"x":2}}', {}, "the key 'x' occurs twice"),
+        (json.dumps(answer_with(content="</tool_call>" * 200_000 + "<tool_call>" * 200_000)),
+         {"tool_calls": "hermes"}, "has an unclosed or nested <tool_call>"),
+        (json.dumps({"messages": [{**ASK, "content": "<image>x" * 200_000}, ANSWER], "image": IMAGE}),
+         {"media": MediaLimits()}, "the turns have 200,000 <image> placeholders, and the record has 1 for them"),
+        (json.dumps({"messages": [{**ASK, "content": [{"type": "image"}] * 200_000}, ANSWER]}),
+         {"drop_media": True}, "turn 1 (user) is empty"),
+    ],
+    ids=["keys", "calls", "placeholders", "parts"],
+)  # fmt: skip
+def test_a_hostile_record_of_megabytes_is_refused_in_time_that_grows_with_its_length(line, settings, words):
+    """Each takes seconds, and hours where the time grows with the square."""
+    bad = parse_line(line.encode(), "here", **settings)
+    assert isinstance(bad, BadRecord)
+    assert words in bad.detail
+
+
+@pytest.mark.timeout(60)
+def test_a_type_of_megabytes_is_read_in_time_that_grows_with_its_length():
+    parameters = {"x": {"type": "x" * 2_000_000, "description": "d"}}
+    made = parse_record({"messages": [ASK, ANSWER], "tools": [{"name": "f", "parameters": parameters}]}, "here")
+    assert isinstance(made, Conversation)
+    assert made.tools[0]["function"]["parameters"]["properties"] == {"x": {"description": "d"}}
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '["a"]', json.dumps([ASK]), '{"a": 1}'])
+@pytest.mark.parametrize("other", [{"ignore_fields": ["id"]}, {"drop_media": True}, {"columns": {"role": "speaker"}}])
+def test_a_prompt_or_an_answer_that_looks_like_json_is_a_text_whatever_else_is_set(text, other):
+    for record, settings in (
+        ({"prompt": text, "completion": text}, {}),
+        ({"prompt": text, "chosen": text, "rejected": "No"}, {"schema": "preference"}),
+        ({"instruction": "Do", "input": text, "output": text}, {}),
+    ):
+        expected = turns_of(record, **settings)
+        assert expected[1].content == text
+        assert turns_of(record, **settings, **other) == expected

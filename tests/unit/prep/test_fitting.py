@@ -217,3 +217,33 @@ def test_the_pieces_together_train_what_the_conversation_trains_unless_it_is_cou
             assert piece.loss_mask[-1] == 0
             if turns[0][0] == "system":
                 assert tokenizer.decode(piece.input_ids.tolist()).startswith(f"<|im_start|>system\n{turns[0][1]}")
+
+
+def test_a_split_where_every_token_is_trained_leaves_out_turns_without_an_answer(folder):
+    tokenizer = ChatTokenizer(TokenizerConfig(name=folder, mask="all"))
+    turns = [("user", "model"), ("assistant", "reads " * 9), ("user", "packs"), ("assistant", "hold turns")]
+    whole = chat(*turns, ("user", "and " * 30))
+    fitted = fit(tokenizer, whole, size_of(tokenizer, chat(*turns)))
+    assert texts(tokenizer, fitted) == [tokenizer.decode(tokenizer.encode([chat(*turns)])[0].input_ids.tolist())]
+    assert fitted.num_lost > 30
+
+
+def test_a_split_tries_few_groups_where_exchanges_differ_in_what_is_written_once(tmp_path, monkeypatch):
+    """The reasoning of the first answer is left out once others follow, and that of the others is short."""
+    train_bpe([" ".join(WORDS)] * 9, tmp_path, vocab_size=400, chat_template="qwen3")
+    tokenizer = ChatTokenizer(TokenizerConfig(name=str(tmp_path)))
+    first = (Message("user", "packs"), Message("assistant", "turns", reasoning="that a model reads " * 20))
+    rest = [(Message("user", f"packs {number}"), Message("assistant", "hold")) for number in range(60)]
+    whole = Conversation(sum([first, *rest], ()), "x")
+    (made,) = tokenizer.encode_each([whole])
+    num_tokens, encode = [], tokenizer.encode_each
+
+    def count(parsed):
+        made = encode(parsed)
+        num_tokens.append(sum(len(one.view) for sequences in made for one in sequences))
+        return made
+
+    monkeypatch.setattr(tokenizer, "encode_each", count)
+    fitted = fit_conversation(whole, made, tokenizer, pack_size=400, over_long="split")
+    assert fitted.num_lost == 0
+    assert sum(num_tokens) < 30 * sum(map(len, fitted.pieces))

@@ -72,6 +72,8 @@ def test_tags_without_the_setting_are_text():
             "<tool_call> 1 of turn 2 (assistant) is not",
         ),
         (("gpt", "<tool_call>__import__('os')</tool_call>"), "is not JSON"),
+        # As a template of Python's that was not filled in leaves it.
+        (("gpt", '<tool_call>{{"name": "add", "arguments": {}}}</tool_call>'), "is not JSON"),
         (("gpt", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'), "of type list, expected an object"),
         (("gpt", '<tool_call>{"name": "add"}'), "has an unclosed or nested <tool_call>"),
         (("gpt", f"<tool_call>{CALL}</tool_call>"), "nested <tool_call>"),

@@ -8,14 +8,17 @@ import pickle
 import resource
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from forks import run_in_forks
 
 from harness.errors import ConfigError, HarnessError, PrepError
-from harness.prep.chat import BadReason, BadRecord, Conversation, Message
+from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation, Message
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, renderer, train_bpe
+from harness.prep.tokenize.known_forms import KnownForms
+from harness.prep.tokenize.rendering import Template
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -199,3 +202,27 @@ def test_a_renderer_whose_asking_process_was_killed_ends_without_a_traceback():
     process.stdin.close()
     assert process.stderr is not None
     assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_the_memory_of_a_rendering_does_not_grow_with_the_square_of_the_turns(folder, tmp_path, monkeypatch):
+    """Each of 300 answers follows a prompt as long as all before it: together they are 0.5 GB."""
+    monkeypatch.setattr(renderer, "CPU_S", 60.0)
+    turns = (Message("user", "Hi"), Message("assistant", "fox " * 1500)) * 300
+    tokenizer = tokenizer_of(PLAIN, folder, tmp_path)
+    assert tokenizer.mask_rule == "served"
+    (made,) = tokenizer.encode_each([Conversation(turns, "chats.jsonl, line 7")])
+    assert not isinstance(made, BadRecord), made
+    assert len(made[0].spans) == 300
+
+
+def test_what_is_known_of_the_shapes_of_conversations_takes_little_memory():
+    forms = KnownForms(Template(PLAIN, {}), trusts_plain=False)
+    tracemalloc.start()
+    for number in range(100, 115):
+        turns = (Message("user", "Hi"), Message("assistant", "Hello")) * number
+        tools = ({"type": "function", "function": {"name": "f", "description": "x" * 10_000 + str(number)}},)
+        with pytest.raises(BadRecordError, match="does not write the tools"):
+            forms.find(Conversation(turns, "", tools=tools))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 1 << 19

@@ -418,3 +418,15 @@ def test_an_image_that_is_turned_after_its_pixels_is_refused() -> None:
         check_medium("image", data[:end] + late + data[end:])
     assert check_medium("image", data[:33] + late + data[33:]) == ImageSize(30, 90)
     assert check_medium("image", turned(90, 30)) == ImageSize(30, 90)
+
+
+def test_a_configuration_with_impossible_numbers_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save_media_model(tmp_path, "llava")
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["patch_size"] = 0
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in folder.glob("*processor_config.json"):
+        values = json.loads(file.read_text())
+        file.write_text(json.dumps({name: value for name, value in values.items() if name != "patch_size"}))
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        MediaRules.of(str(folder))

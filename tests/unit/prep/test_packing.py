@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -161,3 +162,22 @@ def test_invalid_lengths_are_reported_by_number(lengths, words, fix):
     with pytest.raises(PrepError, match=words) as caught:
         plan_packs(lengths, pack_size=10)
     assert caught.value.fix.startswith(fix)
+
+
+@pytest.mark.parametrize("algorithm", PACKERS)
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "int32", "uint64"])
+def test_lengths_of_every_integer_type_have_the_same_plan(algorithm, dtype):
+    lengths = [5, 100, 7, 100, 90] * 3
+    expected = plan_packs(lengths, pack_size=70_000, algorithm=algorithm)
+    made = plan_packs(np.array(lengths, dtype), pack_size=70_000, algorithm=algorithm)
+    assert made.sequence_ids.tolist() == expected.sequence_ids.tolist()
+    assert made.pack_offsets.tolist() == expected.pack_offsets.tolist()
+
+
+def test_the_memory_of_a_plan_does_not_grow_with_the_size_of_its_packs():
+    tracemalloc.start()
+    plan = plan_packs([5, 5], pack_size=1 << 24)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert plan.num_packs == 1
+    assert peak < 1 << 20

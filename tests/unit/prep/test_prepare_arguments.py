@@ -126,3 +126,16 @@ def test_equal_bad_records_are_one_line_with_a_count(tmp_path, chats):
     assert lines[0] == f"{chats}, line 81: empty_turn: turn 1 (user) has no content (and 11 more records)"
     assert len(lines) == 2
     assert lines[1].startswith(f"{chats}, line 93: ")
+
+
+def test_a_tokenizer_of_the_home_folder_that_changed_makes_another_dataset(chats, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = {"pack_size": 128, "num_workers": 0, "progress": lambda *made: None}
+    prepare(chats, TokenizerConfig(vocab_size=400), tmp_path / "made", **settings)
+    named = "~/made/tokenizer"
+    prepare(chats, named, tmp_path / "data", **settings)
+    assert prepare(chats, named, tmp_path / "data", **settings).reused
+    file = tmp_path / "made" / "tokenizer" / "tokenizer_config.json"
+    file.write_text(file.read_text() + " ")
+    with pytest.raises(ConfigError, match="tokenizer_files was"):
+        prepare(chats, named, tmp_path / "data", **settings)

@@ -76,3 +76,12 @@ def test_a_file_at_the_destination_is_an_error(tmp_path):
     (tmp_path / "d").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         finished_report(LocalFolder(tmp_path / "d"), SETTINGS, overwrite=True)
+
+
+@pytest.mark.parametrize("damage", [{"settings": "date"}, {"settings": ["date"]}, {"splits": 5}, {"splits": None}])
+def test_a_damaged_report_is_an_error_with_its_place(tmp_path, damage):
+    report = finish(tmp_path / "d")
+    (tmp_path / "d" / "report.json").write_text(json.dumps({**report, **damage}))
+    with pytest.raises(PrepError) as error:
+        finished_report(LocalFolder(tmp_path / "d"), SETTINGS, overwrite=False)
+    assert error.value.where == str(tmp_path / "d" / "report.json")

@@ -6,13 +6,17 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from harness.prep import PrepareConfig, TokenizerConfig, show_preview
+from harness.prep.chat import Conversation
+from harness.prep.counts import make_sample
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
 from harness.prep.tokenize.bpe import train_bpe
+from harness.records import SequenceView
 
 
 def test_records_that_are_refused_for_the_same_reason_are_shown_once_with_their_count(tmp_path):
@@ -136,3 +140,25 @@ def test_the_commands_take_the_settings_of_a_preparation(source, tmp_path, monke
     assert "pack size  64 tokens" in page
     assert "2 records shown; nothing was written." in page
     assert not (tmp_path / "data").exists()
+
+
+def test_a_preview_shows_no_record_beyond_the_limit_of_the_source(source):
+    config = PrepareConfig(SourceConfig(path=source, limit=1), TokenizerConfig(), PackingConfig(), preview=4)
+    console = Console(file=io.StringIO(), width=80)
+    show_preview(config, console=console)
+    assert "1 record shown" in console.file.getvalue()
+
+
+def test_a_sample_of_a_long_conversation_decodes_its_beginning_alone():
+    """Each run is decoded with all that is before it."""
+    lengths = []
+
+    class Words:
+        def decode(self, ids):
+            lengths.append(len(ids))
+            return "word " * len(ids)
+
+    view = SequenceView(np.arange(20_000, dtype=np.int32), np.arange(20_000, dtype=np.uint8) % 2)
+    (sample,) = make_sample(Conversation((), "x", text="-"), [view], Words()).sequences
+    assert (sample.is_whole, sum(len(text) for text, _ in sample.runs)) == (False, 6000)
+    assert max(lengths) < 2000

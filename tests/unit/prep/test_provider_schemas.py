@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -388,3 +394,87 @@ def test_a_refusal_does_not_return_once_its_advice_is_followed(chatml, name):
                     break
                 num_followed += 1
     assert num_followed
+
+
+OPENAI_CALL = {"id": "c1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+
+
+@pytest.mark.parametrize(
+    ("turn", "wanted"),
+    [
+        # The reasoning is the turn's, before its first block.
+        (
+            {"content": [text("I look."), USE], "reasoning_content": "A tool knows."},
+            [("I look.", "A tool knows.", (CALL,))],
+        ),
+        # The calls are the turn's, after its last block, and once.
+        ({"content": [THINKING, text("I look.")], "tool_calls": [OPENAI_CALL]},
+         [("I look.", "A tool knows.", (CALL,))]),
+        ({"content": [THINKING, text("I"), text(" look.")], "tool_calls": [OPENAI_CALL]},
+         [("I look.", "A tool knows.", (CALL,))]),
+        # Fields that hold nothing are as good as none.
+        *(
+            ({"content": [THINKING, USE], "reasoning_content": nothing, "tool_calls": nothing},
+             [("", "A tool knows.", (CALL,))])
+            for nothing in (None, "", [])
+        ),
+    ],
+)  # fmt: skip
+def test_blocks_beside_fields_of_openai_are_one_turn(turn, wanted):
+    made = parse({"messages": [ASKED, {"role": "assistant", **turn}]}, "")
+    assert isinstance(made, Conversation), made
+    assert [(turn.text, turn.reasoning, turn.tool_calls) for turn in made.messages[1:]] == wanted
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ({"content": [USE], "tool_calls": [OPENAI_CALL]}, "has tool_calls as well as blocks of these"),
+        ({"content": [USE], "tool_calls": "[]x"}, "has tool_calls as well as blocks of these"),
+        ({"content": [THINKING], "reasoning_content": "I know."}, "has reasoning_content as well as blocks of these"),
+    ],
+)
+def test_what_a_turn_has_both_in_blocks_and_in_a_field_is_refused(turn, words):
+    reason, detail = refusal({"messages": [ASKED, {"role": "assistant", **turn}]})
+    assert (reason, detail) == ("bad_turn", f"turn 2 (assistant) {words}")
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning"),
+    [
+        ("A tool knows.", "A tool knows."),
+        (text("A tool knows."), "A tool knows."),
+        ([text("One"), "two"], "One\n\ntwo"),
+    ],
+)
+def test_reasoning_of_responses_may_be_a_text_or_one_part(content, reasoning):
+    items = [{"type": "reasoning", "content": content}, *RESPONSES["output"]]
+    assert parse({"input": "Oslo?", "output": items}, "").messages[1].reasoning == reasoning
+    for wrong in (7, [7], {"x": 1}):
+        assert refusal({"input": "Oslo?", "output": [{"type": "reasoning", "content": wrong}]})[0] == "not_text"
+
+
+@pytest.mark.parametrize("value", [datetime(2026, 1, 1), b"x", Decimal(1), float("nan"), "\ud800", {1, 2}])
+def test_a_result_that_json_cannot_hold_is_refused(value):
+    """Tables hold values of more types than JSON."""
+    contents = copy.deepcopy(GEMINI["contents"])
+    contents[2]["parts"][0]["functionResponse"]["response"] = {"t": value}
+    assert refusal({"contents": contents})[0] == "bad_tools"
+
+
+def test_a_line_with_several_requests_gives_the_same_conversation_in_every_process():
+    """Names in a set come in another order in each process."""
+    line = {"custom_id": "1", "body": {"messages": [ASKED, {"role": "assistant", "content": "body"}]}}
+    line["params"] = {"messages": [ASKED, {"role": "assistant", "content": "params"}]}
+    script = "import json, sys; from harness.prep.chat import parse_line"
+    script += "; print(parse_line(sys.argv[1].encode(), '').messages[1].text)"
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", script, json.dumps(line)],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in range(3)
+    }
+    assert printed == {b"body\n"}

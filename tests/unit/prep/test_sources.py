@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import io
 import json
+import os
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,8 +16,8 @@ import pytest
 
 from harness.errors import ConfigError, PrepError
 from harness.prep.sources import delimited, reading, text
-from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import find_files, list_files
+from harness.prep.sources.config import MixedSource, SourceConfig
+from harness.prep.sources.finding import find_files, find_sources, list_files
 from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
 from harness.prep.sources.schema import find_schema
 
@@ -263,3 +266,85 @@ def test_suffixes_ignore_case_and_skipped_files_are_listed(tmp_path):
     found = find_files(SourceConfig(path=str(tmp_path)), show=lines.append)
     assert found.skipped == (str(tmp_path / "_d.jsonl"), str(tmp_path / "c.json"))
     assert lines[0] == "2 other files of the source are ignored:"
+
+
+def test_a_piece_of_a_compressed_file_that_could_not_be_read_is_not_empty_the_next_time(tmp_path, monkeypatch):
+    """As in a notebook, whose file system fails for a moment: what failed must not be taken for the end."""
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(content_of("a.jsonl.gz", RECORDS))
+    pieces = list(cut_shards([file], shard_bytes=1))
+    assert len(pieces) > 3
+    read, failures = reading._read_packed, [OSError(errno.EIO, "Input/output error")]
+
+    def fail_once(*given):
+        for number, group in enumerate(read(*given)):
+            if number == 2 and failures:
+                raise failures.pop()
+            yield group
+
+    monkeypatch.setattr(reading, "_read_packed", fail_once)
+    reading._packed_file.cache_clear()
+    with pytest.raises(PrepError, match="Input/output error"):
+        parsed(pieces)
+    assert parsed(pieces[2:]) == parsed(pieces)[-len(parsed(pieces[2:])) :] != []
+
+
+def test_a_line_without_end_is_not_read_into_memory_to_cut_the_file(tmp_path):
+    """The tail of zeros of a file whose disk lost power."""
+    file = tmp_path / "a.jsonl"
+    file.write_text((json.dumps(GOOD) + "\n") * 1000)
+    with file.open("r+b") as grown:
+        grown.truncate(200 << 20)
+    tracemalloc.start()
+    shards = list(cut_shards([file], shard_bytes=10_000))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 << 20
+    assert shards[-1].end == 200 << 20
+    assert len(parsed(shards[:-1])) > 800
+    with pytest.raises(PrepError, match="the line is longer than 32 MiB"):
+        parsed(shards[-1:])
+
+
+@pytest.mark.parametrize("name", ["b.json.gz", "b.csv.gz"])
+def test_a_file_of_a_folder_that_cannot_be_read_is_not_passed_over(tmp_path, name):
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD))
+    (tmp_path / name).write_bytes(content_of(f"a{name[1:]}", RECORDS[:50])[:-9])
+    with pytest.raises(PrepError, match="cannot be read"):
+        read_all(tmp_path)
+
+
+def test_a_subfolder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    for name in ("a.jsonl", "closed/b.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(GOOD))
+    scandir = os.scandir
+
+    def refuse(path="."):
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PrepError, match="cannot be listed"):
+        list_files(str(tmp_path))
+
+
+def test_a_file_of_two_sources_is_found_under_any_spelling_of_its_path(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text(json.dumps(GOOD))
+    monkeypatch.chdir(tmp_path)
+    for other in (str(tmp_path / "a.jsonl"), f"../{tmp_path.name}/*.jsonl"):
+        with pytest.raises(PrepError, match="belongs to two sources"):
+            find_sources(SourceConfig(mix=[MixedSource("a.jsonl"), MixedSource(other)]), lambda line: None)
+
+
+@pytest.mark.timeout(60)
+def test_a_table_of_text_with_many_columns_is_refused_in_time_that_grows_with_its_length(tmp_path):
+    """Seconds, and hours where names are compared with one another, or are joined anew for each bad row."""
+    names = [f"c{number}" for number in range(100_000)]
+    (tmp_path / "a.csv").write_text(",".join([*names, "c7"]) + "\n")
+    with pytest.raises(PrepError, match="several columns have the name 'c7'"):
+        read_all(tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_text(",".join(names) + "\n" + "x\n" * 50_000)
+    bad = read_all(tmp_path / "b.csv")
+    assert (len(bad), bad[-1].reason) == (50_000, "bad_row")

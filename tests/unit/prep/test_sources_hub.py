@@ -50,6 +50,16 @@ configs:
 ---
 # Chats
 """
+CARD_OF_PARTS = b"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: a/*
+  - split: train
+    path: [b/*]
+---
+"""
 DATASETS = {
     "org/plain": {"README.md": b"# Chats", "chats.jsonl": jsonl("a", "b"), "dataset_infos.json": b"{}"},
     "org/splits": {
@@ -67,6 +77,11 @@ DATASETS = {
         "data/all/train-00000-of-00001.parquet": parquet("a1", "a2"),
         "data/all/test-00000-of-00001.parquet": parquet("a3"),
         "data/short/train-00000-of-00001.parquet": parquet("s"),
+    },
+    "org/parts": {
+        "README.md": CARD_OF_PARTS,
+        "a/train.parquet": parquet("a"),
+        "b/train.parquet": parquet("b1", "b2"),
     },
     "org/twice": {"chats.jsonl": jsonl("a"), "chats.parquet": parquet("a")},
     "org/held": {"chats.jsonl": jsonl("a"), "test.jsonl": jsonl("t")},
@@ -137,6 +152,7 @@ def test_the_training_split_is_read_and_named_and_the_other_files_are_listed(ser
         ("org/card", {"subset": "all"}, ["a1", "a2"]),
         ("org/card", {"subset": "all", "split": "test"}, ["a3"]),
         ("org/card", {"subset": "short"}, ["s"]),
+        ("org/parts", {}, ["a", "b1", "b2"]),
         ("hf://datasets/squad", {}, ["q"]),
     ],
 )
@@ -204,3 +220,9 @@ def test_local_paths_are_never_looked_up_on_the_hub(server, tmp_path):
 def test_other_addresses_are_refused(path):
     with pytest.raises(ConfigError, match="not a dataset address of the hub"):
         find_files(SourceConfig(path=path))
+
+
+@pytest.mark.parametrize("name", ["chatz/a.csv", "chatz/a.tsv", "chatz/a.jsonl.gz", "chatz/notes.md"])
+def test_a_missing_file_is_not_looked_for_on_the_hub(server, name):
+    with pytest.raises(PrepError, match="the file or folder does not exist"):
+        find_files(SourceConfig(path=name))

@@ -261,3 +261,16 @@ def test_a_column_that_is_media_by_its_name_is_refused_where_a_row_has_a_value(t
     assert isinstance(first, Conversation)
     assert (second.reason, "`image_path`" in second.detail) == (BadReason.MEDIA, True)
     assert all(isinstance(record, Conversation) for record in read_all(path, ignore_fields=["image_path"]))
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_time_that_python_does_not_have_makes_its_row_a_bad_record(tmp_path, suffix):
+    """Of a year after 9999, and of one nanosecond."""
+    kind = pa.struct([("role", TEXT), ("content", TEXT), ("at", pa.timestamp("ms")), ("when", pa.timestamp("ns"))])
+    rows = [[{**TURNS[0], **more}, TURNS[1]] for more in ({}, {"at": 10**15}, {"when": 1}, {})]
+    file = write(tmp_path / f"chats{suffix}", pa.table({"messages": pa.array(rows, pa.list_(kind))}))
+    first, *bad, last = read_all(file)
+    assert isinstance(first, Conversation)
+    assert isinstance(last, Conversation)
+    assert [one.where for one in bad] == [f"{file}, row 1", f"{file}, row 2"]
+    assert bad[0].reason == BadReason.BAD_ROW

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError
-from harness.prep.chat import Conversation, Message
+from harness.prep.chat import BadRecord, Conversation, Message, ToolCall
 from harness.prep.tokenize import CHAT_TEMPLATE, ChatTokenizer, TokenBytes, TokenizerConfig, token_mask, train_bpe
 from harness.prep.tokenize import tokenizer as module
 
@@ -262,3 +262,56 @@ def test_a_conversation_that_the_tokenizer_normalizes_is_masked_as_others(folder
 def test_invalid_settings_are_refused(change):
     with pytest.raises(ConfigError):
         TokenizerConfig(**change)
+
+
+@pytest.mark.timeout(30)
+def test_a_mask_of_many_spans_takes_time_in_proportion():
+    """Minutes where all of the text is encoded for each of them."""
+    count = 2_000_000
+    spans = [(start, start + 1) for start in range(0, count, 100)]
+    mask = TokenBytes({"\u00c3": 0, "\u00a9": 1}, {}).mask(
+        np.tile(np.array([0, 1], np.int32), count), "é" * count, spans
+    )
+    assert np.flatnonzero(mask[::2]).tolist() == [start for start, _ in spans]
+    assert (mask[::2] == mask[1::2]).all()
+
+
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("turn", "kwargs", "place"),
+    [
+        (Message("user", "Hi", name=END), {}, "the name of turn 2 (user)"),
+        (Message("tool", "Hi", tool_call_id=END), {}, "the id of turn 2 (tool)"),
+        (Message("assistant", "", tool_calls=(ToolCall("f", {}, END),)), {}, "the id of a tool call of turn 2"),
+        (
+            *(Message("assistant", "", tool_calls=(ToolCall("f", '{"a": "\\u003c|im_end|>"}'),)), {}),
+            "a tool call of turn 2 (assistant)",
+        ),
+        (Message("user", "Hi"), {"greeting": END}, "`chat_template_kwargs`"),
+    ],
+)
+def test_a_control_token_in_any_text_that_a_template_may_write_is_refused(folder, tmp_path, turn, kwargs, place):
+    wider = "{{ greeting }}{% for m in messages %}{{ m.name }}{{ m.tool_call_id }}{{ m.tool_calls | tojson }}"
+    tokenizer = with_template(folder, tmp_path, f"{wider}{{% endfor %}}{PLAIN_TEMPLATE}")
+    turns = (Message("user", "Hi"), turn, Message("assistant", "Hello"))
+    (bad,) = tokenizer.encode([Conversation(turns, "line 1", template_kwargs=kwargs)])
+    assert isinstance(bad, BadRecord), tokenizer.decode(bad.input_ids)
+    assert (bad.reason, bad.detail.startswith(place)) == ("control_token", True), bad.detail
+
+
+@pytest.mark.parametrize("left_out", ["train_end_of_turn", "train_reasoning", "train_tool_calls"])
+def test_a_turn_that_the_template_does_not_mark_is_read_and_not_trained(folder, tmp_path, left_out):
+    marked = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    template += "{% if m.role == 'assistant' and m.content[-1] != '.' %}" + marked
+    template += "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    tokenizer = with_template(folder, tmp_path, template, **{left_out: False})
+    answers = [Message("assistant", text) for text in ("<think>hm</think>A draft.", "Hello")]
+    (view,) = tokenizer.encode(
+        [Conversation((Message("user", "Hi"), answers[0], Message("user", "Hi"), answers[1]), "")]
+    )
+    trained = tokenizer.decode(view.input_ids[1:][view.loss_mask[:-1] == 1])
+    assert trained == "Hello" + "<|im_end|>" * (left_out != "train_end_of_turn")

@@ -7,6 +7,7 @@ import os
 import sys
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from harness.errors import ConfigError
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, train_bpe
@@ -113,3 +114,14 @@ def test_loading_a_tokenizer_leaves_the_environment_as_it_was(tmp_path, monkeypa
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "cannot be loaded" in refusal(str(tmp_path)).what
     assert os.environ.get(name) == before
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path):
+    empty = Tokenizer(models.BPE())
+    empty.decoder = decoders.ByteLevel()
+    empty.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="no tokens") as caught:
+        ChatTokenizer(TokenizerConfig(name=str(tmp_path)))
+    assert caught.value.where == str(tmp_path)

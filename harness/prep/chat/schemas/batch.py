@@ -13,8 +13,8 @@ from harness.prep.chat.records import BadReason
 from harness.prep.chat.values import BadRecordError, decoded_object, is_empty, show
 
 _ODD = BadReason.NOT_AN_OBJECT
-REQUESTS = frozenset(("body", "params", "request"))
-BATCH_FIELDS = REQUESTS | {"response", "result", "custom_id", "method", "url", "error", "key", "status"}
+REQUESTS = ("body", "params", "request")
+BATCH_FIELDS = frozenset((*REQUESTS, "response", "result", "custom_id", "method", "url", "error", "key", "status"))
 # Reasons for which an answer ends before the model has ended it.
 _CUT = ("length", "content_filter", "max_tokens", "refusal", "pause_turn", "safety", "recitation", "prohibited_content")
 

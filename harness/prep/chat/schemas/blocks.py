@@ -52,7 +52,7 @@ def _divided(turn: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
     """Return the turns that one turn's blocks make, in order."""
     made: list[dict[str, Any]] = []
     # A weight, a name and the like stay with the turns of the same role.
-    rest = {key: value for key, value in turn.items() if key != "content"}
+    rest = {key: value for key, value in turn.items() if key not in _ORDER}
     for number, part in enumerate(turn["content"], start=1):
         kind = _kind_of(part) if isinstance(part, Mapping) else ""
         if kind not in _BLOCKS:
@@ -75,6 +75,12 @@ def _divided(turn: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
     for own in made:
         if "reasoning_content" in own:
             own["reasoning_content"] = "\n\n".join(own["reasoning_content"])
+    # In the order of a turn: its reasoning comes first, and its calls last.
+    for field, place in (("reasoning_content", 0), ("tool_calls", -1)):
+        if not is_empty(turn.get(field)):
+            if any(field in own for own in made):
+                raise BadRecordError(BadReason.BAD_TURN, f"{what} has {field} as well as blocks of these")
+            made[place][field] = turn[field]
     return made
 
 

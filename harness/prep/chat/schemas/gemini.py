@@ -12,7 +12,7 @@ from typing import Any
 from harness.prep.chat.records import BadReason, Conversation, Schema
 from harness.prep.chat.schemas.blocks import without_blocks
 from harness.prep.chat.turns import CHAT_FIELDS, chat, list_of_turns
-from harness.prep.chat.values import BadRecordError, decoded, first_name, is_empty, refuse_others, show
+from harness.prep.chat.values import BadRecordError, check_json, decoded, first_name, is_empty, refuse_others, show
 
 _ROLES = {"model": "assistant", "user": "user", "function": "user", "system": "system"}
 _SPELLINGS = {
@@ -82,6 +82,7 @@ def _block(part: object, what: str) -> dict[str, Any]:
     if kind == "function_call":
         return {"type": "tool_use", "id": value.get("id"), "name": value.get("name"), "input": value.get("args")}
     answer = value.get("response")
+    check_json(answer, f"the {kind} of {what}", BadReason.BAD_TOOLS)
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False) if answer else ""
     return {"type": "tool_result", "tool_use_id": value.get("id"), "name": value.get("name"), "content": text}
 

@@ -70,6 +70,7 @@ def _blocks(item: Mapping[str, Any], kind: str, what: str) -> list[Any]:
         return content if isinstance(content, list) else [{"type": "text", "text": content}]
     # The summary is made of the reasoning, which is not always shown.
     parts = item.get("content") or item.get("summary") or []
+    parts = parts if isinstance(parts, list) else [parts]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not texts and not is_empty(item.get("encrypted_content")):
         detail = f"{what} has its text only in `encrypted_content`, which cannot be read"

@@ -38,8 +38,6 @@ def _as_message(turn: object, number: int) -> object:
     if speaker in CALL_ROLES:
         calls = decoded(value, f"turn {number} ({speaker})", BadReason.BAD_TOOLS)
         message |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
-    if len(turn) == 2:
-        return message
     # Their own `role` or `content` beside these is refused as unknown, like any other field.
     rest = {key: value for key, value in turn.items() if key not in fields}
     return message | {f"{key} beside {fields[0]}" if key in message else key: rest[key] for key in rest}
