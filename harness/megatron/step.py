@@ -44,11 +44,6 @@ ForwardStep = Callable[[RowsAhead, Any], tuple[torch.Tensor, Any]]
 _NO_DECAY = 1 << 31
 
 
-def _no_limit(setting: str, arguments: str) -> ConfigError:
-    what = f"parallel.{setting} requires rows of one shape, but no limit is set"
-    return ConfigError(what, where=f"MegatronStep, {arguments}", fix=f"pass {arguments}, or parallel.{setting}=false")
-
-
 def _build_optimizer(
     chunks: list[DistributedDataParallel], settings: OptimizerConfig, parallel: ParallelConfig, device: torch.device
 ) -> tuple[Any, OptimizerParamScheduler]:
@@ -70,7 +65,7 @@ def _build_optimizer(
             params_dtype=config.params_dtype,
             use_distributed_optimizer=parallel.distributed_optimizer,
             overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-            **moment_settings(settings, parallel, config.params_dtype, device),
+            **moment_settings(settings, device),
         ),
         chunks,
     )
@@ -141,8 +136,7 @@ class MegatronStep:
         loss_average: str = "token",
     ) -> None:
         if parallel.overlap_tensor_parallel:
-            if pad_rows_to is None:
-                raise _no_limit("overlap_tensor_parallel", "pad_rows_to")
+            assert pad_rows_to is not None  # as settings require (`parallel.static_rows`)
             open_user_buffers(model, parallel, device, tokens=pad_rows_to)
         self.chunks = chunks = build_model(model, parallel, vocab_size=vocab_size, device=device, fill=fill)
         self.layout, self.device, self.group_size = layout, device, parallel.group_size
@@ -159,8 +153,8 @@ class MegatronStep:
         self.sources: Sources | None = None
         self._graph: RowGraph | None = None
         if parallel.cuda_graphs:
-            if pad_rows_to is None or max_sequences is None:
-                raise _no_limit("cuda_graphs", "pad_rows_to and max_sequences")
+            assert pad_rows_to is not None
+            assert max_sequences is not None
             self._graph = RowGraph(self, partial(static_row, total=pad_rows_to, num_sequences=max_sequences))
         self._shared_groups = _shared_groups(layout)
         self.copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
