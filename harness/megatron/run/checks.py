@@ -71,8 +71,7 @@ def list_warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
     if data.blend is None and size > len(data.train):
         what = f"loader.global_batch_size is {size:,}, but the dataset has {count_of(len(data.train), 'pack')}"
         warnings.append(f"{what}: every step trains the whole dataset, one epoch")
-    longest = int(data.train.sequence_lengths.max()) - 1
-    if config.shares_rows and longest <= config.schedule.max_tokens_per_rank:
+    if config.shares_rows and (longest := int(data.train.sequence_lengths.max()) - 1) <= config.max_tokens_per_rank:
         what = f"schedule.name is {config.schedule.name}, and the longest sequence has {longest:,} tokens, which fit"
         warnings.append(f"{what} on one rank: schedule=cost_balanced trains at about the same speed")
     if batches is not None and data.validation is not None and (batches - 1) * size >= len(data.validation):
