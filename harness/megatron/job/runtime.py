@@ -98,6 +98,9 @@ def start(
         what = f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set"
         fix = "start with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         raise ConfigError(what, where="environment", fix=fix)
+    if rank >= world_size:
+        what = f"RANK is {rank}, but WORLD_SIZE is {world_size}"
+        raise ConfigError(what, where="environment", fix="start with torchrun, or unset both")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         # NCCL's flight recorder keeps so many collectives, which the watchdog writes into the run's folder on a hang.
