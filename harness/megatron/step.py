@@ -174,7 +174,7 @@ class MegatronStep:
         if self._graph is not None:
             sums = self._graph.run_rows(rows)
         else:
-            reports = self.run_rows(rows, self.forward_row, forward_only=False)
+            reports = self.run_rows(self._padded(rows), self.forward_row, forward_only=False)
             sums = self._sum(reports, num_sources=len(self.source_names))
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         updated, grad_norm, _zeros = self.optimizer.step()
@@ -251,10 +251,15 @@ class MegatronStep:
         sums = self._sum([])
         with torch.no_grad():
             for batch in batches:
-                sums += self._sum(self.run_rows(batch.rows, self.forward_row))
+                sums += self._sum(self.run_rows(self._padded(batch.rows), self.forward_row))
         total, divisor, tokens = self._reduce(sums)
         load = expert_metrics(self.chunks, self.num_layers, self.device).get("load") if self.has_experts else None
         return Evaluation(loss=total / max(divisor, 1), trained_tokens=int(tokens), expert_load=load)
+
+    def _padded(self, rows: Sequence[ThdBatch]) -> Sequence[ThdBatch]:
+        """Return rows of `pad_rows_to` tokens; raise ScheduleError for a longer one."""
+        size = self.pad_rows_to
+        return rows if size is None else [pad_row(row, size * row.shared_by) for row in rows]
 
     def _sum(self, reports: list[torch.Tensor], *, num_sources: int = 0) -> torch.Tensor:
         """Return the sum of the reports of rows; zeros on a stage that computes no loss."""
@@ -265,10 +270,8 @@ class MegatronStep:
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
         """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function.
 
-        They are padded to `pad_rows_to`, and those of a model that multiplies in 8 bits to whole blocks.
+        Those of a model that multiplies in 8 bits are padded to whole blocks.
         """
-        if self.pad_rows_to is not None:
-            rows = [pad_row(row, self.pad_rows_to * row.shared_by) for row in rows]
         multiples = [self._row_multiple * row.shared_by for row in rows]
         sizes = [math.ceil(len(row) / multiple) * multiple for row, multiple in zip(rows, multiples, strict=True)]
         rows = [pad_row(row, size) for row, size in zip(rows, sizes, strict=True)]
