@@ -68,9 +68,10 @@ def settle(config: Settings) -> Settings:
 
 
 def place_in_job(name: str) -> int:
-    """Return RANK, WORLD_SIZE or LOCAL_RANK of the launcher; without a launcher a process is a job of its own."""
-    text = os.environ.get(name, "1" if name == "WORLD_SIZE" else "0")
-    if not text.isdecimal() or (name == "WORLD_SIZE" and int(text) < 1):
+    """Return RANK, WORLD_SIZE or the same with LOCAL_ of the launcher; without one, a process is a job of its own."""
+    least = int(name.endswith("WORLD_SIZE"))
+    text = os.environ.get(name, str(least))
+    if not text.isdecimal() or int(text) < least:
         raise ConfigError(f"{name} is {text!r}", where="environment", fix="start with torchrun, or unset it")
     return int(text)
 

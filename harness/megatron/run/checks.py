@@ -15,6 +15,7 @@ from harness.errors import ConfigError, HarnessError, reason_of_memory
 from harness.formats import PackReader
 from harness.loader import JoinedReader, RunData
 from harness.loader.datasets import LiveData, media_rules
+from harness.megatron.job.runtime import place_in_job
 from harness.megatron.pretrained import Pretrained
 from harness.plan import RunConfig, SftConfig, plan_memory
 from harness.plan.encoders import read_encoder
@@ -136,7 +137,7 @@ def check_memory(config: RunConfig, device: torch.device, *, vocab_size: int, dp
         return
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "dp_size": dp_size, "max_tokens_per_rank": 1}
     planned = plan_memory(config.model, config.parallel, **sizes, optimizer=config.optimizer)
-    needed = (planned.total + planned.host) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = (planned.total + planned.host) * place_in_job("LOCAL_WORLD_SIZE")
     there = memory_bytes()
     if needed > there:
         what = f"weights, gradients and optimizer need {needed / 1e9:,.1f} GB of memory, but this machine has "
