@@ -12,6 +12,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from harness.errors import FormatError
 from harness.megatron.compat import packed_seq_params
 from harness.megatron.model.media import MediaTensors
 from harness.megatron.model.mtp import own_tokens
@@ -185,6 +186,9 @@ def _place_media(media: RowMedia, row: ThdBatch, keep: Any, device: torch.device
 def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> TokenTensors:
     """Copy the tokens, a byte each of weight and padding, and the labels that are not the token after, at once."""
     tokens, labels, weights = row.tokens[keep].astype(np.int32), row.labels[keep].astype(np.int32), row.loss_mask[keep]
+    # Tensor-parallel ranks would take them for tokens of each other. Only of other ranks may they be unknown, and -1.
+    if (low := min(tokens.min(), labels.min())) < 0:
+        raise FormatError(f"a token id is {low}", where="a row", fix="write the data again: ids are 0 or more")
     others = np.flatnonzero(labels != np.roll(tokens, -1)).astype(np.int32)
     flags = weights.astype(np.uint8) & np.uint8(127)  # exact unless conversations share their weight
     is_narrow = np.array_equal(flags, weights)

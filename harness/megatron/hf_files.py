@@ -74,10 +74,11 @@ class HfWeights(ExitStack):
                         raise ValueError(f"{name} contains a duplicate of {part}")
             self._divide_experts()
             for name in [name.removesuffix(_BLOCKS) for name in self._files if name.endswith(_BLOCKS)]:
-                if name + _SCALES in self._files:
-                    *shape, _ = self.shape(name + _BLOCKS)
-                    if len(shape) == 3 and tuple(shape) == self.shape(name + _SCALES):
-                        self._quantized.add(name)
+                both = [self._files[name + end] for end in (_BLOCKS, _SCALES) if name + end in self._files]
+                slices = [one.file.get_slice(one.name) for one in both]
+                shapes = [one.get_shape() for one in slices if one.get_dtype() == "U8"]
+                if len(shapes) == 2 and len(shapes[1]) == 3 and shapes[0] == [*shapes[1], 16]:
+                    self._quantized.add(name)
         except (OSError, ValueError, SafetensorError) as error:
             self.close()
             what = f"the weights cannot be read: {error}"
@@ -92,11 +93,13 @@ class HfWeights(ExitStack):
             shapes = [self.shape(part) for part in (name, layer + _DOWN) if part in self._files]
             if [len(shape) for shape in shapes] != [3, 3]:
                 continue
-            gates, down = self._files.pop(name), self._files.pop(layer + _DOWN)
-            (experts, both, _), (_, hidden, _) = shapes
+            (experts, both, _), (others, hidden, _) = shapes
             # Files of qwen3_vl_moe have the inputs of an expert first.
             if is_turned := shapes[0][1] == shapes[1][2]:
                 both, hidden = shapes[0][2], shapes[1][2]
+            if others != experts or both % 2:
+                continue
+            gates, down = self._files.pop(name), self._files.pop(layer + _DOWN)
             parts = ("gate", gates, 0, both // 2), ("up", gates, both // 2, both // 2), ("down", down, 0, hidden)
             for number in range(experts):
                 for part, of, first, rows in parts:

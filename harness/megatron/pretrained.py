@@ -90,6 +90,6 @@ def find_pretrained(model: ModelConfig) -> Pretrained | None:
     if model.mtp_layers not in (0, stored.mtp_layers):
         what = f"model.mtp_layers is {model.mtp_layers}, but the weights have {stored.mtp_layers} layers that predict "
         what += "further tokens"
-        fix = f"model.mtp_layers={stored.mtp_layers} trains them, 0 omits them" if stored.mtp_layers else "0"
+        fix = f"model.mtp_layers={stored.mtp_layers}" + " trains them, 0 omits them" * bool(stored.mtp_layers)
         raise ConfigError(what, where=f"model.init_from={model.init_from}", fix=fix)
     return Pretrained(folder, model, stored.vocab_size, stored.mtp_layers - model.mtp_layers)

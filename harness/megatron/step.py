@@ -44,11 +44,6 @@ ForwardStep = Callable[[RowsAhead, Any], tuple[torch.Tensor, Any]]
 _NO_DECAY = 1 << 31
 
 
-def _no_limit(setting: str, arguments: str) -> ConfigError:
-    what = f"parallel.{setting} requires rows of one shape, but no limit is set"
-    return ConfigError(what, where=f"MegatronStep, {arguments}", fix=f"pass {arguments}, or parallel.{setting}=false")
-
-
 def _build_optimizer(
     chunks: list[DistributedDataParallel], settings: OptimizerConfig, parallel: ParallelConfig, device: torch.device
 ) -> tuple[Any, OptimizerParamScheduler]:
@@ -70,7 +65,7 @@ def _build_optimizer(
             params_dtype=config.params_dtype,
             use_distributed_optimizer=parallel.distributed_optimizer,
             overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
-            **moment_settings(settings, parallel, config.params_dtype, device),
+            **moment_settings(settings, device),
         ),
         chunks,
     )
@@ -141,8 +136,7 @@ class MegatronStep:
         loss_average: str = "token",
     ) -> None:
         if parallel.overlap_tensor_parallel:
-            if pad_rows_to is None:
-                raise _no_limit("overlap_tensor_parallel", "pad_rows_to")
+            assert pad_rows_to is not None  # as settings require (`parallel.static_rows`)
             open_user_buffers(model, parallel, device, tokens=pad_rows_to)
         self.chunks = chunks = build_model(model, parallel, vocab_size=vocab_size, device=device, fill=fill)
         self.layout, self.device, self.group_size = layout, device, parallel.group_size
@@ -159,8 +153,8 @@ class MegatronStep:
         self.sources: Sources | None = None
         self._graph: RowGraph | None = None
         if parallel.cuda_graphs:
-            if pad_rows_to is None or max_sequences is None:
-                raise _no_limit("cuda_graphs", "pad_rows_to and max_sequences")
+            assert pad_rows_to is not None
+            assert max_sequences is not None
             self._graph = RowGraph(self, partial(static_row, total=pad_rows_to, num_sequences=max_sequences))
         self._shared_groups = _shared_groups(layout)
         self.copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -180,7 +174,7 @@ class MegatronStep:
         if self._graph is not None:
             sums = self._graph.run_rows(rows)
         else:
-            reports = self.run_rows(rows, self.forward_row, forward_only=False)
+            reports = self.run_rows(self._padded(rows), self.forward_row, forward_only=False)
             sums = self._sum(reports, num_sources=len(self.source_names))
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         updated, grad_norm, _zeros = self.optimizer.step()
@@ -257,10 +251,15 @@ class MegatronStep:
         sums = self._sum([])
         with torch.no_grad():
             for batch in batches:
-                sums += self._sum(self.run_rows(batch.rows, self.forward_row))
+                sums += self._sum(self.run_rows(self._padded(batch.rows), self.forward_row))
         total, divisor, tokens = self._reduce(sums)
         load = expert_metrics(self.chunks, self.num_layers, self.device).get("load") if self.has_experts else None
         return Evaluation(loss=total / max(divisor, 1), trained_tokens=int(tokens), expert_load=load)
+
+    def _padded(self, rows: Sequence[ThdBatch]) -> Sequence[ThdBatch]:
+        """Return rows of `pad_rows_to` tokens; raise ScheduleError for a longer one."""
+        size = self.pad_rows_to
+        return rows if size is None else [pad_row(row, size * row.shared_by) for row in rows]
 
     def _sum(self, reports: list[torch.Tensor], *, num_sources: int = 0) -> torch.Tensor:
         """Return the sum of the reports of rows; zeros on a stage that computes no loss."""
@@ -271,10 +270,8 @@ class MegatronStep:
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
         """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function.
 
-        They are padded to `pad_rows_to`, and those of a model that multiplies in 8 bits to whole blocks.
+        Those of a model that multiplies in 8 bits are padded to whole blocks.
         """
-        if self.pad_rows_to is not None:
-            rows = [pad_row(row, self.pad_rows_to * row.shared_by) for row in rows]
         multiples = [self._row_multiple * row.shared_by for row in rows]
         sizes = [math.ceil(len(row) / multiple) * multiple for row, multiple in zip(rows, multiples, strict=True)]
         rows = [pad_row(row, size) for row, size in zip(rows, sizes, strict=True)]

@@ -371,6 +371,14 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig) -> None:
         fix = (f"parallel.pipeline_layout='{balanced}', " if balanced else "") + "fewer stages, or other layers"
         where = "model.num_layers, parallel.pipeline_parallel_size, parallel.pipeline_layout"
         raise ConfigError(what, where=where, fix=fix)
+    has_mlp = bool({"linear_fc1", "linear_fc2"} & set(model.lora_targets))
+    for stage in range(parallel.pipeline_parallel_size if model.lora_rank else 0):
+        layers = [layer for chunk in parallel.chunks_of_stage(model.num_layers, stage) for layer in chunk]
+        parts = "".join(model.all_parts[layer] for layer in layers)
+        if not any(has_mlp if part in "-E" else model.adapted_in(part) for part in parts):
+            what = f"no layer of pipeline stage {stage} has an adapter, and nothing else of it is trained"
+            fix = "layers with adapters on every stage, or model.lora_targets that all layers have"
+            raise ConfigError(what, where="parallel.pipeline_layout, model.lora_targets", fix=fix)
 
 
 def balanced_layout(model: ModelConfig, chunks: int) -> str | None:
@@ -382,6 +390,7 @@ def balanced_layout(model: ModelConfig, chunks: int) -> str | None:
         chunks,
         mtp_layers=model.mtp_layers,
         loss_layers=output * model.num_layers / sum(work[: model.num_layers]),
+        least=int(model.lora_rank > 0),  # a stage without adapters would train nothing
     )
 
 

@@ -238,7 +238,7 @@ _DTYPES = (
     ),
 )
 # Of the optimizer, whose settings are the model's and the layout's too.
-OF_DISTRIBUTED = tuple(
+_OF_DISTRIBUTED = tuple(
     Rule(
         {**choice, **other},
         "Megatron-Core supports it only with the distributed optimizer and a bfloat16 model",
@@ -302,7 +302,7 @@ class RunConfig(CheckedSettings, ABC):
     resume: str = "false"
     resume_unchecked: bool = False
 
-    job_rules = (*_DTYPES, *_FP8, *OF_DISTRIBUTED, *_ON_A_GPU)
+    job_rules = (*_DTYPES, *_FP8, *_OF_DISTRIBUTED, *_ON_A_GPU)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -39,7 +39,9 @@ def read_stages(layout: str) -> tuple[str, ...]:
     return chunks
 
 
-def balance_stages(num_layers: int, chunks: int, *, mtp_layers: int = 0, loss_layers: float = 0.0) -> str | None:
+def balance_stages(
+    num_layers: int, chunks: int, *, mtp_layers: int = 0, loss_layers: float = 0.0, least: int = 0
+) -> str | None:
     """Return the layout of these layers whose largest chunk is the smallest; None if there are too few layers.
 
     Args:
@@ -47,8 +49,9 @@ def balance_stages(num_layers: int, chunks: int, *, mtp_layers: int = 0, loss_la
         loss_layers: work of the last chunk beside its layers, in layers: the loss and MTP layers. That of the
             embedding is none; stages that cannot have as many layers as others are the first ones, which keep more
             activations.
+        least: layers of the last chunk at least.
     """
-    choices = range(num_layers - (chunks - 1) + 1)
+    choices = range(least, num_layers - (chunks - 1) + 1)
     if not choices:
         return None
     last = min(choices, key=lambda own: (max(own + loss_layers, math.ceil((num_layers - own) / (chunks - 1))), -own))

@@ -61,8 +61,8 @@ def bench_checkpoint(sizes: Sizes, workspace: Workspace, progress: Progress) -> 
         layout = join(ParallelConfig(), job.world_size)
         step = make_step(sizes.layers, sizes.hidden, ParallelConfig(), layout, job.device, dtype="float32")
         hashed = CheckpointWriter(folder / "hashed", step, keep=1, in_background=False)
-        no_hashes: Any = _NoHashes(folder / "plain")
-        plain = CheckpointWriter(folder / "plain", step, keep=1, in_background=False, hashes=no_hashes)
+        plain: Any = CheckpointWriter(folder / "plain", step, keep=1, in_background=False)
+        plain._hashes = _NoHashes(folder / "plain")
 
         def save(writer: CheckpointWriter, number: int) -> None:
             writer.start(RunPosition(number + 2, LoaderState(0)))

@@ -376,18 +376,19 @@ def _check_split(
 ) -> None:
     """Refuse an empty split of a source, for which Megatron would count epochs for ever."""
     if isinstance(opened, PackReader):
-        what, enough = f"{indices.shape[0]:,} of {len(opened):,} packs", indices.shape[0] > 0
-    else:
-        # So many documents are enough with a token each, and reading all lengths takes long.
-        if indices.shape[0] > sequence_length:
+        if indices.shape[0]:
             return
-        tokens = int(opened.sequence_lengths[indices].sum(dtype=np.int64))
+        what = f"0 of {len(opened):,} packs"
+    else:
+        needed = sequence_length if num_samples is None else 0
+        # So many documents are enough with a token each, and reading all lengths takes long.
+        for some in (indices[: sequence_length + 1], indices):
+            if (tokens := int(opened.sequence_lengths[some].sum(dtype=np.int64))) > needed:
+                return
         what = f"{indices.shape[0]:,} of {opened.sequence_lengths.shape[0]:,} documents with {tokens:,} tokens"
-        enough = tokens > (sequence_length if num_samples is None else 0)
-    if not enough:
-        fix = "increase its weight in data.split, omit it (\"data.split='100'\"), or set its own sources in "
-        fix += "data.blend_per_split"
-        raise ConfigError(f"{split} gets {what} of a source, less than one sample", where=path, fix=fix)
+    fix = "increase its weight in data.split, omit it (\"data.split='100'\"), or set its own sources in "
+    fix += "data.blend_per_split"
+    raise ConfigError(f"{split} gets {what} of a source, less than one sample", where=path, fix=fix)
 
 
 def _check_pair(prefix: Path) -> None:

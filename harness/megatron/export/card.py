@@ -11,6 +11,7 @@ import yaml
 
 from harness.errors import installed_versions
 from harness.megatron.export.data import SpecialTokens, TrainedData
+from harness.plan.encoders import read_encoder
 from harness.printing import escape_markdown
 from harness.tables import Table
 from harness.train import METRICS_FILE, StepMetrics, read_metrics
@@ -18,11 +19,11 @@ from harness.train.checkpoints import RUN_FILE
 
 CARD_FILE = "README.md"
 
-_LOAD_MODEL = """from transformers import AutoModelForCausalLM, AutoTokenizer
+_LOAD_MODEL = """from transformers import {kind}, AutoTokenizer
 
 folder = "."  # this folder
 tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder)
+model = {kind}.from_pretrained(folder)
 """
 _LOAD_ADAPTER = """from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -46,7 +47,7 @@ def model_card(
 ) -> str:
     """Return the text of the card of the exported `checkpoint`; the metrics of its run are two folders above it."""
     document = json.loads((checkpoint / RUN_FILE).read_text())
-    run = checkpoint.resolve().parents[1]
+    run = checkpoint.resolve().parent.parent
     path, step = run / METRICS_FILE, int(document["step"])
     steps = [metrics for metrics in read_metrics(path) if metrics.step <= step] if path.exists() else []
     base = settings["model"].get("init_from")
@@ -57,7 +58,9 @@ def model_card(
     }
     if base and not Path(base).exists():  # an id of the hub
         head["base_model"] = base
-    load = _LOAD_ADAPTER.format(base=json.dumps(base)) if is_adapter else _LOAD_MODEL
+    encoder = settings["model"].get("encoder")
+    kind = read_encoder(encoder)[0].architecture if encoder else "AutoModelForCausalLM"
+    load = _LOAD_ADAPTER.format(base=json.dumps(base)) if is_adapter else _LOAD_MODEL.format(kind=kind)
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
         f"# {escape_markdown(run.name)}, step {step:,}\n",

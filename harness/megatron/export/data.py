@@ -212,5 +212,6 @@ def _special_tokens(tokenizer: Any, ends: set[int], vocab_size: int) -> SpecialT
     # A trainer that masks the padding must not mask the end of an answer too.
     pad = next((id for id in known if id not in ends), next(iter(known), min(ends, default=None)))
     used = {*ends, *(id for id in (pad, tokenizer.bos_token_id) if id is not None)}
-    texts = dict(zip(used, tokenizer.convert_ids_to_tokens(list(used)), strict=True))
+    # One that the model has and the tokenizer has not has no text.
+    texts = {id: tokenizer.convert_ids_to_tokens(id) or f"token {id}" for id in used}
     return SpecialTokens(tuple(sorted(ends)), pad, tokenizer.bos_token_id, texts)

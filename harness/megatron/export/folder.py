@@ -229,9 +229,9 @@ def _refuse_used(out: Path) -> None:
 
 def _find_checkpoint(source: Path, *, unchecked: bool) -> tuple[Path, dict[str, Any]]:
     is_checkpoint = (source / RUN_FILE).is_file()
-    run = source.resolve().parents[1] if is_checkpoint else source
+    run = source.resolve().parent.parent if is_checkpoint else source
     config = run / SETTINGS_FILE
-    if not config.is_file():
+    if not (is_checkpoint or config.is_file() or (run / CHECKPOINTS).is_dir()):
         usual = "use the folder of a run (runs/sft-001), or one of its checkpoints"
         what, fix = explain_path(source, expected="a run") or ("not a run: there is no config.yaml", usual)
         raise ConfigError(what, where=str(source), fix=fix)
@@ -273,7 +273,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
     from safetensors.torch import save_file
 
     files: list[list[str]] = []
-    total = weights = 0
+    total = weights = waiting = 0
     pending: dict[str, torch.Tensor] = {}
 
     def flush() -> None:
@@ -284,10 +284,11 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
 
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
-        if pending and size + sum(t.numel() * t.element_size() for t in pending.values()) > _SHARD_BYTES:
+        if waiting + size > _SHARD_BYTES:
             flush()
+            waiting = 0
         pending[name] = tensor
-        total, weights = total + size, weights + tensor.numel()
+        total, weights, waiting = total + size, weights + tensor.numel(), waiting + size
     flush()
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
@@ -302,8 +303,9 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
 
 def _copied_tensors(model: ModelConfig, where: Path, *, keep_mtp: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over the tensors that an export has as the initial weights have them, by name."""
-    folder = None if model.init_from is None else find_weights(model.init_from)
     parts = () if model.media is None else model.media.copied
+    # They may have been removed since.
+    folder = find_weights(model.init_from) if model.init_from is not None and (keep_mtp or parts) else None
     layers: tuple[str, ...] = ()
     if keep_mtp and folder is not None:
         after = range(model.num_layers, model.num_layers + read_hf_config(folder).mtp_layers)
@@ -316,7 +318,7 @@ def _copied_tensors(model: ModelConfig, where: Path, *, keep_mtp: bool) -> Itera
                     yield name, weights.rows(name)
 
     names: list[str] = []
-    if folder is not None and (parts or layers):
+    if folder is not None:
         with HfWeights(folder) as weights:
             names = sorted(name for name in weights.names if name.startswith((*parts, *layers)))
     if keep_mtp and not any(name.startswith(layers) for name in names):

@@ -68,9 +68,10 @@ def settle(config: Settings) -> Settings:
 
 
 def place_in_job(name: str) -> int:
-    """Return RANK, WORLD_SIZE or LOCAL_RANK of the launcher; without a launcher a process is a job of its own."""
-    text = os.environ.get(name, "1" if name == "WORLD_SIZE" else "0")
-    if not text.isdecimal() or (name == "WORLD_SIZE" and int(text) < 1):
+    """Return RANK, WORLD_SIZE or the same with LOCAL_ of the launcher; without one, a process is a job of its own."""
+    least = int(name.endswith("WORLD_SIZE"))
+    text = os.environ.get(name, str(least))
+    if not text.isdecimal() or int(text) < least:
         raise ConfigError(f"{name} is {text!r}", where="environment", fix="start with torchrun, or unset it")
     return int(text)
 
@@ -98,6 +99,9 @@ def start(
         what = f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} is not set"
         fix = "start with torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         raise ConfigError(what, where="environment", fix=fix)
+    if rank >= world_size:
+        what = f"RANK is {rank}, but WORLD_SIZE is {world_size}"
+        raise ConfigError(what, where="environment", fix="start with torchrun, or unset both")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         # NCCL's flight recorder keeps so many collectives, which the watchdog writes into the run's folder on a hang.

@@ -50,10 +50,6 @@ class AdapterPlace:
     seed: int
     is_expert: bool = False
 
-    @property
-    def name(self) -> str:
-        return f"decoder.layers.{self.layer}.{self.weight}"
-
 
 def places(chunk: GPTModel, model: ModelConfig) -> Iterator[AdapterPlace]:
     """Yield the linear layers of a chunk that `model.lora_targets` names; experts by their numbers in the layer."""
@@ -210,7 +206,7 @@ def adapters(chunk: GPTModel, model: ModelConfig) -> Iterator[tuple[str, torch.n
     """Yield the name of each adapted weight (layers numbered over the whole model), its layer, and its adapter."""
     for place in places(chunk, model) if model.lora_rank else ():
         adapter = getattr(place.parent, place.linear + ADAPTER[:-1])
-        yield place.name, getattr(place.parent, place.linear), adapter
+        yield f"decoder.layers.{place.layer}.{place.weight}", getattr(place.parent, place.linear), adapter
 
 
 @torch.no_grad()

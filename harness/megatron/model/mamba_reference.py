@@ -142,7 +142,6 @@ def mamba_split_conv1d_scan_combined(
     D: torch.Tensor,  # noqa: N803
     chunk_size: int,
     seq_idx: torch.Tensor | None = None,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
     activation: str = "silu",
     *,
     headdim: int,
@@ -153,8 +152,7 @@ def mamba_split_conv1d_scan_combined(
     Args:
         zxbcdt: [batch, length, 2 * heads * head_dim + 2 * groups * state + heads]: gate, x, B, C and dt.
         conv1d_weight: [channels of x, B and C, width].
-        dt_bias, A, D: [heads]; added to steps before softplus and limits, negative, weight of the input that is not
-            scanned.
+        dt_bias, A, D: [heads]; added to steps before softplus, negative, weight of the input that is not scanned.
         seq_idx: int32 [batch, length]; states and windows restart wherever it changes.
         ngroups: of B and C; a group serves heads / groups consecutive heads.
     """
@@ -166,7 +164,7 @@ def mamba_split_conv1d_scan_combined(
     values, keys, queries = torch.split(mixed, [channels, states, states], dim=-1)
     values = values.reshape(*dt.shape, headdim)
     keys, queries = (each.reshape(*dt.shape[:2], ngroups, -1) for each in (keys, queries))
-    steps = functional.softplus(dt + dt_bias.to(inner)).clamp(*dt_limit)
+    steps = functional.softplus(dt + dt_bias.to(inner))
     row = ChunkedRow.of(lengths, chunk_size)
     inputs = (values * steps[..., None], keys, queries, steps * A.to(inner))
     scanned = row.merge(_scan(row, *(row.split(each.flatten(0, 1)) for each in inputs))).view_as(values)

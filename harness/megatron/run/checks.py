@@ -15,6 +15,7 @@ from harness.errors import ConfigError, HarnessError, reason_of_memory
 from harness.formats import PackReader
 from harness.loader import JoinedReader, RunData
 from harness.loader.datasets import LiveData, media_rules
+from harness.megatron.job.runtime import place_in_job
 from harness.megatron.pretrained import Pretrained
 from harness.plan import RunConfig, SftConfig, plan_memory
 from harness.plan.encoders import read_encoder
@@ -71,8 +72,7 @@ def list_warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
     if data.blend is None and size > len(data.train):
         what = f"loader.global_batch_size is {size:,}, but the dataset has {count_of(len(data.train), 'pack')}"
         warnings.append(f"{what}: every step trains the whole dataset, one epoch")
-    longest = int(data.train.sequence_lengths.max()) - 1
-    if config.shares_rows and longest <= config.schedule.max_tokens_per_rank:
+    if config.shares_rows and (longest := int(data.train.sequence_lengths.max()) - 1) <= config.max_tokens_per_rank:
         what = f"schedule.name is {config.schedule.name}, and the longest sequence has {longest:,} tokens, which fit"
         warnings.append(f"{what} on one rank: schedule=cost_balanced trains at about the same speed")
     if batches is not None and data.validation is not None and (batches - 1) * size >= len(data.validation):
@@ -137,7 +137,7 @@ def check_memory(config: RunConfig, device: torch.device, *, vocab_size: int, dp
         return
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "dp_size": dp_size, "max_tokens_per_rank": 1}
     planned = plan_memory(config.model, config.parallel, **sizes, optimizer=config.optimizer)
-    needed = (planned.total + planned.host) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = (planned.total + planned.host) * place_in_job("LOCAL_WORLD_SIZE")
     there = memory_bytes()
     if needed > there:
         what = f"weights, gradients and optimizer need {needed / 1e9:,.1f} GB of memory, but this machine has "

@@ -97,7 +97,7 @@ def make_feeds(
 
     # Every rank makes the same feeds; ranks that do not read learn from rank 0 which splits exist.
     splits = corpus and {OWN_VALIDATION: corpus.validation, "test": corpus.test}
-    names = on_rank_0(lambda: [name for name, split in (splits or {}).items() if split and len(split)])
+    names = on_rank_0(lambda: [name for name, split in (splits or {}).items() if split])
     once = replace(config.loader, num_workers=0)
     validation = {name: feed(splits and splits[name], once, evaluated, None) for name in names}
     return feed(corpus and corpus.train, config.loader, wanted, state), validation

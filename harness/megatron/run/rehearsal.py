@@ -102,7 +102,9 @@ def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     """Return the model with narrow matrices; its layers, heads, groups, experts and choices stay."""
     tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
     width = 2 * math.lcm(tp, etp)
-    sizes: dict[str, int | None] = {"hidden_size": 32, "ffn_hidden_size": width, "vocab_size": _VOCABULARY}
+    sizes: dict[str, Any] = {"hidden_size": 32, "ffn_hidden_size": width, "vocab_size": _VOCABULARY, "init_from": None}
+    # It has a width of its own, and no row here has media.
+    sizes |= {"encoder": None, "train_encoder": False}
     if model.kv_lora_rank:
         sizes |= {"kv_lora_rank": 4 * tp, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2 * tp, "v_head_dim": 4}
         sizes |= {"q_lora_rank": None if model.q_lora_rank is None else 4 * tp}
@@ -112,7 +114,7 @@ def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         sizes["expert_ffn_hidden_size"] = width
         sizes["expert_latent_size"] = 16 if model.expert_latent_size else 0
         sizes["shared_ffn_hidden_size"] = width if model.shared_ffn_hidden_size else 0
-    return replace(model.on("cuda"), init_from=None, attention="torch", fp8="off", max_sequence_length=4096, **sizes)  # type: ignore[arg-type]
+    return replace(model.on("cuda"), attention="torch", fp8="off", max_sequence_length=4096, **sizes)
 
 
 class KeptBytes:

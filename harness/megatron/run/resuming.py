@@ -58,9 +58,12 @@ def check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
     """Return the progress of the checkpoint to resume from; refuse settings that cannot continue it."""
     progress = read_progress(newest)
     refuse_foreign(folder, newest)
-    # Settings that cannot be read are no reason to refuse; they are kept as config.before-N.yaml.
+    # Older checkpoints have none of their own. Settings that cannot be read are no reason to refuse; they are kept as
+    # config.before-N.yaml.
     with suppress(OSError, yaml.YAMLError, *MISREAD):
-        check_same_adapters(config.model, yaml.safe_load((folder / "config.yaml").read_text())["model"], str(folder))
+        before = json.loads((newest / RUN_FILE).read_text()).get("settings")
+        before = before or yaml.safe_load((folder / "config.yaml").read_text())
+        check_same_adapters(config.model, before["model"], str(folder))
     if progress.step > config.trainer.last_step:
         what = f"{progress.step} steps are complete, but trainer.steps is {config.trainer.steps}"
         raise ConfigError(what, where=str(newest), fix=f"trainer.steps={progress.step} or more, or start a new run")

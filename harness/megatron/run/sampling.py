@@ -115,8 +115,13 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
         tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
         masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]
         ends = sorted({token for mask in masks or [{}] for token in tokenizer.ends_of(mask)})
-    questions = ({"role": "user", "content": prompt} for prompt in config.trainer.sample_prompts)
-    longest = max(len(tokenizer.prompt(question)) for question in questions)
+    prompts = [tokenizer.prompt({"role": "user", "content": prompt}) for prompt in config.trainer.sample_prompts]
+    size, largest = config.model.vocab_size, max((token for prompt in prompts for token in prompt), default=0)
+    if size is not None and largest >= size:
+        what = f"a sample prompt contains token {largest}, but the model has {size} tokens"
+        fix = "set data.tokenizer to the tokenizer of the data, or omit the prompts"
+        raise ConfigError(what, where="trainer.sample_prompts, data.tokenizer", fix=fix)
+    longest = max(map(len, prompts))
     if longest + config.trainer.sample_tokens > config.model.max_sequence_length:
         what = f"a prompt of {longest:,} tokens and an answer of {config.trainer.sample_tokens:,} are longer than the "
         what += f"model's max_sequence_length {config.model.max_sequence_length:,}"

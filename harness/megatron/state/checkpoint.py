@@ -177,7 +177,6 @@ class CheckpointWriter:
         in_background: `start` returns once the state is copied, not once it is on disk.
         before_whole: called on rank 0 before a checkpoint gets its name; makes the records of its steps durable.
         on_whole: called on rank 0 with the progress of each checkpoint that is complete.
-        hashes: takes the hashes of files while they are written; None for a new one.
     """
 
     def __init__(
@@ -190,14 +189,13 @@ class CheckpointWriter:
         before_whole: Callable[[], None] = lambda: None,
         on_whole: Callable[[Progress], None] = lambda progress: None,
         facts: Mapping[str, Any] | None = None,
-        hashes: compat.WrittenHashes | None = None,
     ) -> None:
         self._folder, self._step = folder, step
         self._keep, self._in_background = keep, in_background
         self._before_whole, self._on_whole = before_whole, on_whole
         self._facts = facts or {}
         compat.keep_checkpoint_results_in_a_file()
-        self._hashes = hashes or compat.WrittenHashes()
+        self._hashes = compat.WrittenHashes()
         self._calls = AsyncCallsQueue()
         # Every rank of a data-parallel group writes a share of what they all have. Who writes what does not change.
         self._strategy = FullyParallelSaveStrategyWrapper(

@@ -18,14 +18,18 @@ from typing import IO, Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.futures import Future
 
 from harness.errors import CheckpointError, HarnessError
 from harness.megatron import compat
+from harness.megatron.job.runtime import gather
 from harness.megatron.state.opcodes import MAX_PICKLE_BYTES, check_archive, check_pickle
 from harness.storage.checksums import CHECKSUMS_FILE
 
@@ -54,13 +58,15 @@ def load_tree(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return what `dist_checkpointing.load` does, without running code of the checkpoint; every rank takes part.
 
     Raise CheckpointError, with the name of the file, if one holds anything but tensors and plain values, or if a newer
-    Megatron-Core wrote the checkpoint, in a form that this version cannot read.
+    Megatron-Core wrote the checkpoint, in a form that this version cannot read. Other exceptions are those of a
+    checkpoint that does not fit `wanted`.
     """
     try:
         # Before Megatron looks at them: torch logs a traceback for metadata that cannot be read.
         _check_common(path)
         with (path / METADATA_FILE).open("rb") as file:
             metadata = read_metadata(file, path)
+        _check_all_wanted(wanted, metadata)
         with compat.checkpoints_read_by(lambda place: _Reader(place, metadata)):
             loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
             return loaded
@@ -69,6 +75,17 @@ def load_tree(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
             if isinstance(cause, HarnessError):
                 raise cause from error
         raise
+
+
+def _check_all_wanted(wanted: dict[str, Any], metadata: Metadata) -> None:
+    """Raise ValueError for weights that no rank asks for, such as those of further layers: Megatron would omit them."""
+    weights = {name: values for name, values in wanted.items() if name.startswith("model")}
+    own = {value.key for value in nested_values(load_preprocess(weights)[0]) if isinstance(value, ShardedBase)}
+    stored = metadata.state_dict_metadata.items()
+    names = {name for name, kind in stored if isinstance(kind, TensorStorageMetadata)}
+    names = {name for name in names if not name.startswith("optimizer.")}
+    if odd := sorted(names.difference(*gather(own))):
+        raise ValueError(f"the model has no {odd[0]}" + f" and {len(odd) - 1} more" * (len(odd) > 1))
 
 
 def sharded_weights(model: Any) -> dict[str, Any]:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from harness.checks import check_rules
 from harness.megatron import compat
-from harness.plan import OptimizerConfig, ParallelConfig
-from harness.plan.settings import OF_DISTRIBUTED
+from harness.plan import OptimizerConfig
 
 
-def moment_settings(
-    optimizer: OptimizerConfig, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
+def moment_settings(optimizer: OptimizerConfig, device: torch.device) -> dict[str, Any]:
     """Return Megatron's settings for moments in bfloat16 or an optimizer on the host; raise ConfigError without them.
 
     Both take the path of Megatron on which its inner optimizer has the float32 weights. They are whole: what is beyond
     the bfloat16 weights alone would need those to be rounded otherwise than by every other optimizer.
     """
-    model = SimpleNamespace(dtype=str(dtype).removeprefix("torch."))
-    check_rules(SimpleNamespace(optimizer=optimizer, parallel=parallel, model=model), OF_DISTRIBUTED)
     if optimizer.moments_dtype == "float32" and not optimizer.offload:
         return {}
     moments = getattr(torch, optimizer.moments_dtype)

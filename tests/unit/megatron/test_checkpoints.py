@@ -11,29 +11,39 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.overrides import TorchFunctionMode
 
 from harness.errors import CheckpointError, ConfigError, FormatError, LoaderError, how_to_install
 from harness.loader import LoaderState
 from harness.megatron import compat
-from harness.megatron.export.folder import export_checkpoint
+from harness.megatron.export.folder import _copied_tensors, _find_checkpoint, _write_weights, export_checkpoint
+from harness.megatron.run.resuming import check_resumed
 from harness.megatron.state import checkpoint as checkpoints
-from harness.megatron.state.checkpoint import find_newest
-from harness.plan import SftConfig
-from harness.settings import to_yaml
+from harness.megatron.state.checkpoint import find_newest, load_checkpoint
+from harness.plan import ModelConfig, SftConfig
+from harness.records import SequenceView
+from harness.settings import to_plain, to_yaml
 from harness.storage import checksums, file_digest
 from harness.storage.checksums import digest_files, write_checksums
+from harness.thd import build_thd_batch
 from harness.train import Progress
 from harness.train.checkpoints import read_progress
+from tests.distributed.checkpoint_ranks import save
+
+from .conftest import one_rank
 
 STATE = LoaderState(3, packs_consumed=12, fingerprint="f")
 
@@ -243,3 +253,66 @@ def test_a_writer_process_that_ends_early_is_an_error_and_no_wait_without_end(at
     assert str(result) == f"a process that writes it {how}"
     for descriptor in (reading, writing):
         os.close(descriptor)
+
+
+EXPERTS = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_experts=4, router_score="sigmoid")
+
+
+@pytest.mark.parametrize("change", [{"num_layers": 1}, {"tie_embeddings": True}])
+def test_a_model_that_lacks_weights_of_a_checkpoint_is_refused_with_their_name(tmp_path: Path, change) -> None:
+    row = build_thd_batch([SequenceView(np.arange(17, dtype=np.int32), np.ones(17, np.uint8))])
+    with one_rank(replace(EXPERTS, tie_embeddings=False), vocab_size=64) as step:
+        step.train([row])
+        path = save(tmp_path, step)
+        load_checkpoint(path, step)
+    name = "decoder.layers.1." if "num_layers" in change else "output_layer.weight"
+    refused = pytest.raises(CheckpointError, match=f"does not fit this run: .*{name}")
+    with one_rank(replace(EXPERTS, **{"tie_embeddings": False, **change}), vocab_size=64) as step, refused:
+        load_checkpoint(path, step)
+
+
+@pytest.mark.parametrize("text", [None, "", "- 1"])
+def test_other_adapters_are_refused_whatever_becomes_of_the_settings_in_the_run_s_folder(tmp_path: Path, text) -> None:
+    newest = checkpoint(tmp_path / "checkpoints", 5)
+    before = to_plain(SftConfig(model=ModelConfig(lora_rank=4, lora_alpha=16.0)))
+    rewrite(newest, json.dumps({"step": 5, "loader": STATE.to_json(), "settings": before}))
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    assert check_resumed(SftConfig(model=ModelConfig(lora_rank=4, lora_alpha=16.0)), tmp_path, newest).step == 5
+    with pytest.raises(ConfigError, match=r"different adapters: model\.lora_alpha was 16\.0 and is 300\.0"):
+        check_resumed(SftConfig(model=ModelConfig(lora_rank=4, lora_alpha=300.0)), tmp_path, newest)
+
+
+def test_a_checkpoint_that_was_copied_alone_is_exported_with_its_own_settings(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 5)
+    with pytest.raises(FormatError, match="the run's settings cannot be read"):
+        _find_checkpoint(path, unchecked=False)
+    rewrite(path, json.dumps({"step": 5, "loader": STATE.to_json(), "settings": to_plain(SftConfig())}))
+    found, settings = _find_checkpoint(path, unchecked=False)
+    assert (found, settings["model"]["num_layers"]) == (path, SftConfig().model.num_layers)
+
+
+def test_an_export_needs_initial_weights_only_if_it_copies_tensors_of_them(tmp_path: Path) -> None:
+    model = ModelConfig(init_from=str(tmp_path / "removed"))
+    assert list(_copied_tensors(model, tmp_path, keep_mtp=False)) == []
+    with pytest.raises(ConfigError, match="there is no folder"):
+        _copied_tensors(model, tmp_path, keep_mtp=True)
+
+
+def test_sizes_are_asked_of_each_exported_tensor_a_fixed_number_of_times(tmp_path: Path) -> None:
+    with Calls() as calls:
+        weights = _write_weights(((str(number), torch.zeros(2)) for number in range(100)), tmp_path)
+    assert weights == (200, 800)
+    assert calls.counts[torch.Tensor.numel] <= 300
+
+
+class Calls(TorchFunctionMode):
+    """Counts the calls of each function of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))

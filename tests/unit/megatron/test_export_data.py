@@ -11,8 +11,16 @@ import transformers
 from harness.errors import ConfigError, PrepError, reason_of_memory
 from harness.formats import Provenance
 from harness.megatron.export import data
-from harness.megatron.export.data import TrainedData, write_tokenizer
+from harness.megatron.export.card import model_card
+from harness.megatron.export.data import SpecialTokens, TrainedData, write_tokenizer
+from harness.plan import ModelConfig, OptimizerConfig, SftConfig
 from harness.prep.tokenize import train_bpe
+from harness.settings import to_plain
+
+LLAVA = (
+    '{"model_type":"llava","image_token_index":299,"vision_config":{"model_type":"clip_vision_model","hidden_size":16,'
+    '"intermediate_size":32,"num_hidden_layers":3,"num_attention_heads":2,"image_size":42,"patch_size":14}}'
+)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "no memory"), Exception("(os error 12)")])
@@ -67,3 +75,24 @@ def test_a_tokenizer_that_needs_a_missing_package_is_listed_with_how_to_install_
     assert found.missing == [
         "tokenizer and chat template: mine: tokenizing requires `transformers` (pip install 'package[extra]')"
     ]
+
+
+@pytest.mark.parametrize(
+    ("encoder", "kind"), [(None, "AutoModelForCausalLM"), (LLAVA, "LlavaForConditionalGeneration")]
+)
+def test_the_card_loads_a_model_by_a_class_that_transformers_has_for_it(tmp_path, encoder, kind):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "run.json").write_text('{"step": 1}')
+    config = SftConfig(model=ModelConfig(encoder=encoder, vocab_size=300), optimizer=OptimizerConfig(lr=1e-3))
+    tokens = SpecialTokens((1,), None, None, {1: "</s>"})
+    card = model_card(checkpoint, to_plain(config), TrainedData(["data"]), tokens, is_adapter=False)
+    assert f"from transformers import {kind}, AutoTokenizer\n" in card
+    assert f"model = {kind}.from_pretrained(folder)\n" in card
+    compile(card.split("```python\n")[1].split("```")[0], "card", "exec")
+
+
+def test_an_end_token_that_the_tokenizer_has_not_is_named_by_its_number(tmp_path):
+    train_bpe(["one two"], tmp_path, vocab_size=300)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert data._special_tokens(tokenizer, {400}, 512).texts[400] == "token 400"

@@ -117,14 +117,14 @@ def test_mixer_equals_that_of_transformers() -> None:
     torch.manual_seed(0)
     config = Mamba2Config(
         hidden_size=24, num_heads=6, head_dim=8, state_size=5, n_groups=2, expand=2, conv_kernel=4, chunk_size=8,
-        time_step_limit=(0.01, 0.5), num_hidden_layers=1,
+        num_hidden_layers=1,
     )  # fmt: skip
     mixer = Mamba2Mixer(config, layer_idx=0).eval()
     hidden = torch.randn(2, 37, 24)
     inputs = {"zxbcdt": mixer.in_proj(hidden), "conv1d_weight": mixer.conv1d.weight[:, 0], "dt_bias": mixer.dt_bias}
     inputs |= {"conv1d_bias": mixer.conv1d.bias, "A": -mixer.A_log.exp(), "D": mixer.D}
     inputs |= {"rmsnorm_weight": mixer.norm.weight, "outproj_weight": mixer.out_proj.weight}
-    options = {"dt_limit": (0.01, 0.5), "eps": config.layer_norm_epsilon}
+    options = {"eps": config.layer_norm_epsilon}
 
     found = mix_by_chunks(inputs, 2, [[37], [37]], **options)
     torch.testing.assert_close(found, mixer(hidden), rtol=1e-5, atol=1e-5)

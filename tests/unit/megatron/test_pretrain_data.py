@@ -17,6 +17,7 @@ from corpora import ALONE, VOCAB, batches, opened, settings, write_corpus
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
 from harness.indexed.convert import count_sequences, save_counts
+from harness.indexed.index import HEADER
 from harness.loader import CorpusConfig, LoaderConfig
 from harness.loader.corpus import CorpusSource, SplitSources
 from harness.megatron.compat import gpt_dataset_config
@@ -268,3 +269,12 @@ def test_more_samples_than_memory_can_index_are_refused_by_name(config, name):
         _check_samples(config)
     assert error.value.where.startswith(name)
     _check_samples(PretrainConfig())
+
+
+@pytest.mark.timeout(60)  # of epochs that are counted forever
+def test_more_documents_than_a_sample_has_tokens_are_refused_if_none_has_a_token(corpus: Path) -> None:
+    with Path(f"{corpus}.idx").open("r+b") as file:
+        file.seek(HEADER.size)
+        file.write(bytes(4 * 200))
+    with pytest.raises(ConfigError, match="train gets 200 of 200 documents with 0 tokens"):
+        opened(settings(corpus, split="100,0,0"))

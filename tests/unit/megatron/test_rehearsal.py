@@ -61,6 +61,7 @@ EXPERTS = ParallelConfig(expert_parallel_size=32, pipeline_parallel_size=2)
         ("qwen3_30b_a3b", EXPERTS, 64, 0.0),
         pytest.param("nemotron3_super_120b_a12b", EXPERTS, 64, 0.0, marks=pytest.mark.submission),
         pytest.param("qwen3_5_35b_a3b", EXPERTS, 64, 0.0, marks=pytest.mark.submission),
+        pytest.param("qwen3_omni_30b_a3b", EXPERTS, 64, 0.0, marks=pytest.mark.submission),
     ],
 )
 def test_ranks_of_a_large_job_train_a_step_and_have_the_planned_bytes(preset, parallel, world_size, offload) -> None:
@@ -117,6 +118,9 @@ def test_a_layout_that_megatron_or_the_ranks_refuse_is_refused_here() -> None:
         rehearse(ModelConfig(), ParallelConfig(pipeline_parallel_size=3), world_size=6)
     with pytest.raises(ConfigError, match="6 ranks cannot hold whole copies of a model on 4 ranks"):
         rehearse(ModelConfig(), ParallelConfig(pipeline_parallel_size=4), world_size=6)
+    uneven = ParallelConfig(pipeline_parallel_size=2, pipeline_layout="E|t*4L")
+    with pytest.raises(ConfigError, match="no layer of pipeline stage 0 has an adapter"):
+        rehearse(ModelConfig(num_layers=4, lora_rank=2), uneven, world_size=2)
 
 
 def test_groups_of_a_job_whose_ranks_do_not_exist_have_its_sizes_and_are_gone_after_it() -> None:

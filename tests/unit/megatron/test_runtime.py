@@ -46,6 +46,8 @@ def test_cuda_without_a_gpu_is_refused() -> None:
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
         ({"RANK": "-1"}, "RANK is '-1'"),
+        ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "but WORLD_SIZE is 2"),
     ],
 )
 def test_an_incomplete_or_invalid_launcher_environment_is_refused(monkeypatch, variables, message) -> None:

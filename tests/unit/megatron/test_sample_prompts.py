@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 from stock_templates import tokenizer_for
 
+from harness.errors import ConfigError
 from harness.formats import load_manifest
 from harness.loader import DataConfig, open_datasets
 from harness.loader.datasets import BlendSource
-from harness.megatron.run.sampling import find_tokenizer
+from harness.megatron.run.sampling import find_tokenizer, generate
+from harness.plan import ModelConfig
 from harness.plan.settings import SftConfig, TrainerConfig
 from harness.prep import PrepareConfig, TokenizerConfig, prepare
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
 from harness.storage import open_folder
+
+from .conftest import one_rank
 
 # Without generation marks, as most published templates.
 PLAIN = (
@@ -84,3 +88,20 @@ def test_an_answer_ends_at_the_tokens_that_the_datasets_record(tmp_path: Path) -
     assert found(first)[1] == {"<|user|>", "</s>"}
     record(second / "train", "<|end|>")
     assert found(first, second)[1] == {"<|user|>", "<|end|>", "</s>"}
+
+
+def test_prompts_are_answered_alike_whether_rows_are_padded_to_less_than_all_of_them_or_to_more() -> None:
+    model, answers = ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=16, init_std=0.3), []
+    for size in (None, 16, 64):
+        with one_rank(model, vocab_size=32, pad_rows_to=size) as step:
+            answers.append(generate(step, [[1, 2, 3] * 4, [5] * 9], max_tokens=3, ends=()))
+    assert [len(answer) for answer in answers[0]] == [3, 3]
+    assert answers[1:] == answers[:1] * 2
+
+
+def test_a_prompt_with_tokens_that_the_model_has_not_is_refused_before_the_run(tmp_path: Path) -> None:
+    data = DataConfig(path=str(prepared(tmp_path, mask="all", template=PLAIN)))
+    trainer = TrainerConfig(sample_prompts=["Hi"], sample_tokens=8)
+    config = SftConfig(data=data, trainer=trainer, model=ModelConfig(vocab_size=40))
+    with pytest.raises(ConfigError, match=r"a sample prompt contains token \d+, but the model has 40 tokens"):
+        find_tokenizer(config, open_datasets(data))

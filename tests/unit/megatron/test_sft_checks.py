@@ -346,13 +346,16 @@ def test_windows_of_two_folders_are_full_and_train_every_sequence_once(tmp_path)
     assert len(trained) == len(set(trained)) == sum(pack.num_sequences for rows in packs.values() for pack in rows)
 
 
-def test_a_model_that_no_memory_of_the_machine_holds_is_refused_by_name():
+def test_a_model_that_no_memory_of_the_machine_holds_is_refused_by_name(monkeypatch):
     made = config(hidden_size=1_000_000)
     sizes = {"vocab_size": 300, "dp_size": 1}
     with pytest.raises(ConfigError, match="weights, gradients and optimizer need") as error:
         check_memory(made, torch.device("cpu"), **sizes)
     assert error.value.where == "model, model.vocab_size"
     check_memory(config(), torch.device("cpu"), **sizes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE is 'two'"):
+        check_memory(config(), torch.device("cpu"), **sizes)
 
 
 def test_memory_that_runs_out_is_one_clear_error(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, FormatError
 from harness.plan import ModelConfig, OptimizerConfig
 from harness.records import SequenceView
 from harness.thd import build_thd_batch
@@ -66,9 +67,12 @@ def test_losses_are_means_over_the_trained_tokens_of_all_rows_in_training_and_va
         alone = [step.train([row]) for row in rows]
         seen = step.evaluate([SimpleNamespace(rows=[row]) for row in rows])
         step.check_drift(1)
-        rows[1].labels[3] = 32
-        with pytest.raises(ConfigError, match="a token id is 32"):
-            step.evaluate([SimpleNamespace(rows=rows[1:2])])
+        for odd, kind in ((32, ConfigError), (-1, FormatError)):
+            for name in ("labels", "tokens"):
+                ids = np.arange(len(rows[1]))
+                row = replace(rows[1], **{name: np.where(ids == 3, odd, getattr(rows[1], name))})
+                with pytest.raises(kind, match=f"a token id is {odd}"):
+                    step.evaluate([SimpleNamespace(rows=[row])])
     assert [one.trained_tokens for one in alone] == [16, 8, 0]
     mean = (16 * alone[0].loss + 8 * alone[1].loss) / 24
     assert (both.loss, both.trained_tokens, alone[2].loss) == (pytest.approx(mean, rel=1e-6), 24, 0)

@@ -140,3 +140,23 @@ def test_the_stage_with_the_most_layers_decides_the_memory_and_all_weights_are_o
         assert sum(count_weights(model, layout, stage=stage, vocab_size=128) for stage in stages) == sum(
             count_weights(model, even, stage=stage, vocab_size=128) for stage in stages
         )
+
+
+@pytest.mark.parametrize(
+    ("layout", "targets", "stage"),
+    [("E|t*4L", ["linear_qkv"], 0), ("Et*4|L", ["linear_qkv"], 1), ("Ett|ttL", ["linear_fc1"], 1)],
+)
+def test_a_stage_without_adapters_is_refused_where_they_alone_are_trained(layout, targets, stage) -> None:
+    parallel = ParallelConfig(pipeline_parallel_size=2, pipeline_layout=layout)
+    sizes = {"scan_num_heads": 4, "scan_head_dim": 8, "scan_state_dim": 8, "scan_num_groups": 1}
+    kind = {"family": "nemotron_h", "layer_pattern": "-***", **sizes} if targets == ["linear_fc1"] else {}
+    model = ModelConfig(num_layers=4, lora_rank=2, lora_targets=targets, **kind)
+    with pytest.raises(ConfigError, match=f"no layer of pipeline stage {stage} has an adapter"):
+        model.check(parallel)
+    replace(model, lora_rank=0).check(parallel)
+
+
+def test_the_balanced_last_stage_of_adapters_has_a_layer_also_where_a_large_vocabulary_is_work_for_many() -> None:
+    small = ModelConfig(num_layers=8, hidden_size=32, ffn_hidden_size=32, vocab_size=100_000)
+    assert balanced_layout(small, 4) == "Et*2|t*3|t*3|L"
+    assert balanced_layout(replace(small, lora_rank=2), 4) == "Et*2|t*2|t*3|tL"
