@@ -85,9 +85,9 @@ def test_the_line_that_the_command_prints_is_the_layout_after_a_shell(harness, t
 
 def test_rows_of_a_search_are_whole_blocks_in_8_bits_and_one_pack_where_packs_are_rows() -> None:
     in_8_bits = search("model=llama3_8b", "model.fp8=blockwise", "parallel.ranks=8", pack_size=1026).fitting[0]
-    assert in_8_bits.max_tokens_per_rank % 128 == 0
+    assert in_8_bits.config.max_tokens_per_rank % 128 == 0
     as_packed = search("model=llama3_8b", "schedule=as_packed", "parallel.ranks=8")
-    tokens = {one.max_tokens_per_rank * (one.parallel.context_parallel_size or 1) for one in as_packed.fitting}
+    tokens = {one.config.max_tokens_per_rank * (one.parallel.context_parallel_size or 1) for one in as_packed.fitting}
     assert tokens == {8192}
 
 
@@ -201,3 +201,17 @@ def test_ranks_that_hold_no_whole_copy_and_data_that_is_not_there_are_refused(tm
     settings = compose_config("sft", SftConfig, ["model.vocab_size=300", f"data.path={tmp_path / 'nowhere'}"])
     with pytest.raises(ConfigError, match="which is unknown: there is no dataset"):
         search_layouts(settings, machine=Machine(), packs=None, gpu_bytes=GPU)
+
+
+def test_experts_that_a_layout_divides_otherwise_are_in_its_line_too() -> None:
+    settings = ["model=qwen3_30b_a3b", "model.vocab_size=151936", "loader.global_batch_size=64", "parallel=tp2_etp2"]
+    one = search(*settings).fitting[0]
+    config = compose_config("sft", SftConfig, [*settings, *one.overrides])
+    assert config.parallel == one.parallel
+    assert plan_run(config, packs=AssumedPacks(1000, 8192, 1024)).step_s == one.plan.step_s
+
+
+def test_a_search_without_any_layout_names_what_each_is_refused_for() -> None:
+    flex = ["parallel.expert_dispatcher=flex", "parallel.expert_parallel_size=2"]
+    with pytest.raises(ConfigError, match="DeepEP supports experts on 2, 4"):
+        search("model=llama3_8b", *flex)
