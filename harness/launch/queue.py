@@ -101,10 +101,10 @@ def cancel_jobs(jobs: Sequence[QueuedJob]) -> None:
         try:
             ask_slurm("scancel", job.job_id)
         except HarnessError as error:
-            refused.append(error)
-    for error in refused:
-        if "Invalid job id" not in error.what:  # it has ended by itself
-            raise error
+            if "Invalid job id" not in error.what:  # it has ended by itself
+                refused.append(error)
+    if refused:
+        raise refused[0]
 
 
 def read_excluded(run_dir: Path) -> dict[str, str]:
