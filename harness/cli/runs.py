@@ -75,7 +75,6 @@ def train(
         str, typer.Argument(metavar="sft|pretrain", help="the recipe", autocompletion=complete_names(lambda: RECIPES))
     ],
     arguments: Arguments = None,
-    ranks: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
 ) -> None:
     """Train a model: on N processes of this machine with `parallel.ranks=N`, or as one rank of torchrun or srun.
 
@@ -99,15 +98,16 @@ def train(
     is_shown = options.show or options.help or any(flag.startswith(shows) for flag in options.hydra_flags)
     if not is_shown:
         require_training("training")
+    ranks = None
     if not is_shown and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
         given = [text.partition("=")[2] for text in options.overrides if text.startswith("parallel.ranks=")]
-        planned = int(given[-1]) if given and given[-1].isdecimal() else None
+        ranks = int(given[-1]) if given and given[-1].isdecimal() else None
         if not options.hydra_flags:
             # Wrong settings are refused once and here, not by every rank and their launcher.
-            chosen = {"config_dir": options.config_dir, "config_name": options.config_name}
-            planned = compose_config(recipe, TRAINING[recipe], options.overrides, **chosen).parallel.ranks
-        ranks = ranks or planned
-    if not ranks or is_shown:
+            folder, file = options.config_dir, options.config_name
+            config = compose_config(recipe, TRAINING[recipe], options.overrides, config_dir=folder, config_name=file)
+            ranks = config.parallel.ranks
+    if not ranks:
         become_rank_of_slurm()
         recipe_entry(recipe)(arguments or [])
         return

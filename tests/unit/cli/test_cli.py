@@ -234,7 +234,6 @@ def test_two_names_of_a_setting_are_the_same_setting(harness, dataset, tmp_path,
     ("arguments", "environment", "processes"),
     [
         (["parallel.ranks=3", "trainer.steps=1"], {}, 3),
-        (["--ranks", "2"], {}, 2),
         (["parallel.ranks=3"], {"RANK": "0"}, None),
         (["parallel.ranks=null"], {}, None),
         (["experiment=two"], {}, 2),
