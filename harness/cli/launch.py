@@ -238,8 +238,8 @@ def _print_layouts(
     for note in found.smallest.plan.notes:
         print_line(f"assumed: {note}")
     if not found.fitting and gpu_bytes is not None:
-        print_text(found.explain_misfit(gpu_bytes))
         one = found.smallest
+        print_text(f"no layout fits: the smallest needs {one.plan.memory.explain(gpu_bytes)}")
         lines = _savings(one.config, one.plan.ranks, gpu_bytes, settings.mfu, inputs)
         _print_suggestions([f"{shlex.join(one.overrides)} {line}" for line in lines])
         raise typer.Exit(1)

@@ -133,11 +133,6 @@ class LayoutSearch:
             rows.append(row)
         return Group(Text(title), Table(head, rows, "r").to_terminal())
 
-    def explain_misfit(self, gpu_bytes: float) -> str:
-        """Return the arithmetic of the smallest layout, for a search in which none fits."""
-        needed = self.smallest.plan.memory.explain(gpu_bytes)
-        return f"no layout fits: the smallest needs {needed}"
-
 
 def search_layouts(
     config: RunConfig,
@@ -248,14 +243,13 @@ def _changed(config: C, changes: Sequence[tuple[str, object]]) -> C:
 
 def _choices(base: SftConfig, ranks: int, pack_size: int) -> Iterator[tuple[ParallelConfig, str, int]]:
     """Yield every layout with every kind of recomputation and several row sizes, as the tokens of a rank."""
-    model, packs = base.model, _PACKS_A_ROW
-    if base.schedule.name == "as_packed" or base.shares_rows:
-        packs = (1,)
+    is_one = base.schedule.name == "as_packed" or base.shares_rows  # rows of which hold what ranks have together
+    model, packs = base.model, _PACKS_A_ROW[:1] if is_one else _PACKS_A_ROW
     for parallel in _layouts(base.parallel, ranks, model):
         multiple = math.lcm(parallel.pad_to_multiple, fp8_rank_multiple(model.fp8, parallel))
         for packs_a_row, recompute in itertools.product(packs, _RECOMPUTE):
             tokens = -(-packs_a_row * pack_size // (parallel.context_parallel_size * multiple)) * multiple
-            if base.shares_rows:  # which hold what ranks have together
+            if base.shares_rows:
                 tokens = base.max_tokens_per_rank
             yield parallel, recompute, tokens
 
