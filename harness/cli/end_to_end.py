@@ -95,7 +95,7 @@ def _newest_step(out: Path) -> int:
 
 def _refuse_other_models(out: Path) -> None:
     """Raise ConfigError for a model of a later step than the run has, which another run has trained."""
-    for model in sorted(out.glob(f"{_MODEL}*")):
+    for model in out.glob(f"{_MODEL}*"):
         step = model.name.removeprefix(_MODEL)
         if step.isdecimal() and int(step) > (done := _newest_step(out)):
             what = f"the model of step {step} is not of the run, which has {count_of(done, 'step')}"

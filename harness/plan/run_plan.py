@@ -399,18 +399,14 @@ def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
 
 
 def plan_rows(work: Work, inputs: Inputs, ranks: int, batch: PlacedBatch | None = None) -> Work:
-    """Return the work with its microbatches, by what rows hold or by packs where each is a row, and its padding.
-
-    Args:
-        batch: whose microbatches count where ranks share rows; it may have fewer sequences than one of the run.
-    """
+    """Return the work with its microbatches, of packs or of what rows hold or as `batch` is placed, and its padding."""
     config, parallel = inputs.config, inputs.config.parallel
     dp_size, row = parallel.dp_size(ranks), config.max_tokens_per_row
     if config.schedule.name == "as_packed":
         packs = min(config.loader.global_batch_size, inputs.num_packs)
         microbatches = count_microbatches(packs, dp_size, parallel.group_size)
     elif batch is not None and config.shares_rows:
-        placed = batch.placed.num_microbatches * inputs.batch_sequences
+        placed = batch.placed.num_microbatches * inputs.batch_sequences  # of which a batch may have fewer
         microbatches = count_microbatches(placed, len(batch.lengths), parallel.group_size)
     else:
         microbatches = count_microbatches(work.tokens, dp_size * row, parallel.group_size)
