@@ -130,3 +130,12 @@ def _fix_of_path(path: Path, *, where: str) -> str:
         return explained[1]
     name = "source.path" if prepares else "data.path"
     return "settings are key=value" + (f", such as {name}={path}" if is_there(path) else ", without spaces")
+
+
+def quote_value(text: str) -> str:
+    """Return a text as the value of a setting: in quotes where Hydra would read special characters in it otherwise."""
+    if re.fullmatch(r"[\w.:/@%+*?-]+", text, re.ASCII):
+        return text
+    # Of backslashes, only those before a quote are doubled.
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", r"\'"), text)
+    return f"'{escaped}'"

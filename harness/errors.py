@@ -235,6 +235,9 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
         if isinstance(error, PermissionError) and error.filename is not None:
             fix = "run as a user who has access, or change the permissions of the file and its folders"
             error = HarnessError(error.strerror or "Permission denied", where=str(error.filename), fix=fix)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            where = str(error.filename)[:100]
+            error = HarnessError("the name is too long for a path", where=where, fix="check it, or use a shorter one")
         if not isinstance(error, HarnessError) or os.environ.get("HARNESS_TRACEBACK") == "1":
             return
         # Before the job is joined an error is that of a node (its files, its packages), and one process of each node

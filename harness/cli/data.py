@@ -18,7 +18,14 @@ from harness.formats import FORMATS, convert_dataset, load_manifest, open_datase
 from harness.formats.foreign.exporting import BRIDGE, BridgeExport, BridgeFiles, export_to_bridge
 from harness.formats.foreign.importing import CONVENTIONS, import_dataset
 from harness.formats.foreign.swift import SWIFT, SwiftExport, export_to_swift
-from harness.formats.inspect import find_datasets, find_tokenizer, inspect_dataset, render_pack, render_summary
+from harness.formats.inspect import (
+    find_datasets,
+    find_pack,
+    find_tokenizer,
+    inspect_dataset,
+    render_pack,
+    render_summary,
+)
 from harness.formats.verify import describe_checks, diff_datasets
 from harness.prep import TokenizerConfig
 from harness.prep.packing import PackingConfig
@@ -123,7 +130,7 @@ def inspect(
         reader = open_dataset(find_datasets(path)[0])
         if as_json:
             fields = ("input_ids", "loss_mask", "seq_start_id")
-            shown = reader[pack]
+            shown = find_pack(reader, pack)
             print_json({"pack": pack, **{name: getattr(shown, name).tolist() for name in fields}})
             return
         console.print(render_pack(reader, pack, find_tokenizer(reader, settings.tokenizer.name)))
@@ -154,6 +161,8 @@ def verify(
     problems: list[Problem] = []
     notes: list[str] = []
     checks = [] if is_uri(path) else _own_checks(path, notes)
+    if repair and checks:
+        raise ConfigError("only datasets have a manifest", where=path, fix="omit --repair-manifest")
     for one, check in checks:
         with progress_bar(f"verifying {one}", quiet=as_json) as advance:
             problems += check(one, progress=advance)

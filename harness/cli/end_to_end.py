@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from harness.arguments import quote_value
 from harness.cli.settings import require_training
 from harness.errors import ConfigError
 from harness.launch.local import run_command
@@ -21,6 +22,8 @@ from harness.settings import CONFIGS
 from harness.storage import write_atomically
 
 end_to_end_app = typer.Typer()
+# Beginning of the names of exported models.
+_MODEL = "model-step-"
 # Settings that follow from MODEL, CHATS and OUT.
 _CHOSEN = {
     "source.path": "CHATS names the chats",
@@ -54,9 +57,8 @@ def sft(
 
     `harness train sft --help` and `harness prepare --help` list the settings.
     """
-    from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
-
     out, settings = _find_out(model, chats, arguments or [])
+    _refuse_other_models(out)
     preparing, training = _divide(model, chats, out, settings)
     require_training("training")
     gpus = _check(preparing, training)
@@ -70,10 +72,9 @@ def sft(
     commands.append(["train", "sft", *training, "resume=auto"])
     _run(commands[-1])
     run = out / "run"
-    newest = whole_checkpoints(run / CHECKPOINTS)[-1:]
-    if not newest:
+    if not (step := _newest_step(out)):
         raise ConfigError("the run has no checkpoint", where=str(run), fix="train one step or more")
-    exported = out / f"model-step-{read_progress(newest[0]).step}"
+    exported = out / f"{_MODEL}{step}"
     commands.append(["export", str(run), str(exported)])
     if exported.exists():
         print_line(f"{exported} is already exported.")
@@ -82,6 +83,23 @@ def sft(
     report, place = out / "report.md", shlex.quote(str(exported.resolve()))
     write_atomically(report, _report(out, exported, commands).encode())
     print_line(f"report {report}; to chat with the model: `transformers serve` and `transformers chat {place}`")
+
+
+def _newest_step(out: Path) -> int:
+    """Return the step of the newest whole checkpoint of the run; 0 if there is none."""
+    from harness.train.checkpoints import CHECKPOINTS, read_progress, whole_checkpoints
+
+    newest = whole_checkpoints(out / "run" / CHECKPOINTS)[-1:]
+    return read_progress(newest[0]).step if newest else 0
+
+
+def _refuse_other_models(out: Path) -> None:
+    """Raise ConfigError for a model of a later step than the run has, which another run has trained."""
+    for model in out.glob(f"{_MODEL}*"):
+        step = model.name.removeprefix(_MODEL)
+        if step.isdecimal() and int(step) > (done := _newest_step(out)):
+            what = f"the model of step {step} is not of the run, which has {count_of(done, 'step')}"
+            raise ConfigError(what, where=str(model), fix="remove it, or choose another OUT")
 
 
 def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, list[str]]:
@@ -114,16 +132,16 @@ def _find_out(model: str, chats: str, arguments: Sequence[str]) -> tuple[Path, l
 def _divide(model: str, chats: str, out: Path, settings: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide settings between the two recipes, which share no name; raise ConfigError for those of the arguments."""
     known = KnownSettings("harness prepare", PrepareConfig, [CONFIGS])
-    source = chats if chats.startswith("source.mix=") else f"source.path={chats}"
-    preparing, training = [source, f"tokenizer.name={model}"], [f"model.init_from={model}"]
+    source = chats if chats.startswith("source.mix=") else f"source.path={quote_value(chats)}"
+    preparing, training = [source, f"tokenizer.name={quote_value(model)}"], [f"model.init_from={quote_value(model)}"]
     for text in ("data.overwrite=true" if text == "--overwrite" else text for text in settings):
         key, _, value = text.partition("=")
         if (why := _CHOSEN.get(key)) is not None:
             raise ConfigError(f"harness sft sets {key} itself", where=text, fix=f"omit it: {why}")
         is_file = key in known.groups and value in known.files(key)
         (preparing if key in known.types or is_file else training).append(text)
-    data = f"data.path={out / 'data'}"
-    return [*preparing, data], [*training, data, f"run_dir={out / 'run'}"]
+    data, run = (f"{name}={quote_value(str(out / last))}" for name, last in (("data.path", "data"), ("run_dir", "run")))
+    return [*preparing, data], [*training, data, run]
 
 
 def _check(preparing: list[str], training: list[str]) -> list[int]:
@@ -176,6 +194,8 @@ def _run(command: Sequence[str]) -> None:
     code = run_command([sys.executable, "-m", "harness", *command])
     if code:
         how = "correct the error or choose another OUT, then run it" if code == 2 else "to continue, run the command"
+        if code == 1 and command[0] == "plan":
+            how = "choose settings with which the run fits, then run the command"
         print_line(f"`harness {command[0]}` ended with {code}; {how} again", file=sys.stderr)
         raise typer.Exit(code)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,14 +77,20 @@ def logs(
     path, keep = find_log(run_dir, rank)
     print_line(f"==> {path} <==", file=sys.stderr)
     with path.open(errors="replace") as file:
-        shown = [line for line in file if keep.search(line)]
-        print_text("".join(shown[-lines:] if lines else shown), end="", flush=True)
-        while follow:
-            added = file.readline()
-            if not added:
-                time.sleep(_LOG_INTERVAL_S)
-            elif keep.search(added):
-                print_text(added, end="", flush=True)
+        shown, line = deque[str](maxlen=lines or None), ""
+        while True:
+            line += file.readline()
+            is_whole = line.endswith("\n")
+            if line and (is_whole or not follow) and keep.search(line):
+                shown.append(line)
+            if is_whole:
+                line = ""
+                continue
+            print_text("".join(shown), end="", flush=True)
+            if not follow:
+                return
+            shown = deque()
+            time.sleep(_LOG_INTERVAL_S)
 
 
 @jobs_app.command()
@@ -136,7 +143,7 @@ def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
         raise ConfigError(what, where=str(folder), fix="check the path; only runs of `harness submit` have logs")
     job = max(jobs, key=int)
     with suppress(OSError):  # a later one may have been refused because this one has the run
-        owner = (run_dir / "_job").read_text().strip()
+        owner = (run_dir / "_job").read_text(errors="replace").strip()
         job = owner if owner in jobs else job
     if rank is None:
         return jobs[job], re.compile("")
@@ -145,7 +152,7 @@ def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:
         return parts["rank", rank], re.compile("")
     # The log of a node has the lines of its ranks, each with its number on the node.
     script = run_dir / "job.sbatch"
-    number = re.search(r"--nproc-per-node=(\d+)", script.read_text()) if script.exists() else None
+    number = re.search(r"--nproc-per-node=(\d+)", script.read_text(errors="replace")) if script.exists() else None
     ranks_per_node = int(number[1]) if number else 1
     if ("node", rank // ranks_per_node) in parts:
         return parts["node", rank // ranks_per_node], re.compile(rf"^\[[a-z]*{rank % ranks_per_node}\]:")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from contextlib import suppress
@@ -130,7 +131,7 @@ def _print_model(report: ModelReport) -> None:
     has_idle = report.active_parameters < report.parameters
     print_line(f"  {report.parameters / 1e9:,.2f} B parameters" + active * has_idle)
     for name, value in report.settings.items():
-        print_line(f"  model.{name}={'null' if value is None else str(value).lower()}")
+        print_line(f"  model.{name}={value if isinstance(value, str) else json.dumps(value)}")
     if report.mtp_layers:
         print_line(f"  multi-token prediction layers: {report.mtp_layers}, trained with model.mtp_layers=1 or more")
 
@@ -237,8 +238,8 @@ def _print_layouts(
     for note in found.smallest.plan.notes:
         print_line(f"assumed: {note}")
     if not found.fitting and gpu_bytes is not None:
-        print_text(found.explain_misfit(gpu_bytes))
         one = found.smallest
+        print_text(f"no layout fits: the smallest needs {one.plan.memory.explain(gpu_bytes)}")
         lines = _savings(one.config, one.plan.ranks, gpu_bytes, settings.mfu, inputs)
         _print_suggestions([f"{shlex.join(one.overrides)} {line}" for line in lines])
         raise typer.Exit(1)
@@ -323,8 +324,7 @@ def submit(
     job = plan_job(run.module, run.arguments, to_plain(run.config), nodes=nodes, cluster=cluster, run_dir=run_dir)
     # What so many ranks, or their GPUs, cannot hold is refused here, and not after hours in a queue.
     ranks = nodes * cluster.ranks_per_node
-    run.config.check_layout(ranks)
-    run.config.check_dtypes()
+    run.config.check(ranks)
     if cluster.gpus_per_node and cluster.gpu_gib is not None:
         check_memory(run.config, ranks, gpu_gib=cluster.gpu_gib)
     failed = read_excluded(Path(job.run_dir))

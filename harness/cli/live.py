@@ -14,7 +14,7 @@ from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
 from harness.prep.sources.config import TOOL_CALLS
-from harness.printing import count_of, open_console
+from harness.printing import count_of, open_console, print_line
 
 if TYPE_CHECKING:
     from harness.prep import ChatTokenizer
@@ -24,7 +24,7 @@ live_app = typer.Typer(
     no_args_is_help=True,
 )
 # Flushed: a log shows the progress of the producer.
-_print_line = functools.partial(print, flush=True)
+_print_line = functools.partial(print_line, flush=True)
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks, on a shared disk or in a bucket")]
 
 
@@ -121,6 +121,9 @@ def produce(
     if folder == "-" or Path(folder).is_file():
         what, fix = "the input comes first, then the folder of chunks", f"harness live produce {folder} {source}"
         raise ConfigError(what, where=f"{source} {folder}", fix=f"check both names; in the other order: {fix}")
+    if leave_rest and not append:
+        what = "--leave-rest leaves the rest of the last input out, and begins another"
+        raise ConfigError(what, where=str(folder), fix="add --append")
     settings: ProduceSettings = context.obj
     chunks, of, packing = settings.chunks, settings.source, None
     if settings.tokenizer.name:

@@ -75,14 +75,13 @@ def train(
         str, typer.Argument(metavar="sft|pretrain", help="the recipe", autocompletion=complete_names(lambda: RECIPES))
     ],
     arguments: Arguments = None,
-    ranks: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
 ) -> None:
     """Train a model: on N processes of this machine with `parallel.ranks=N`, or as one rank of torchrun or srun.
 
     `harness train sft --help` prints the settings that most runs change, and `--cfg` prints all.
     """
     from harness.arguments import Options
-    from harness.config import TRAINING, compose_run
+    from harness.config import TRAINING, compose_config
     from harness.launch.local import start_ranks
     from harness.launch.ranks import become_rank_of_slurm
 
@@ -99,16 +98,19 @@ def train(
     is_shown = options.show or options.help or any(flag.startswith(shows) for flag in options.hydra_flags)
     if not is_shown:
         require_training("training")
-    if ranks is None and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
-        values = [text.partition("=")[2] for text in options.overrides if text.startswith("parallel.ranks=")]
-        ranks = int(values[-1]) if values and values[-1].isdigit() and int(values[-1]) > 0 else None
-    if ranks is None or is_shown:
+    ranks = None
+    if not is_shown and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
+        given = [text.partition("=")[2] for text in options.overrides if text.startswith("parallel.ranks=")]
+        ranks = int(given[-1]) if given and given[-1].isdecimal() else None
+        if not options.hydra_flags:
+            # Wrong settings are refused once and here, not by every rank and their launcher.
+            folder, file = options.config_dir, options.config_name
+            config = compose_config(recipe, TRAINING[recipe], options.overrides, config_dir=folder, config_name=file)
+            ranks = config.parallel.ranks
+    if not ranks:
         become_rank_of_slurm()
         recipe_entry(recipe)(arguments or [])
         return
-    if not (options.hydra_flags or options.config_name):
-        # Refused once and here, not by every rank and their launcher.
-        compose_run(recipe, options.overrides, config_dir=options.config_dir)
     require_cores(ranks, setting="parallel.ranks")
     raise typer.Exit(start_ranks([sys.executable, "-m", f"harness.recipes.{recipe}", *(arguments or [])], ranks))
 

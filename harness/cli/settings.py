@@ -61,9 +61,13 @@ class SettingsCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # for the completion of the shell
             return super().parse_args(ctx, [word for word in args if "=" not in word])
-        switches = {name for param in self.params for name in param.opts if name.startswith("-")} | {"--help"}
+        switches = {name for param in self.params for name in param.opts if name.startswith("-")}
+        switches |= {*ctx.help_option_names}
         num_names = 1 if self.takes_recipe else None
         options = Options.parse(args, where=ctx.command_path, switches=switches, num_names=num_names)
+        if ignored := [*options.hydra_flags, *(["--config-name"] if options.config_name else [])]:
+            fix = "settings are key=value; flags of a recipe are --cfg and --config-dir"
+            raise ConfigError(f"{ctx.command_path} has no flag {ignored[0]}", where=ctx.command_path, fix=fix)
         settings = options.overrides
         if self.takes_recipe:
             settings = [text for text in options.overrides if self._is_own(text.partition("=")[0])]
@@ -177,7 +181,7 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
         node = functools.reduce(lambda inner, name: inner.setdefault(name, {}), parents, tree)
         try:
             node[last] = _convert(kind, text)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, csv.Error):
             raise ConfigError(f"{text!r} is not of type {kind}", where=key, fix=f"{key}={kind.upper()}") from None
         missing = [name for name in missing if name != key]
     if missing:

@@ -15,7 +15,7 @@ from harness.errors import ConfigError
 from harness.formats.opening import find_splits, holds_dataset, open_dataset
 from harness.formats.reader import PackReader
 from harness.printing import count_of, one_line, printable
-from harness.records import Int64Array, SequenceView
+from harness.records import Int64Array, Pack, SequenceView
 from harness.storage import open_folder, parse_place
 from harness.storage.uris import resolve_path
 from harness.tables import Table, make_histogram
@@ -172,6 +172,14 @@ def find_tokenizer_folder(reader: PackReader) -> Path:
     return open_folder(str(resolve_path(place.parent if is_file else place, stored))).copy()
 
 
+def find_pack(reader: PackReader, index: int) -> Pack:
+    """Return a pack; raise ConfigError if there is none, and FormatError if it is damaged."""
+    if not -len(reader) <= index < len(reader):
+        fix = f"packs are numbered 0 to {len(reader) - 1:,}"
+        raise ConfigError(f"there is no pack {index:,}", where=reader.path, fix=fix)
+    return reader[index]
+
+
 def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> RenderableType:
     """Render the text of one pack, sequence by sequence; tokens that are trained as labels stand out.
 
@@ -179,10 +187,7 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
         ConfigError: there is no such pack.
         FormatError: the pack is damaged.
     """
-    if not -len(reader) <= index < len(reader):
-        fix = f"packs are numbered 0 to {len(reader) - 1:,}"
-        raise ConfigError(f"there is no pack {index:,}", where=reader.path, fix=fix)
-    pack = reader[index]
+    pack = find_pack(reader, index)
     number = index % len(reader)
     trained = int(np.count_nonzero(pack.loss_mask))
     sequences = count_of(pack.num_sequences, "sequence")

@@ -12,7 +12,8 @@ from harness.launch.queue import ask_slurm
 
 # Name, time limit, nodes, cores, memory in MB, GPUs and features of each kind of node of each partition.
 _FORMAT = "%R|%l|%D|%c|%m|%G|%f"
-_GPUS = re.compile(r"gpu:(?:([A-Za-z][\w.-]*):)?(\d+)")
+# A kind has a letter, as `1g.10gb` of a part of a GPU; a number alone is theirs.
+_GPUS = re.compile(r"gpu:(?:([\w.-]*[A-Za-z][\w.-]*):)?(\d+)")
 _WITHOUT_LIMIT = "24:00:00"
 # What the firmware of a cloud's virtual machines and servers calls their maker, and the file of `configs/cluster` with
 # its fabric.
@@ -129,7 +130,7 @@ def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = 
             ["# The fabric is that of this file: compare it with a node.", "defaults:", f"  - {site}", "  - _self_"]
             * (site != "")
         ),
-        f"partition: {nodes.name}",
+        f'partition: "{nodes.name}"',
         f'time: "{nodes.time_limit}"',
         f"gpus_per_node: {nodes.gpus}",
         *([f"gpu_gib: {_GPU_GIB.get(nodes.gpu.lower(), 'null')}"] if nodes.gpus else []),

@@ -88,16 +88,23 @@ def jobs_of_run(run_dir: Path) -> list[QueuedJob]:
     jobs = [job for job in _squeue("--me") if Path(job.command).resolve() == script]
     owner = ""
     with suppress(OSError):
-        owner = (run_dir / "_job").read_text().strip()
+        owner = (run_dir / "_job").read_text(errors="replace").strip()
     if owner.isdecimal() and owner not in {job.job_id for job in jobs}:
         jobs += _squeue(f"--jobs={owner}")
     return jobs
 
 
 def cancel_jobs(jobs: Sequence[QueuedJob]) -> None:
-    """Cancel jobs, those first that wait for the end of a running one; raise HarnessError if Slurm refuses."""
+    """Cancel all jobs, those first that wait for the end of a running one; raise HarnessError if Slurm refuses one."""
+    refused = []
     for job in sorted(jobs, key=lambda job: not job.is_pending):
-        ask_slurm("scancel", job.job_id)
+        try:
+            ask_slurm("scancel", job.job_id)
+        except HarnessError as error:
+            if "Invalid job id" not in error.what:  # it has ended by itself
+                refused.append(error)
+    if refused:
+        raise refused[0]
 
 
 def read_excluded(run_dir: Path) -> dict[str, str]:
@@ -115,7 +122,7 @@ def ask_slurm(*command: str) -> str:
     """Return what a command of Slurm prints; raise HarnessError if it is not installed here, or fails."""
     if shutil.which(command[0]) is None:
         raise HarnessError(f"{command[0]} is not installed here", where="PATH", fix="run the command on a login node")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         what = f"{command[0]} failed: {(done.stderr or done.stdout).strip()}"
         raise HarnessError(what, where=" ".join(command), fix="try again once the controller answers (`scontrol ping`)")

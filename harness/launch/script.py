@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.arguments import quote_value
 from harness.launch.cluster import (
     SBATCH_NAMES,
     SUCCESSORS,
@@ -120,7 +121,7 @@ def _variables(job: Job, cluster: ClusterConfig) -> list[str]:
     # In quotes even where no character needs them: `NAME==mlx5_0` looks like a comparison.
     values = {name: value.replace("'", "'\"'\"'") for name, value in cluster.env.items()}
     binds = cluster.cpu_bind not in ("", "no", "none")
-    program = ["-m", job.module, *job.overrides, f"run_dir={job.run_dir}", "resume=auto"]
+    program = ["-m", job.module, *job.overrides, f"run_dir={quote_value(job.run_dir)}", "resume=auto"]
     if cluster.launcher == "torchrun":
         agent = [f"--nnodes={job.nodes}", f"--nproc-per-node={cluster.ranks_per_node}", "--max-restarts=0", "--tee=3"]
         program = ["-m", "torch.distributed.run", *agent, f"--log-dir={job.logs}/ranks", *program]

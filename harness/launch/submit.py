@@ -46,7 +46,8 @@ def plan_job(
     weights, live = _folder_of(settings["model"]["init_from"]), tuple(live_paths(settings))
     if run_dir is not None and not Path(run_dir).is_dir():
         raise ConfigError("there is no run to resume", where=run_dir, fix="omit run_dir to start a new one")
-    folder = Path(run_dir).absolute() if run_dir else next_run_dir(Path(settings["runs"]), settings["name"])
+    fresh = next_run_dir(Path(settings["runs"]), settings["name"])  # which checks the name, of logs too
+    folder = Path(run_dir).absolute() if run_dir else fresh
     data = (*dataset_paths(settings), *(settings["data"].get("evaluation") or {}).values())
     if cluster.image:
         named = {"data.path, data.evaluation": data, "model.init_from": [weights], "data.live.path": live}

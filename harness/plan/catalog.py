@@ -15,7 +15,7 @@ from harness.plan.families import FAMILIES, MISSING
 from harness.plan.families.base import Family
 from harness.plan.hf_config import find_config, list_odd_features, read_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import count_experts, count_weights
+from harness.plan.memory import count_idle, count_weights
 from harness.plan.model import ModelConfig
 from harness.settings import CONFIGS
 
@@ -124,12 +124,9 @@ def describe_model(model: str) -> ModelReport:
             for refusal in list_odd_features(values, FAMILIES[model_type]):
                 refusals.append(refusal)
         return ModelReport(model, model_type, architecture, list(dict.fromkeys([*refusals, error.what])))
-    alone = ParallelConfig()
-    total = count_weights(config, alone, stage=0, vocab_size=stored.vocab_size)
-    experts = count_experts(config, alone, stage=0)
-    idle = experts * (config.num_experts - config.experts_per_token) // max(1, config.num_experts)
+    total = count_weights(config, ParallelConfig(), stage=0, vocab_size=stored.vocab_size)
     family = config.traits
     name, architecture = family.name, family.architecture
     if config.media is not None:
         name, architecture = config.media.name, config.media.architecture
-    return ModelReport(model, name, architecture, [], sizes, total, total - idle, stored.mtp_layers)
+    return ModelReport(model, name, architecture, [], sizes, total, total - count_idle(config), stored.mtp_layers)

@@ -13,7 +13,9 @@ import numpy as np
 from harness.records import Float64Array, Int64Array
 
 # Of the rotary embedding of models whose positions have three dimensions.
-_MROPE = ("mrope_section", "mrope_interleaved")
+MROPE = ("mrope_section", "mrope_interleaved")
+# Of half of a head: no model has as many.
+_MOST_SECTIONS = 1_000_000
 # Values of a text model that a nested config.json leaves out, because they are the defaults of its class.
 _LLAMA: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _LLAMA |= {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
@@ -220,7 +222,9 @@ def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Arra
     names = ("spatial_merge_size", "hidden_size", "intermediate_size", "patch_size")
     merge, size, inner, patch = (int(vision[name]) for name in names)
     patches, merged, depth = tokens * merge**2, size * merge**2, int(vision["depth"])
-    windowed = len(set(range(depth)) - set(vision["fullatt_block_indexes"])) if has_windows else 0
+    windowed = (
+        depth - sum(index in range(depth) for index in set(vision["fullatt_block_indexes"])) if has_windows else 0
+    )
     work = _product(patches, 3 * int(vision["temporal_patch_size"]) * patch**2, size)
     # The norms of the gated layers compute in float32, in several steps.
     layers = partial(_layers, size=size, inner=inner, kept=15 if has_windows else 11, is_gated=has_windows)
@@ -230,7 +234,7 @@ def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Arra
     return work + _product(made, merged, merged) + _product(made, merged, hidden)
 
 
-_VISION = ("vision_config", "video_token_id", "vision_start_token_id", "vision_end_token_id", *_MROPE)
+_VISION = ("vision_config", "video_token_id", "vision_start_token_id", "vision_end_token_id", *MROPE)
 _OMNI = MediaModel(
     "qwen3_omni_moe_thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
@@ -322,7 +326,7 @@ def encoder_text(values: Mapping[str, Any]) -> str | None:
     text = values.get("text_config") or values
     found = {**values, **(text.get("rope_scaling") or text.get("rope_parameters") or {})}
     # Images have three-dimensional positions, whose sections are required.
-    kept = {name: found[name] for name in model.kept if name in found or name == _MROPE[0]}
+    kept = {name: found[name] for name in model.kept if name in found or name == MROPE[0]}
     return json.dumps({"model_type": model.name, model.token: int(values[model.token]), **kept}, sort_keys=True)
 
 
@@ -347,8 +351,10 @@ def read_encoder(text: str) -> tuple[MediaModel, dict[str, Any]]:
     try:
         values = json.loads(text)
         model = MEDIA_MODELS[values["model_type"]]
-        sum((int(values[model.token]), model.count(values, 1), *rope_axes(values)))  # raises for a wrong value
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        with np.errstate(all="raise"):  # each raises for a wrong value
+            sum((int(values[model.token]), model.count(values, 1), *rope_axes(values)))
+            model.work(values, 1, np.ones(1))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         known = ", ".join(MEDIA_MODELS)
         raise ValueError(f"not the config.json of an encoder (model_type {known}): {error}") from None
     return model, values
@@ -377,7 +383,7 @@ def with_encoder(text: dict[str, Any], encoder: str) -> dict[str, Any]:
     types = {family: name for name, family in model.text_types.items()}
     nested = {**text, "model_type": types[text["model_type"]]}
     nested.pop("architectures", None)
-    if rope := {name: values.pop(name) for name in _MROPE if name in values}:
+    if rope := {name: values.pop(name) for name in MROPE if name in values}:
         nested["rope_scaling"] = {"rope_type": "default", **rope}
     outer = {"tie_word_embeddings": text["tie_word_embeddings"]} if "visual" in model.parts else {}
     return {"architectures": [model.architecture], **values, **outer, "text_config": nested}
@@ -386,6 +392,8 @@ def with_encoder(text: dict[str, Any], encoder: str) -> dict[str, Any]:
 def rope_axes(values: Mapping[str, Any]) -> tuple[int, ...]:
     """Return `ModelConfig.rope_axes` for the values of `model.encoder`: sections of a head, or one number in three."""
     sections = [int(size) for size in values.get("mrope_section", ())]
+    if min(sections, default=0) < 0 or sum(sections) > _MOST_SECTIONS:
+        raise ValueError(f"mrope_section is {sections}")
     if str(values.get("model_type")).startswith("qwen3_vl"):  # whatever `mrope_interleaved` is
         half = [axis if number < 3 * sections[axis] else 0 for number in range(sum(sections)) for axis in [number % 3]]
     else:

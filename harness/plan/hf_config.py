@@ -60,6 +60,8 @@ _KNOWN = {"hidden_act": "silu", "mlp_bias": False, "is_causal": True, "per_layer
 _KNOWN |= dict.fromkeys(("attention_dropout", "hidden_dropout", "router_jitter_noise"), 0)
 # Number of layers that predict further tokens, by the names that models and transformers have for it.
 MTP_SETTINGS = ("num_nextn_predict_layers", "num_mtp_layers")
+# The highest `model.num_layers`.
+_MOST_LAYERS = 10_000
 # Types of models that also encode images, whose text model is a family.
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 
@@ -113,6 +115,8 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         raise refuse(f"models of type {name!r} are not supported{missing}")
     family = FAMILIES[name]
     values = _Values(family.standard({**_DEFAULTS.get(family.name, {}), **values}))
+    if (layers := int(values["num_hidden_layers"])) > _MOST_LAYERS:  # families make a list of them
+        raise refuse(f"num_hidden_layers {layers:,} is not supported ({_MOST_LAYERS:,} is)")
     for odd in list_odd_features(values, family):
         raise refuse(odd)
     rope = _Values(read_rope(values))

@@ -231,10 +231,6 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         experts = self.expert_parallel_size * self.expert_tensor_parallel_size
         return world_size // (self.pipeline_parallel_size * experts)
 
-    def max_tokens_per_row(self, max_tokens_per_rank: int) -> int:
-        """Return the tokens of a whole row, over its context-parallel ranks."""
-        return max_tokens_per_rank * self.context_parallel_size
-
     def check(self, world_size: int, *, global_batch_size: int, max_tokens_per_rank: int) -> None:
         """Raise ConfigError, with the arithmetic, if the ranks, the batch or the rows do not fit this layout."""
         if self.ranks not in (None, world_size):
@@ -246,7 +242,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             what = f"a global batch of {count_of(global_batch_size, 'pack')} is too small for {dp_size} data-parallel "
             what += f"ranks ({world_size} ranks / {self.model_ranks} that share a model)"
             raise ConfigError(what, where="loader.global_batch_size", fix=f"{dp_size} packs or more, or fewer ranks")
-        max_tokens_per_row, pad_to_multiple = self.max_tokens_per_row(max_tokens_per_rank), self.pad_to_multiple
+        max_tokens_per_row = max_tokens_per_rank * self.context_parallel_size
+        pad_to_multiple = self.pad_to_multiple
         if max_tokens_per_row % pad_to_multiple:
             raise ConfigError(
                 f"a row of {max_tokens_per_row:,} tokens ({max_tokens_per_rank:,} per rank * context "

@@ -154,6 +154,12 @@ def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -
     return layers * model.num_experts // parallel.expert_parallel_size * one
 
 
+def count_idle(model: ModelConfig) -> int:
+    """Return the number of weights of routed experts, of the whole model, that one token is not sent to."""
+    experts = count_experts(model, ParallelConfig(), stage=0)
+    return experts * (model.num_experts - model.experts_per_token) // max(1, model.num_experts)
+
+
 def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int) -> int:
     """Return the number of weights on a rank of pipeline stage `stage`, 0 for the first."""
     tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -173,17 +179,20 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
     layers, all_parts = layers_of_stage(model, parallel, stage), model.all_parts
     total = sum(weights[part] for layer in layers for part in all_parts[layer])
     total += count_experts(model, parallel, stage=stage)
-    is_first, is_last = stage == 0, stage == stages - 1
-    total += words + encoder_weights(model) if is_first else 0
+    is_last = stage == stages - 1
+    total += words * _count_matrices(model, stage, stages) + (0 if stage else encoder_weights(model))
     # The last norm is on the last stage, with MTP layers on that of the last layer.
     total += hidden * (model.num_layers - 1 in layers if model.mtp_layers else is_last)
-    if is_last:
-        # A tied matrix exists once on a single stage, and on both ends of a pipeline.
-        total += 0 if model.tie_embeddings and is_first else words
-        # Each has a matrix and three norms more, and they need the embedding.
-        total += model.mtp_layers * (2 * hidden * hidden // tp + 3 * hidden)
-        total += words if model.mtp_layers and not is_first else 0
-    return total
+    # MTP layers have a matrix and three norms more.
+    return total + is_last * model.mtp_layers * (2 * hidden * hidden // tp + 3 * hidden)
+
+
+def _count_matrices(model: ModelConfig, stage: int, stages: int) -> int:
+    """Return the number of matrices of words on a stage: embeddings, which MTP layers need too, and output matrices."""
+    is_first, is_last = stage == 0, stage == stages - 1
+    # A tied matrix exists once on a single stage, and on both ends of a pipeline.
+    output = is_last and not (model.tie_embeddings and is_first)
+    return is_first + output + (is_last and not is_first and model.mtp_layers > 0)
 
 
 def encoder_weights(model: ModelConfig) -> int:
@@ -471,8 +480,8 @@ def plan_stage_memory(
     most, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     most += _waiting(sizes, parallel, stage, microbatches)
     sent = math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load))
-    ends = (stage == 0) + (stage == stages - 1) * (1 + bool(model.mtp_layers))
-    fp8, parts = 0 if model.fp8 == "off" else weights - words * ends, dp_size if kernels.sharded else 1
+    fp8 = 0 if model.fp8 == "off" else weights - words * _count_matrices(model, stage, stages)
+    parts = dp_size if kernels.sharded else 1
     return Memory(
         stage=stage,
         weights=item * (weights + adapters - (fp8 if kernels.fp8_weights else 0)) // parts,
@@ -583,14 +592,8 @@ def plan_checkpoint(
     not.
     """
     item, state = DTYPE_BYTES[model.number], state_bytes(model, optimizer)
-    stages = range(parallel.pipeline_parallel_size)
-    one = ParallelConfig(
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        virtual_pipeline_parallel_size=parallel.virtual_pipeline_parallel_size,
-        pipeline_layout=parallel.pipeline_layout,
-    )
-    weights = sum(count_weights(model, one, stage=stage, vocab_size=vocab_size) for stage in stages)
-    adapters = sum(count_adapters(model, one, stage=stage) for stage in stages)
+    weights = count_weights(model, ParallelConfig(), stage=0, vocab_size=vocab_size)
+    adapters = count_adapters(model, ParallelConfig(), stage=0)
     trained = adapters if model.lora_rank else weights - frozen_weights(model, stage=0)
     copies = dp_size * parallel.context_parallel_size
     expert_weights = item * count_experts(model, parallel, stage=memory.stage)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from harness.checks import NOT_SET, SET, Rule, check_rules, includes, other_than, show_value
 from harness.errors import ConfigError
-from harness.plan.encoders import read_encoder
+from harness.plan.encoders import MROPE, read_encoder
 from harness.plan.layout import (
     FP8_BLOCKS,
     LORA_TARGETS,
@@ -210,7 +210,8 @@ def _check_encoder(model: ModelConfig) -> None:
     parts = (part for part in values.values() if isinstance(part, dict))
     if dropped := [f"{name} {rate}" for part in parts for name, rate in part.items() if "drop" in name and rate]:
         raise ConfigError(f"its {' and '.join(dropped)} is not supported (0 is)", where=where, fix="set it to 0")
-    if (axes := model.rope_axes) and (len(axes) != model.rotated_size or model.rope_scaling != "none"):
+    axes = model.rope_axes
+    if MROPE[0] in media.kept and (len(axes) != model.rotated_size or model.rope_scaling != "none"):
         what = f"its mrope_section has {len(axes) // 2} numbers for heads of {model.rotated_size}, and rope scaling "
         what += f"is {model.rope_scaling}: half as many, and none, are supported"
         raise ConfigError(what, where=f"{where}, model.head_dim, model.rope_scaling", fix=fix)

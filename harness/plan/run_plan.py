@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from harness.plan.memory import (
     Checkpoint,
     Kernels,
     Memory,
+    count_idle,
     count_weights,
     kernels_on_gpu,
     plan_checkpoint,
@@ -32,7 +32,7 @@ from harness.plan.memory import (
 from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.waves import PlacedBatch
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work, sequence_cost
-from harness.printing import count_of
+from harness.printing import count_of, duration
 from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule import DYNAMIC, SequenceCost, schedule
 from harness.schedule.batch import GlobalBatch, largest_share, row_costs
@@ -159,7 +159,7 @@ class RunPlan:
             yield "context parallelism", "step / step without exchanges and waits"
         for size, cost in self.context.items():
             yield f"  {size if size == DYNAMIC else f'size {size} for all rows'}", f"{cost:.2f}"
-        yield "time of an epoch", str(timedelta(seconds=max(1, round(self.work.steps * self.step_s))))
+        yield "time of an epoch", duration(max(1.0, self.work.steps * self.step_s))
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,8 @@ class Inputs:
     def batch_sequences(self) -> int:
         """Sequences of a global batch, of data that is here."""
         assert self.lengths is not None
-        return max(1, len(self.lengths) * self.config.loader.global_batch_size // max(1, self.num_packs))
+        packs = min(self.config.loader.global_batch_size, self.num_packs)
+        return max(1, len(self.lengths) * packs // max(1, self.num_packs))
 
     @property
     def media_numbers(self) -> float:
@@ -240,6 +241,9 @@ def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
         return Inputs(config, packs.lengths, packs.packs, packs.pack_size, notes=tuple(notes))
     if data is not None:
         lengths, media = np.asarray(data.train.sequence_lengths, dtype=np.int64) - 1, None
+        if lengths.min(initial=1) < 1:
+            fix = "prepare the dataset again; sequences of one token are refused there"
+            raise ConfigError("a sequence has one token, and training requires two", where=data.train.path, fix=fix)
         if encoder is not None and data.train.has_media:
             sequences, tokens = data.train.media_tokens(np.arange(lengths.shape[0]))
             media = encoder_work(encoder, config.model.hidden_size, tokens.astype(np.float64))
@@ -275,11 +279,9 @@ def plan_run(
     inputs = open_inputs(config, packs)
     work = batch = None
     if inputs.lengths is not None:
-        work = plan_rows(inputs.work, inputs, ranks)
         check_longest(inputs.config, inputs.lengths, ranks)
         batch = _place_batch(inputs, ranks) if places or inputs.config.shares_rows else None
-        if batch is not None and inputs.config.shares_rows:
-            work = replace(work, microbatches=batch.placed.num_microbatches)
+        work = plan_rows(inputs.work, inputs, ranks, batch)
     options: dict[str, Any] = {"mfu": mfu, "expert_load": expert_load, "compares_engine": True}
     planned = plan_layout(inputs, ranks=ranks, machine=machine, work=work, **options)
     return replace(planned, context=_context_sizes(inputs, ranks, machine), batch=batch)
@@ -396,13 +398,16 @@ def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
     )
 
 
-def plan_rows(work: Work, inputs: Inputs, ranks: int) -> Work:
-    """Return the work with its microbatches, by what rows hold or by packs where each is a row, and its padding."""
+def plan_rows(work: Work, inputs: Inputs, ranks: int, batch: PlacedBatch | None = None) -> Work:
+    """Return the work with its microbatches, of packs or of what rows hold or as `batch` is placed, and its padding."""
     config, parallel = inputs.config, inputs.config.parallel
     dp_size, row = parallel.dp_size(ranks), config.max_tokens_per_row
     if config.schedule.name == "as_packed":
         packs = min(config.loader.global_batch_size, inputs.num_packs)
         microbatches = count_microbatches(packs, dp_size, parallel.group_size)
+    elif batch is not None and config.shares_rows:
+        placed = batch.placed.num_microbatches * inputs.batch_sequences  # of which a batch may have fewer
+        microbatches = count_microbatches(placed, len(batch.lengths), parallel.group_size)
     else:
         microbatches = count_microbatches(work.tokens, dp_size * row, parallel.group_size)
     padding = 1 - work.tokens / (microbatches * dp_size * row) if parallel.static_rows else 0.0
@@ -464,15 +469,13 @@ def plan_layout(
         )
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
     total = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
-    layers = sum("E" in each for each in model.all_parts[: model.num_layers])
-    idle = (model.num_experts - model.experts_per_token) * layers
     has_choice = compares_engine and kernels.engine and model.fp8 == "off"
     return RunPlan(
         name=config.name,
         ranks=ranks,
         dp_size=dp_size,
         weights=total,
-        active_weights=total - (1 + model.halves) * model.hidden_size * model.expert_size * idle,
+        active_weights=total - count_idle(model),
         memory=memory,
         without_engine=memory_with(kernels=replace(kernels, engine=False, grouped=False)) if has_choice else None,
         checkpoint=plan_checkpoint(model, parallel, memory, ranks=ranks, optimizer=config.optimizer, **sizes),

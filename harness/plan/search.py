@@ -57,12 +57,10 @@ _CHUNKS = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout and its plan; `overrides` are the settings that choose it, `config` the run with them."""
+    """One layout and its plan; `overrides` are the settings that choose it, `config` the run with them on a device."""
 
-    config: RunConfig
+    config: SftConfig
     parallel: ParallelConfig
-    recompute: str
-    max_tokens_per_rank: int
     plan: RunPlan
 
     @property
@@ -76,12 +74,13 @@ class Candidate:
             "parallel.pipeline_layout": f"'{parallel.pipeline_layout}'" if parallel.pipeline_layout else "null",
             "parallel.context_parallel_size": parallel.context_parallel_size,
             "parallel.expert_parallel_size": parallel.expert_parallel_size,
+            "parallel.expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
             "parallel.distributed_optimizer": "true",
             "parallel.ranks": self.plan.ranks,
-            "model.recompute": self.recompute,
+            "model.recompute": self.config.model.recompute,
             "model.recompute_modules": "[core_attn]",
             "model.recompute_layers": "null",
-            "schedule.max_tokens_per_rank": self.max_tokens_per_rank,
+            "schedule.max_tokens_per_rank": self.config.max_tokens_per_rank,
         }
         return [f"{name}={value}" for name, value in values.items()]
 
@@ -123,8 +122,8 @@ class LayoutSearch:
                 str(parallel.context_parallel_size),
                 str(parallel.expert_parallel_size),
                 str(plan.dp_size),
-                one.recompute,
-                f"{one.max_tokens_per_rank:,}",
+                one.config.model.recompute,
+                f"{one.config.max_tokens_per_rank:,}",
                 str(plan.work.microbatches),
                 f"{plan.memory.total / gib:,.1f}",
                 f"{plan.mfu:.1%}",
@@ -133,11 +132,6 @@ class LayoutSearch:
             )
             rows.append(row)
         return Group(Text(title), Table(head, rows, "r").to_terminal())
-
-    def explain_misfit(self, gpu_bytes: float) -> str:
-        """Return the arithmetic of the smallest layout, for a search in which none fits."""
-        needed = self.smallest.plan.memory.explain(gpu_bytes)
-        return f"no layout fits: the smallest needs {needed}"
 
 
 def search_layouts(
@@ -179,7 +173,7 @@ def search_layouts(
         one = replace(inputs, config=run)
         work = plan_rows(whole, one, ranks)
         planned = plan_layout(one, ranks=ranks, machine=machine, work=work, expert_load=expert_load)
-        found.append(Candidate(run, parallel, recompute, tokens, planned))
+        found.append(Candidate(run, parallel, planned))
     if not found:
         raise refused[0]
     smallest = min(found, key=lambda one: one.plan.memory.total)
@@ -249,18 +243,20 @@ def _changed(config: C, changes: Sequence[tuple[str, object]]) -> C:
 
 def _choices(base: SftConfig, ranks: int, pack_size: int) -> Iterator[tuple[ParallelConfig, str, int]]:
     """Yield every layout with every kind of recomputation and several row sizes, as the tokens of a rank."""
-    model, packs = base.model, (1,) if base.schedule.name == "as_packed" else _PACKS_A_ROW
+    is_one = base.schedule.name == "as_packed" or base.shares_rows  # rows of which hold what ranks have together
+    model, packs = base.model, _PACKS_A_ROW[:1] if is_one else _PACKS_A_ROW
     for parallel in _layouts(base.parallel, ranks, model):
         multiple = math.lcm(parallel.pad_to_multiple, fp8_rank_multiple(model.fp8, parallel))
         for packs_a_row, recompute in itertools.product(packs, _RECOMPUTE):
             tokens = -(-packs_a_row * pack_size // (parallel.context_parallel_size * multiple)) * multiple
-            if base.shares_rows:  # which hold what ranks have together
+            if base.shares_rows:
                 tokens = base.max_tokens_per_rank
             yield parallel, recompute, tokens
 
 
 def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[ParallelConfig]:
     found: list[ParallelConfig] = []
+    refused: ConfigError | None = None
     layers, experts, balanced = model.num_layers, model.num_experts, cache(partial(balanced_layout, model))
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     for tp, pp, cp in itertools.product(sizes, sizes, sizes):
@@ -272,7 +268,7 @@ def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[Para
         shares = [size for size in sizes if experts % size == 0 and ranks // pp % size == 0] if experts else [1]
         for vpp, ep in itertools.product(chunks, shares):
             uneven = layers % (pp * (vpp or 1)) > 0
-            with suppress(ConfigError):  # of a dispatcher that does not divide experts over so many
+            try:
                 found.append(
                     replace(
                         asked,
@@ -288,4 +284,8 @@ def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[Para
                         ranks=ranks,
                     )
                 )
+            except ConfigError as error:  # of a dispatcher that does not divide experts over so many
+                refused = refused or error
+    if refused is not None and not found:
+        raise refused
     return found

@@ -372,7 +372,7 @@ class RunConfig(CheckedSettings, ABC):
     @property
     def max_tokens_per_row(self) -> int:
         """Tokens of the largest row, over its context-parallel ranks."""
-        return self.parallel.max_tokens_per_row(self.max_tokens_per_rank)
+        return self.max_tokens_per_rank * self.parallel.context_parallel_size
 
     def check_layout(self, world_size: int) -> None:
         """Raise ConfigError if this many ranks cannot hold the model, the batch or the rows."""

@@ -21,6 +21,7 @@ import xxhash
 
 from harness.errors import FormatError, HarnessError, os_errors_as
 from harness.loader import RankBatch
+from harness.printing import print_line
 from harness.records import Int64Array, UInt64Array
 from harness.storage import write_atomically
 from harness.thd import ThdBatch
@@ -176,7 +177,7 @@ class DigestWriter(LineFile):
     Lines of `first_step` and later ones, left by a stopped run, are removed: they are trained again.
     """
 
-    def __init__(self, folder: Path, *, first_step: int = 1, log: Log = print) -> None:
+    def __init__(self, folder: Path, *, first_step: int = 1, log: Log = print_line) -> None:
         self._folder, path = folder, folder / DIGESTS_FILE
         kept = keep_lines_before(path, first_step)
         # The first steps may have been trained without digests.

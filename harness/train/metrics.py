@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.errors import FormatError, HarnessError, how_to_install, os_errors_as
+from harness.printing import print_line
 from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.tables import Table
@@ -134,7 +135,7 @@ class MetricsWriter(LineFile):
     """
 
     def __init__(
-        self, folder: Path, *, first_step: int = 1, trackers: Sequence[str] = ("tensorboard",), log: Log = print
+        self, folder: Path, *, first_step: int = 1, trackers: Sequence[str] = ("tensorboard",), log: Log = print_line
     ) -> None:
         path = folder / METRICS_FILE
         with os_errors_as(HarnessError, "the run's folder cannot be made", where=folder, fix=ROOM_FIX):

@@ -676,7 +676,7 @@ class Run:
     def train(self, data: Path, layout: RankLayout, device: torch.device) -> dict[str, tuple[float, str]]:
         """Train two steps; return `worst`, in which there is nothing for the reference itself."""
         config, reader = self.settings, open_dataset(data)
-        row = config.parallel.max_tokens_per_row(config.max_tokens_per_rank)
+        row = config.max_tokens_per_row
         made: dict[str, Any] = {"steps": [], "gradients": []}
 
         def fill(chunks: Sequence[Any]) -> None:

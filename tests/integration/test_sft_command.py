@@ -12,9 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
 from harness.cli import end_to_end
 from harness.cli.end_to_end import plan_layout
+from harness.config import compose_config
+from harness.plan import SftConfig
+from harness.prep import PrepareConfig
 from harness.train import read_metrics
 from tests.samples.chat_models import save_qwen3
 from tests.samples.warm_python import warm_python
@@ -145,3 +149,37 @@ def test_chats_may_be_a_mix_of_sources(folder, tmp_path) -> None:
     code, printed = run(warm_python(), "-m", "harness", "sft", str(folder / "model"), mix, str(tmp_path / "out"))
     assert (code, printed.startswith(f"$ harness prepare '{mix}' ")) == (2, True)
     assert "where: nowhere.jsonl" in printed
+
+
+@pytest.mark.parametrize("name", ["a (1)", "a, b", "k=v", "[a]", "it's", "é", "a\\", "{a: 1}", "a&b", '"a"'])
+def test_names_with_characters_that_settings_give_a_meaning_are_names(folder, tmp_path, name) -> None:
+    model, chats, out = (tmp_path / f"{kind}-{name}" for kind in ("model", "chats", "out"))
+    model.symlink_to(folder / "model")
+    preparing, training = end_to_end._divide(str(model), str(chats), out, [])
+    prepare = compose_config("prepare", PrepareConfig, preparing)
+    train = compose_config("sft", SftConfig, training)
+    assert (prepare.source.path, prepare.tokenizer.name, prepare.data.path) == (
+        str(chats),
+        str(model),
+        str(out / "data"),
+    )
+    assert (train.model.init_from, train.data.path, train.run_dir) == (str(model), str(out / "data"), str(out / "run"))
+
+
+def test_a_model_of_another_run_is_not_taken_for_that_of_this_one(folder, tmp_path, monkeypatch, harness) -> None:
+    stages: list[str] = []
+    monkeypatch.setattr(end_to_end, "run_command", lambda command: stages.append(command[3]) or 7)
+    (tmp_path / "out" / "model-step-7").mkdir(parents=True)
+    code, _, errors = harness(*command(folder, tmp_path / "out", "trainer.steps=7")[3:])
+    assert (code, stages) == (2, [])
+    assert "the model of step 7 is not of the run, which has 0 steps" in errors
+    (tmp_path / "out" / "model-step-7").rmdir()
+    assert (harness(*command(folder, tmp_path / "out")[3:])[0], stages) == (7, ["prepare"])
+
+
+def test_a_plan_that_does_not_fit_says_that_other_settings_are_needed(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(end_to_end, "run_command", lambda command: 1)
+    for stage, how in (("plan", "choose settings with which the run fits"), ("train", "to continue, run the command")):
+        with pytest.raises(typer.Exit):
+            end_to_end._run([stage])
+        assert f"`harness {stage}` ended with 1; {how}" in capsys.readouterr().err

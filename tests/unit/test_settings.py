@@ -111,6 +111,7 @@ def test_values_have_the_types_of_their_fields_the_last_one_counts_and_the_base_
         ("pack_size=8", "unknown setting 'pack_size'", "did you mean data.pack_size=8?"),
         ("zzz=8", "unknown setting 'zzz'", "`harness try --cfg` prints every setting"),
         ("data.pack_size=many", "'many' is not of type int", "data.pack_size=INT"),
+        ("data.sizes=[1\n2]", "is not of type list of int", "data.sizes=LIST OF INT"),
         ("rate=much", "'much' is not of type float", "rate=FLOAT"),
         ("is_on=maybe", "'maybe' is not of type bool", "is_on=BOOL"),
         ("split=1", "'1' has no names", "split.NAME=FLOAT"),

@@ -234,14 +234,20 @@ def test_two_names_of_a_setting_are_the_same_setting(harness, dataset, tmp_path,
     ("arguments", "environment", "processes"),
     [
         (["parallel.ranks=3", "trainer.steps=1"], {}, 3),
-        (["--ranks", "2"], {}, 2),
         (["parallel.ranks=3"], {"RANK": "0"}, None),
         (["parallel.ranks=null"], {}, None),
+        (["experiment=two"], {}, 2),
+        (["experiment=two", "parallel.ranks=null"], {}, None),
+        (["experiment=two"], {"SLURM_PROCID": "0"}, None),
+        (["parallel.ranks='4'"], {}, 4),
     ],
 )
 def test_the_number_of_ranks_starts_as_many_processes_unless_a_launcher_has(
-    harness, monkeypatch, arguments, environment, processes
+    harness, monkeypatch, tmp_path, arguments, environment, processes
 ):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "two.yaml").write_text("# @package _global_\nparallel: {ranks: 2}\n")
+    arguments = [*arguments, "--config-dir", str(tmp_path)]
     started, here = [], []
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
@@ -256,7 +262,15 @@ def test_the_number_of_ranks_starts_as_many_processes_unless_a_launcher_has(
         assert (started, here) == ([], [arguments])
     else:
         assert started == [
-            ([sys.executable, "-m", "harness.recipes.sft", *(text for text in arguments if "=" in text)], processes)
+            (
+                [
+                    sys.executable,
+                    "-m",
+                    "harness.recipes.sft",
+                    *(text for text in arguments if text not in ("--ranks", "2")),
+                ],
+                processes,
+            )
         ]
 
 
@@ -296,3 +310,42 @@ def test_settings_are_printed_and_the_shell_completes_commands_and_settings_with
         completed = printed.split()
         assert [word for word in completed if word.startswith(words.split()[-1])] == completed
         assert set(wanted) <= set(completed), error
+
+
+@pytest.mark.parametrize("command", ["plan", "submit"])
+def test_a_command_with_a_recipe_prints_its_help_and_refuses_flags_that_it_does_not_have(harness, command, tmp_path):
+    helped = harness(command, "sft_tiny", "--help")
+    assert (helped[0], f"Usage: harness {command} " in helped[1]) == (0, True)
+    assert harness(command, "sft_tiny", "-h") == helped
+    for flags in (["--config-name", "other"], ["--multirun"], ["--info"], ["--cfg", "job"]):
+        code, printed, errors = harness(command, "sft_tiny", *flags, f"runs={tmp_path}")
+        assert (code, printed) == (2, "")
+        assert f"harness {command} has no flag {flags[0]}" in errors
+
+
+def test_a_pack_that_does_not_exist_is_refused(harness, dataset):
+    code, _, errors = harness("inspect", dataset, "--pack", 2, "--json")
+    assert (code, "there is no pack 2" in errors, "packs are numbered 0 to 1" in errors) == (2, True, True)
+
+
+LONG = "a" * 300  # longer than a name in a folder may be
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["models", LONG], ["verify", LONG], ["inspect", LONG], ["status", LONG], ["export", LONG, "out"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_name_that_is_too_long_for_a_path_is_one_clear_error(harness, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = harness(*arguments)
+    assert (code, "fix:" in errors) == (2, True)
+
+
+def test_flags_that_would_do_nothing_and_folders_that_cannot_be_made_are_refused(harness, tmp_path):
+    (tmp_path / "config.yaml").write_text("trainer: {steps: 4}\n")
+    (tmp_path / "metrics.jsonl").write_text("")
+    code, _, errors = harness("verify", tmp_path, "--repair-manifest")
+    assert (code, "only datasets have a manifest" in errors) == (2, True)
+    code, _, errors = harness("bench", "step", "--quick", "--dir", tmp_path / "config.yaml")
+    assert (code, "the folder cannot be created" in errors) == (2, True)

@@ -17,6 +17,7 @@ cpu|2-00:00:00|64|128|515000|(null)|(null)
 hopper|1-00:00:00|32|112|2063000+|gpu:h100:8(S:0-1)|ib,ndr
 debug|infinite|2|112|2063000|gpu:h100:8|ib
 mixed|4:00:00|4|72+|480000|gpu:4,shard:16|gb200
+007|1:00:00|1|2|8000|(null)|(null)
 """
 
 
@@ -33,6 +34,7 @@ def composed(text: str, folder: Path) -> ClusterConfig:
         ("debug", ("debug", "24:00:00", 8, 8, 14, 80)),
         ("mixed", ("mixed", "4:00:00", 4, 4, 18, None)),
         ("cpu", ("cpu", "2-00:00:00", 0, 2, 64, None)),
+        ("007", ("007", "1:00:00", 0, 2, 1, None)),
     ],
 )
 def test_a_cluster_is_proposed_that_submit_takes(tmp_path, partition, expected):
@@ -46,7 +48,7 @@ def test_a_cluster_is_proposed_that_submit_takes(tmp_path, partition, expected):
 def test_a_partition_that_does_not_exist_is_refused_with_those_that_do():
     with pytest.raises(ConfigError, match="there is no partition 'gpu'") as refused:
         propose_cluster(read_partitions(SINFO), "gpu")
-    assert "cpu, hopper, debug, mixed" in refused.value.fix
+    assert "cpu, hopper, debug, mixed, 007" in refused.value.fix
 
 
 @pytest.mark.parametrize(
@@ -89,3 +91,10 @@ def test_the_fabric_is_that_of_the_site_and_the_nodes_are_those_of_the_partition
     assert cluster.env[variable[0]] == variable[1]
     assert cluster.partition == partition
     assert cluster.ranks_per_node == {"mixed": 4, "cpu": 2}.get(partition, 8)
+
+
+def test_gpus_are_counted_of_every_kind_and_of_parts_of_them():
+    lines = ("gpu:8", "gpu:h100:4(S:0),gpu:a100:4(S:1)", "gpu:1g.10gb:7(S:0-1)", "gpu:nvidia_h100_80gb_hbm3:8,shard:16")
+    found = read_partitions("".join(f"p|1:00:00|2|64|1000|{gres}|f\n" for gres in lines))
+    kinds = [(8, ""), (8, "h100"), (7, "1g.10gb"), (8, "nvidia_h100_80gb_hbm3")]
+    assert [(one.gpus, one.gpu) for one in found] == kinds

@@ -154,3 +154,47 @@ def test_the_log_of_the_newest_job_or_of_one_rank_is_printed(run_dir, harness):
     (logs / "sft-13-node1.out").write_text("agent\n[default0]:rank 2\n[default1]:rank 3\n")
     (run_dir / "job.sbatch").write_text("program=(python -m torch.distributed.run --nnodes=2 --nproc-per-node=2)\n")
     assert harness("logs", run_dir, "--rank", 3)[1] == "[default1]:rank 3\n"
+
+
+def test_bytes_that_are_no_text_in_the_queue_and_in_files_of_a_run_hide_nothing(slurm, run_dir, harness, tmp_path):
+    slurm(*queued(run_dir))
+    (tmp_path / "queue").write_bytes(
+        b"9|RUNNING|0:01|4:00:00|1|2026|n1|/home/m\xfcller/x\n" + (tmp_path / "queue").read_bytes()
+    )
+    (run_dir / "_job").write_bytes(b"\xff\n")
+    (run_dir / "config.yaml").write_text("trainer:\n  steps: 400\n")
+    assert [job.job_id for job in jobs_of_run(run_dir)] == ["12", "13"]
+    assert harness("status", run_dir)[0] == 0
+    (run_dir / "job.sbatch").write_bytes(b"# \xff\nprogram=(python --nproc-per-node=2)\n")
+    (run_dir / "logs" / "sft-12.out").write_text("")
+    (run_dir / "logs" / "sft-12-node0.out").write_bytes(b"[default1]:rank \xff\n")
+    assert harness("logs", run_dir, "--rank", 1)[1] == "[default1]:rank \ufffd\n"
+
+
+def test_lines_that_are_written_in_pieces_are_followed_as_a_whole(run_dir, harness, monkeypatch):
+    log = run_dir / "logs" / "sft-12-node0.out"
+    (run_dir / "logs" / "sft-12.out").write_text("")
+    (run_dir / "job.sbatch").write_text("program=(python --nproc-per-node=2)\n")
+    log.write_text("[default0]:a\n[default1]:b\n[defau")
+    pieces = ["lt1]:c\n[default0]:d\n[default1]:", "e\n", "[default1]:f\n"]
+
+    def write(seconds: float) -> None:
+        if not pieces:
+            raise KeyboardInterrupt
+        with log.open("a") as file:
+            file.write(pieces.pop(0))
+
+    monkeypatch.setattr("harness.cli.jobs.time.sleep", write)
+    code, printed, _ = harness("logs", run_dir, "--rank", 1, "--lines", 1, "--follow")
+    assert (code, printed.split()) == (130, [f"[default1]:{name}" for name in "bcef"])
+
+
+def test_every_job_of_a_run_is_canceled_whatever_slurm_says_about_one(slurm, run_dir, harness, tmp_path):
+    canceled = slurm(*queued(run_dir))
+    for problem, code in (("Invalid job id specified", 0), ("Access/permission denied", 2)):
+        program = f'[ $1 = 13 ] && echo "scancel: error: {problem}" >&2 && exit 1; echo "$@" >>{canceled}'
+        (tmp_path / "bin" / "scancel").write_text(f"#!/bin/sh\n{program}\n")
+        answer = harness("cancel", run_dir)
+        assert (answer[0], canceled.read_text()) == (code, "12\n")
+        assert code == 0 or problem in answer[2]
+        canceled.unlink()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
+from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.launch.script import Job
 from harness.launch.submit import check_arguments, dataset_paths, live_paths, next_run_dir, submit_job
+from harness.plan import SftConfig
 
 
 def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(tmp_path, harness):
@@ -161,3 +165,33 @@ def test_a_link_to_what_no_mount_shows_is_refused(harness, tmp_path):
     (shared / "data" / "one.parquet").symlink_to(outside / "shard.parquet")
     code, _, errors = harness(*submit, "data.path=/shared/data")
     assert (code, f"one.parquet is a link to {outside}/shard.parquet, which no mount" in errors) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data.micro_batch_size=3"], "a global batch of 16 samples is not a multiple of"),
+        (["data.sequence_length=8192"], "longer than the model's max_sequence_length"),
+        (["model.vocab_size=null"], "the vocabulary size is unknown"),
+    ],
+)
+def test_what_a_run_refuses_without_its_data_is_refused_before_it_is_submitted(harness, tmp_path, arguments, message):
+    usual = ("submit", "pretrain", "cluster=local_cpu", f"runs={tmp_path}", "data.path=/corpus", "model.vocab_size=512")
+    assert harness(*usual, "--dry-run")[0] == 0
+    code, printed, errors = harness(*usual, *arguments, "--dry-run")
+    assert (code, printed, message in errors) == (2, "", True)
+
+
+@pytest.mark.parametrize("name", ["a,b", "a=b", "a(b)", "[a]", "a&b", "a:b", "a|b", "a*b", "a@b+c"])
+def test_the_recipe_reads_the_folder_of_a_run_as_it_is(harness, tmp_path, name):
+    (tmp_path / name / "x-001").mkdir(parents=True)
+    code, printed, errors = harness("submit", "sft_tiny", f"run_dir='{tmp_path / name / 'x-001'}'", "--dry-run")
+    assert code == 0, errors
+    line = next(line for line in printed.splitlines() if line.startswith("program=("))
+    words = shlex.split(line.removeprefix("program=(").removesuffix(")"))[3:]
+    assert compose_config("sft", SftConfig, words).run_dir == str(tmp_path / name / "x-001")
+
+
+def test_the_name_of_a_job_is_one_of_a_file_for_a_run_that_exists_too(harness, tmp_path):
+    code, _, errors = harness("submit", "sft_tiny", "name=a/b", f"run_dir={tmp_path}", "--dry-run")
+    assert (code, "'a/b' is not a valid name" in errors) == (2, True)

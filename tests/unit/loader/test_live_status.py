@@ -144,3 +144,16 @@ def test_the_folder_before_the_input_is_refused_and_nothing_is_written(tmp_path,
     code, _, err = harness("live", "produce", "live", source)
     assert (code, f"harness live produce {source} live" in err) == (2, True)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["chats", "chats.jsonl"]
+
+
+def test_names_of_an_input_control_no_terminal_that_shows_the_producer(tmp_path, harness):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns, "x\x1b[2J\ny": 1}) + "\n")
+    code, printed, _ = harness("live", "produce", tmp_path / "chats.jsonl", tmp_path / "live")
+    assert (code, "\x1b" in printed) == (0, False)
+    assert "ignored fields: x\u241b[2J\u240ay\n" in printed
+
+
+def test_a_rest_is_left_out_only_before_another_input(tmp_path, harness):
+    code, _, errors = harness("live", "produce", tmp_path / "chats.jsonl", tmp_path / "live", "--leave-rest")
+    assert (code, "fix:   add --append" in errors) == (2, True)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.config import compose_config
+from harness.plan import SftConfig
 from harness.plan.catalog import describe_model, list_families, list_missing
-from harness.plan.encoders import MEDIA_MODELS
+from harness.plan.encoders import MEDIA_MODELS, read_encoder
 from harness.plan.families import FAMILIES, MISSING
 from harness.settings import CONFIGS
 
@@ -100,3 +102,51 @@ def test_a_config_that_cannot_be_read_is_an_error(harness, tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     code, _, error = harness("models", tmp_path)
     assert (code, "Traceback" in error, "fix:" in error) == (2, False, True)
+
+
+@pytest.mark.parametrize("preset", [file.stem for file in sorted(PUBLISHED.glob("*.json"))])
+def test_the_settings_that_are_printed_of_a_model_compose_to_it(harness, tmp_path, preset):
+    folder = folder_of(tmp_path, preset)
+    lines = [line.strip() for line in harness("models", folder)[1].splitlines() if line.startswith("  model.")]
+    composed, found = compose_config("sft", SftConfig, lines).model, describe_model(str(folder)).settings
+    assert {name: getattr(composed, name) for name in found} == found
+
+
+PATCHES = {"hidden_size": 64, "intermediate_size": 64, "depth": 2}
+IMAGES = {"model_type": "qwen3_vl", "image_token_id": 5, "vision_config": PATCHES}
+TEXT = {"model_type": "qwen3_vl_text", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300}
+TEXT |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5}
+
+
+@pytest.mark.parametrize("section", [[24], [], [-3, 9, 2], [10**12, 0, 0], [10**12, -(10**12), 8]])
+def test_sections_of_positions_that_no_head_has_are_refused_at_once(harness, tmp_path, section):
+    def check(section: list[int]) -> tuple[int, str]:
+        text = {**TEXT, "rope_scaling": {"rope_type": "default", "mrope_section": section}}
+        (tmp_path / "config.json").write_text(json.dumps({**IMAGES, "text_config": text}))
+        return harness("models", tmp_path)[:2]
+
+    assert check([3, 3, 2])[0] == 0
+    code, printed = check(section)
+    assert (code, "cannot be trained" in printed) == (1, True)
+
+
+@pytest.mark.parametrize("preset", ["gpt_oss_20b", "qwen3_5_9b", "llama3_8b", "deepseek_v3"])
+def test_more_layers_than_any_model_has_are_refused_before_they_are_listed(harness, tmp_path, preset):
+    values = json.loads((PUBLISHED / f"{preset}.json").read_text())
+    changes = {"num_hidden_layers": 10**12, "layer_types": None}
+    changes |= {"text_config": {**values["text_config"], **changes}} if "text_config" in values else {}
+    code, printed, _ = harness("models", folder_of(tmp_path, preset, **changes))
+    assert (code, "num_hidden_layers 1,000,000,000,000 is not supported" in printed) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("qwen3_omni_moe_thinker", {"n_window": 0}), ("qwen3_omni_moe_thinker", {"n_window": "a"})],
+)
+def test_an_encoder_whose_work_cannot_be_counted_is_refused(name, part):
+    sizes = {"d_model": 64, "num_mel_bins": 16, "downsample_hidden_size": 8, "encoder_layers": 2, "encoder_ffn_dim": 64}
+    values = {"model_type": name, "audio_token_id": 5, "audio_config": sizes}
+    read_encoder(json.dumps(values))
+    with pytest.raises(ValueError, match=r"not the config\.json of an encoder"):
+        read_encoder(json.dumps({**values, "audio_config": {**sizes, **part}}))

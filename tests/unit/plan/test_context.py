@@ -171,3 +171,27 @@ def test_the_command_draws_a_batch_of_every_schedule_but_packs_as_they_are(harne
     code, _, error = harness(*usual, "schedule=as_packed")
     assert code == 2
     assert "schedule=as_packed trains packs as they are" in error
+
+
+@pytest.mark.parametrize(("batch", "sequences"), [(16, 16 * 8), (4096, 4096 * 8), (100_000, 16_384 * 8)])
+def test_the_rows_of_a_plan_hold_the_tokens_of_a_step_however_many_sequences_are_placed(batch, sequences) -> None:
+    settings = [
+        "model=tiny",
+        "schedule=dynamic_context",
+        "parallel.static_rows=true",
+        f"loader.global_batch_size={batch}",
+    ]
+    config = compose_config("sft", SftConfig, [*settings, "schedule.max_tokens_per_rank=1024"])
+    planned = plan_run(config, ranks=2, packs=AssumedPacks(16_384, 1024, sequence_tokens=128))
+    assert planned.work is not None
+    assert planned.work.tokens == sequences * 127
+    # Eight sequences fill a row, and its padding is that of the rows which are counted.
+    assert planned.work.microbatches == pytest.approx(sequences / 8 / 2, rel=0.01)
+    padding = 1 - planned.work.tokens / (planned.work.microbatches * 2 * 1024)
+    assert planned.work.padding == pytest.approx(padding) != 0
+
+
+def test_a_search_of_rows_that_ranks_share_plans_each_layout_once(monkeypatch) -> None:
+    config = compose_config("sft", SftConfig, [*LONG, "loader.global_batch_size=16"])
+    found = search_layouts(config, machine=Machine(), packs=AssumedPacks(100, 8192, 1024), gpu_bytes=None)
+    assert found.considered == 3 * len(found.fitting)  # with each kind of recomputation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -448,3 +449,51 @@ def test_a_seed_that_the_shuffle_of_megatron_cannot_take_is_refused(seed):
     with pytest.raises(ConfigError, match="seed is") as error:
         compose_config("pretrain", PretrainConfig, [f"loader.seed={seed}"])
     assert error.value.where == "loader.seed"
+
+
+def test_a_token_uses_all_weights_but_those_of_experts_that_it_is_not_sent_to() -> None:
+    sizes = {"num_experts": 64, "experts_per_token": 2, "dtype": "bfloat16"}
+    sigmoid = {"router_score": "sigmoid", "expert_bias": True}
+    latent = {**SCANS, **sigmoid, "layer_pattern": "M*E", "expert_latent_size": 16}
+    biased = {"family": "gpt_oss", "sliding_window": 600}
+    for settings in (
+        {**latent, **sizes},
+        {**biased, **sizes},
+        {**LATENT, **sizes, **sigmoid, "tie_embeddings": False, "mtp_layers": 1},
+    ):
+        config, planned = compose_config("sft", SftConfig, ["model.vocab_size=300"]), []
+        for experts in (64, 2):
+            config.model = replace(model_of(**settings), vocab_size=300, num_experts=experts)
+            planned.append(plan_run(config, ranks=1, packs=AssumedPacks(8, 1024, 128)))
+        layers = sum("E" in parts for parts in config.model.all_parts)
+        routers = layers * 62 * (config.model.hidden_size + config.model.traits.has_biases)
+        assert planned[0].active_weights == planned[1].weights + routers < planned[0].weights
+
+
+def test_a_sequence_of_one_token_is_refused_as_training_refuses_it(tmp_path) -> None:
+    with open_writer(tmp_path / "train", format="parquet", pack_size=64) as writer:
+        writer.append(Pack([1, 2, 3, 4, 5], [1, 1, 1, 0, 0], [0, 4]))
+    config = compose_config("sft", SftConfig, ["model.vocab_size=300", f"data.path={tmp_path}"])
+    with pytest.raises(ConfigError, match="a sequence has one token"):
+        plan_run(config, ranks=1)
+
+
+def test_an_epoch_of_ages_is_printed(harness) -> None:
+    code, printed, _ = harness("plan", "llama3_8b_1node", "packs=100000", "mfu=1e-12")
+    assert (code, re.search(r"time of an epoch +[\d,]+ d", printed) is not None) == (0, True)
+
+
+def test_a_tied_matrix_is_in_one_place_in_8_bits_and_in_a_checkpoint() -> None:
+    settings = ["model=llama3_8b", "model.vocab_size=128256", "model.fp8=tensorwise", "model.tie_embeddings=true"]
+    packs = AssumedPacks(1000, pack_size=8192, sequence_tokens=1024)
+    one, two = (
+        plan_run(
+            compose_config("sft", SftConfig, [*settings, f"parallel.pipeline_parallel_size={stages}"]), packs=packs
+        )
+        for stages in (1, 2)
+    )
+    # Of all weights, the layers' and the last norm are in 8 bits; each stage has a half of the layers.
+    layers = one.weights - 128256 * 4096
+    assert one.memory.fp8 == 4 * layers // 2
+    assert two.memory.fp8 == pytest.approx(one.memory.fp8 / 2, rel=1e-4)
+    assert two.checkpoint.total_bytes == one.checkpoint.total_bytes == 14 * one.weights

@@ -85,9 +85,9 @@ def test_the_line_that_the_command_prints_is_the_layout_after_a_shell(harness, t
 
 def test_rows_of_a_search_are_whole_blocks_in_8_bits_and_one_pack_where_packs_are_rows() -> None:
     in_8_bits = search("model=llama3_8b", "model.fp8=blockwise", "parallel.ranks=8", pack_size=1026).fitting[0]
-    assert in_8_bits.max_tokens_per_rank % 128 == 0
+    assert in_8_bits.config.max_tokens_per_rank % 128 == 0
     as_packed = search("model=llama3_8b", "schedule=as_packed", "parallel.ranks=8")
-    tokens = {one.max_tokens_per_rank * (one.parallel.context_parallel_size or 1) for one in as_packed.fitting}
+    tokens = {one.config.max_tokens_per_rank * (one.parallel.context_parallel_size or 1) for one in as_packed.fitting}
     assert tokens == {8192}
 
 
@@ -148,8 +148,8 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
     found = search("model=llama3_70b", "parallel.ranks=8")
     assert found.fitting == []
     memory = found.smallest.plan.memory
-    text = found.explain_misfit(GPU)
-    assert f"the smallest needs {memory.total / 2**30:,.1f} GiB of 72.0 usable" in text
+    text = memory.explain(GPU)
+    assert text.startswith(f"{memory.total / 2**30:,.1f} GiB of 72.0 usable")
     assert f"optimizer {memory.optimizer / 2**30:,.1f}" in text
 
 
@@ -162,7 +162,7 @@ def test_a_search_in_which_nothing_fits_prints_settings_that_plan_to_fit(tmp_pat
     base = [f"model.init_from={tmp_path}", "packs=1000"]
     code, printed, _ = harness("plan", "auto", *base, "parallel.ranks=8")
     lines = [shlex.split(line)[3:] for line in printed.splitlines() if line.startswith("it fits with: ")]
-    assert code == 1
+    assert (code, "no layout fits: the smallest needs " in printed) == (1, True)
     assert [line[-1] for line in lines] == ["optimizer.offload=1.0", "model.lora_rank=16"]
     for line in lines:
         assert harness("plan", "sft", *base, *line)[0] == 0
@@ -201,3 +201,17 @@ def test_ranks_that_hold_no_whole_copy_and_data_that_is_not_there_are_refused(tm
     settings = compose_config("sft", SftConfig, ["model.vocab_size=300", f"data.path={tmp_path / 'nowhere'}"])
     with pytest.raises(ConfigError, match="which is unknown: there is no dataset"):
         search_layouts(settings, machine=Machine(), packs=None, gpu_bytes=GPU)
+
+
+def test_experts_that_a_layout_divides_otherwise_are_in_its_line_too() -> None:
+    settings = ["model=qwen3_30b_a3b", "model.vocab_size=151936", "loader.global_batch_size=64", "parallel=tp2_etp2"]
+    one = search(*settings).fitting[0]
+    config = compose_config("sft", SftConfig, [*settings, *one.overrides])
+    assert config.parallel == one.parallel
+    assert plan_run(config, packs=AssumedPacks(1000, 8192, 1024)).step_s == one.plan.step_s
+
+
+def test_a_search_without_any_layout_names_what_each_is_refused_for() -> None:
+    flex = ["parallel.expert_dispatcher=flex", "parallel.expert_parallel_size=2"]
+    with pytest.raises(ConfigError, match="DeepEP supports experts on 2, 4"):
+        search("model=llama3_8b", *flex)
