@@ -244,15 +244,22 @@ def read_digests(folder: Path) -> list[StepDigests]:
 
 
 def kept_sequence(folder: Path, step: int, row: RowDigests, index: int) -> dict[str, npt.NDArray[Any]]:
-    """Return by field the trained array of the sequence at `index` of `row`; empty if batches were not kept."""
+    """Return by field the trained array of the sequence at `index` of `row`; empty if batches were not kept.
+
+    Raise FormatError for a damaged file.
+    """
     path = _batch_file(folder, step)
     if not path.exists():
         return {}
     start = int(row.lengths[:index].sum())
     stop = start + int(row.lengths[index])
     names = {name: f"{row.microbatch}.{row.rank}.{name}" for name in FIELDS}
-    with np.load(path) as arrays:
-        return {name: arrays[key][start:stop] for name, key in names.items() if key in arrays}
+    try:
+        with np.load(path) as arrays:
+            return {name: arrays[key][start:stop] for name, key in names.items() if key in arrays}
+    except Exception as error:  # of any kind, from zipfile, zlib and numpy
+        what = f"the batches of step {step} cannot be read: {error}"
+        raise FormatError(what, where=str(path), fix="remove the file: digests are then compared alone") from error
 
 
 def _batch_file(folder: Path, step: int) -> Path:
