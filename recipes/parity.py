@@ -184,14 +184,8 @@ def main(config: ParityConfig) -> int:
     cells, left_out = plan(config, source, folder, device)
     # In a log the table is as wide as it needs to be.
     console = open_console(width=200)
-    finished = run_cells(
-        cells,
-        folder,
-        slots=config.slots or default_slots(),
-        timeout_s=config.timeout_s,
-        watch=log_cells(console),
-        fresh=config.fresh,
-    )
+    slots, watch = config.slots or default_slots(), log_cells(console)
+    finished = run_cells(cells, folder, slots=slots, timeout_s=config.timeout_s, watch=watch, fresh=config.fresh)
     reported, known = [cell for cell in cells if cell.is_reported], {cell.name: cell for cell in cells}
     results = [cell_result(cell, finished, folder=folder, known=known, device=device) for cell in reported]
     report = ParityReport(
