@@ -133,9 +133,11 @@ def _in_our_words(known: KnownSettings, root: str, overrides: Sequence[str]) -> 
     except yaml.YAMLError as error:
         what = "; ".join(line.strip() for line in str(error).splitlines())
         raise known.error(f"a file is not YAML: {what}", where=f"{root}.yaml", fix="correct this line; ") from None
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError, OSError) as error:
         if isinstance(error.__cause__, HarnessError):
             raise error.__cause__ from None
+        if getattr(error, "errno", None) is not None:  # of a disk; Hydra's is of a file that holds a number
+            raise
         raise known.explain(error, root, overrides) from error
 
 
@@ -171,6 +173,8 @@ def _check_files(
         if file := next((place for place in places if place.is_file()), None):
             text = file.read_text()
             content = yaml.load(text, Loader=get_yaml_loader()) or {}
+            if not isinstance(content, dict):
+                raise known.error("a file holds no settings", where=str(file), fix="write NAME: VALUE on each line; ")
             content.pop("defaults", None)
             texts = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
             known.check_kinds(default.package or "", content, where=str(file), written=texts)

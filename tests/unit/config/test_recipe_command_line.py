@@ -195,3 +195,11 @@ def test_hydras_own_command_line_explains_mistakes_in_our_words_and_runs_nothing
         assert message in error
         for word in ("Traceback", "Could not", "HYDRA_FULL_ERROR"):
             assert word not in error
+
+
+@pytest.mark.parametrize("content", ["[1, 2]\n", "- num_layers: 2\n", "5\n", "two layers\n", "[" * 3000])
+def test_a_file_that_holds_no_settings_is_refused(own, content):
+    (own / "model").mkdir(exist_ok=True)
+    (own / "model" / "odd.yaml").write_text(content)
+    with pytest.raises(ConfigError):
+        compose_config("sft", SftConfig, ["model=odd"], config_dir=own)
