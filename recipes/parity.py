@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.checks import LONGEST_S, CheckedSettings, bounded, one_of, require_choice
+from harness.checks import LONGEST_S, CheckedSettings, bounded, one_of, require_choice, usable_cores
 from harness.config import hydra_entry
 from harness.errors import ConfigError, os_errors_as
 from harness.formats import FORMATS, convert_dataset
@@ -41,7 +41,7 @@ from harness.parity.compare import IDENTICAL, OTHER_KERNELS
 from harness.parity.made_data import make_dataset
 from harness.parity.pages import publish
 from harness.parity.result import CellResult
-from harness.parity.running import default_slots, log_cells, run_cells
+from harness.parity.running import log_cells, run_cells
 from harness.plan import FAMILIES, read_hf_config
 from harness.plan.encoders import MEDIA_MODELS
 from harness.printing import open_console
@@ -184,7 +184,7 @@ def main(config: ParityConfig) -> int:
     cells, left_out = plan(config, source, folder, device)
     # In a log the table is as wide as it needs to be.
     console = open_console(width=200)
-    slots, watch = config.slots or default_slots(), log_cells(console)
+    slots, watch = config.slots or usable_cores(), log_cells(console)
     finished = run_cells(cells, folder, slots=slots, timeout_s=config.timeout_s, watch=watch, fresh=config.fresh)
     reported, known = [cell for cell in cells if cell.is_reported], {cell.name: cell for cell in cells}
     results = [cell_result(cell, finished, folder=folder, known=known, device=device) for cell in reported]

@@ -248,11 +248,6 @@ def _lock(folder: Path) -> Iterator[None]:
         marker.release(remove=True)
 
 
-def default_slots() -> int:
-    """Return the number of ranks that this machine runs side by side: its cores."""
-    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
 class CellBatch:
     """Cells of one number of ranks that run one after another in the same processes; mostly one cell."""
 
