@@ -25,7 +25,7 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.launch.local import end_with_parent
 from harness.launch.preflight.probe import code_digest
 from harness.parity.cells import Cell
-from harness.printing import indented, one_line
+from harness.printing import indented, one_line, redact
 from harness.settings import CONFIGS, load
 from harness.storage import Marker
 from harness.train.lines import whole_lines
@@ -216,9 +216,9 @@ def last_words(log: Path, code: int | None) -> str:
     for at, line in enumerate(lines):
         if match := _ERROR.match(line):
             error = [match[1].strip(), *(more.strip() for more in lines[at + 1 : at + 3] if more.startswith("  "))]
-            return "; ".join(error) + f" (log: {log})"
+            return f"{redact('; '.join(error))} (log: {log})"
     ending = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-    return f"{ending}: {' '.join(lines[-1:]).strip() or 'no output'} (log: {log})"
+    return f"{ending}: {redact(' '.join(lines[-1:]).strip()) or 'no output'} (log: {log})"
 
 
 def _read_finished(folder: Path, cell: Cell, fingerprint: str) -> Finished | None:

@@ -182,6 +182,9 @@ def test_the_error_of_a_failed_cell_is_its_reason(cell, tmp_path) -> None:
     script.write_text("#!/bin/sh\necho '[rank0]: AttributeError: no such thing'; exit 1\n")
     failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
     assert failed.reason.startswith("AttributeError: no such thing")
+    script.write_text("#!/bin/sh\necho 'OSError: s3://key:tops3cret@bucket is gone'; exit 1\n")
+    failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
+    assert failed.reason.startswith("OSError: s3://***@bucket is gone")
     script.write_text("#!/bin/sh\nkill -9 $$\n")
     failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
     assert failed.reason.startswith("killed by signal 9")
