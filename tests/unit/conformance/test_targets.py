@@ -179,6 +179,10 @@ def test_the_command_line_explains_runs_and_saves(tmp_path) -> None:
     done = CliRunner().invoke(app, ["conformance", f"{plain}:padding_changes_nothing", *options])
     assert done.exit_code == 1
     assert "expected loss" in done.output
+    inside = ["--dir", str(tmp_path / "kept"), "--save", str(tmp_path / "kept" / "verdicts.json")]
+    done = CliRunner().invoke(app, ["conformance", plain, *options[:2], *options[4:], *inside])
+    assert done.exit_code == 0, done.output
+    assert '"outcome": "PASS"' in (tmp_path / "kept" / "verdicts.json").read_text()
     done = CliRunner().invoke(app, ["conformance"])
     assert isinstance(done.exception, ConfigError)
 
