@@ -93,8 +93,12 @@ class Options:
         if name in ("-h", "--help"):
             self.help = True
         elif name in ("--cfg", "-c"):
-            self.show = value is None and rest[:1] not in ([view] for view in _VIEWS)
-            self.hydra_flags += [] if self.show else [name, value or rest.pop(0)]
+            view = rest.pop(0) if value is None and rest[:1] and rest[0] in _VIEWS else value
+            if view not in (None, *_VIEWS):
+                fix = f"omit it for the settings of the command, or one of {', '.join(_VIEWS)}"
+                raise ConfigError(f"{name} has no view {view!r}", where=where, fix=fix)
+            self.show = view is None
+            self.hydra_flags += [] if view is None else [name, view]
         elif name in _HYDRA_FLAGS:
             self.hydra_flags.append(name if value is None else f"{name}={value}")
             self.hydra_flags += [rest.pop(0)] if name in ("--info", "-i") and rest[:1] and rest[0] in _INFO else []
@@ -118,7 +122,7 @@ class Options:
 
 def _value_of(flag: str, value: str | None, rest: list[str], *, where: str, fix: str) -> str:
     """Return the value of a flag, which is the next argument where it does not follow an equals sign."""
-    if value is None and (not rest or (flag == "--preview" and "=" in rest[0])):
+    if value == "" or (value is None and (not rest or (flag == "--preview" and "=" in rest[0]))):
         raise ConfigError(f"{flag} has no value", where=where, fix=fix)
     return rest.pop(0) if value is None else value
 

@@ -231,6 +231,11 @@ def require_cores(num_processes: int, *, setting: str, cores: int | None = None)
         raise ConfigError(what, where=setting, fix=f"set it to {most:,} or less, {PROCESSES_PER_CORE} per core")
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def memory_bytes() -> int:
     """Return the bytes of memory that this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -134,12 +134,12 @@ def _in_our_words(known: KnownSettings, root: str, overrides: Sequence[str]) -> 
     except yaml.YAMLError as error:
         what = "; ".join(line.strip() for line in str(error).splitlines())
         raise known.error(f"a file is not YAML: {what}", where=f"{root}.yaml", fix="correct this line; ") from None
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        # Of the system, only what a value or a file is at fault for.
-        if isinstance(error, OSError) and error.errno not in (None, errno.ENAMETOOLONG):
-            raise
+    except (HydraException, OmegaConfBaseException, ValueError, RecursionError, OSError) as error:
         if isinstance(error.__cause__, HarnessError):
             raise error.__cause__ from None
+        # Of the system, only what a value or a file is at fault for.
+        if getattr(error, "errno", None) not in (None, errno.ENAMETOOLONG):
+            raise
         raise known.explain(error, root, overrides) from error
 
 
@@ -176,8 +176,7 @@ def _check_files(
             text = file.read_text()
             content = yaml.load(text, Loader=get_yaml_loader()) or {}
             if not isinstance(content, dict):
-                what = f"the file has {type(content).__name__} in place of settings"
-                raise known.error(what, where=str(file), fix="give each value its name, as in seed: 1; ")
+                raise known.error("a file holds no settings", where=str(file), fix="write NAME: VALUE on each line; ")
             content.pop("defaults", None)
             texts = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
             known.check_kinds(default.package or "", content, where=str(file), written=texts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import os
 import re
 import sys
@@ -123,7 +124,7 @@ def os_error_of(error: BaseException) -> OSError | None:
     """Return an error of the system as what it is, also where a library in Rust (tokenizers, safetensors) raised it."""
     if isinstance(error, (OSError, HarnessError)):
         return error if isinstance(error, OSError) else None
-    number = re.search(r"\(os error (\d+)\)", str(error))
+    number = re.search(r"\(os error (\d{1,4})\)", str(error))
     return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
 
 
@@ -203,6 +204,12 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
         self._reads_input = reads_input
 
     def __enter__(self) -> None:
+        # Streams that the caller closed, such as `>&-`: each takes the lowest free number, its own.
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="replace")  # letters that its encoding does not have
         if not self._reads_input and not os.isatty(0):
             empty = os.open(os.devnull, os.O_RDONLY)
             os.dup2(empty, 0)

@@ -371,8 +371,8 @@ class KnownSettings:
         if _is_text(self.types.get(key, of_map)) and _NUMBER.fullmatch(value):
             value = f"'{value}'"  # text as it is written: not 1e+30 for 1e30
             text = f"{key}={value}"
-        for name in (name for name, kind in self.types.items() if kind.startswith("map of ")):
-            if key.startswith(f"{name}.") and "." in key.removeprefix(f"{name}."):
+        for name, kind in ((name, kind) for name, kind in self.types.items() if kind.startswith("map of ")):
+            if key.startswith(f"{name}.") and "." in key.removeprefix(f"{name}.") and "map of map" not in kind:
                 return f"++{name}={{{key.removeprefix(f'{name}.')}:{value}}}"
             if key.startswith(f"{name}.") or (key == name and value.strip("{} ")):
                 return f"++{text}"

@@ -111,7 +111,8 @@ def how_to_pack(path: Path) -> str:
 
 def text_to_records(path: str) -> str:
     """Return how to train on the plain text of a file, whose path is quoted for a shell."""
-    to_lines = f"jq -cR '{{text: .}}' {path} > {path.replace('.txt', '.jsonl').replace('.md', '.jsonl')}"
+    lines = re.sub(r"\.\w+('?)$", r".jsonl\1", path)
+    to_lines = f"jq -cR '{{text: .}}' {path} > {lines}"
     return f"each line as a text to train on: {to_lines}; chats need one JSON record per line"
 
 

@@ -41,9 +41,9 @@ _RULES = (
     (r"://[^/\s:\[]*:(?!\d+/)(?:[^\s\"'<>@]{0,512}/)?[^/\s]*@|(?:(?<=http)|(?<=https))://[^/\s]+@", "://***@"),
     # `?` alone is a glob; with a name and a value it is a query, where tools put keys and signatures.
     (r"\?[\w.-]+=[^\s\"'<>\\]*", "?***"),
-    (r"(?i)\b(sig|signature|x-amz-[\w-]+|x-goog-[\w-]+|token)=[^&\s\"'<>\\,]+", r"\1=***"),
+    (r"(?i)\b(sig|signature|x-amz-[\w-]{1,64}|x-goog-[\w-]{1,64}|token)=[^&\s\"'<>\\,]+", r"\1=***"),
     (rf"(?i)\b(authorization{_IS}[\"']?(?:bearer|basic|token)[ \t]+)[^\s\"',}}]+", r"\1***"),
-    (rf"(?i)\b((?:bearer|basic)[ \t]+|(?:authorization|token){_IS}[\"']?)(?=\S*\d)[\w.~+/=-]{{16,}}", r"\1***"),
+    (rf"(?i)\b((?:bearer|basic)[ \t]+|(?:authorization|token){_IS}[\"']?)(?=\S{{0,256}}\d)[\w.~+/=-]{{16,}}", r"\1***"),
     (rf"({_SECRET}{_IS}){_NO_PROSE}(?:([\"'])(?:(?!\2).)+|[^\s\"',}}&]+)", r"\1\2***"),
 )
 

@@ -12,7 +12,6 @@ interruption, run the command again.
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 from dataclasses import dataclass, field, replace
@@ -20,9 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from harness.checks import LONGEST_S, bounded, check_numbers, require_choice
+from harness.checks import LONGEST_S, CheckedSettings, bounded, one_of, require_choice, usable_cores
 from harness.config import hydra_entry
-from harness.errors import ConfigError
+from harness.errors import ConfigError, os_errors_as
 from harness.formats import FORMATS, convert_dataset
 from harness.parity import ParityReport, Tolerances, command_line
 from harness.parity.assemble import cell_result, environment
@@ -42,20 +41,27 @@ from harness.parity.compare import IDENTICAL, OTHER_KERNELS
 from harness.parity.made_data import make_dataset
 from harness.parity.pages import publish
 from harness.parity.result import CellResult
-from harness.parity.running import default_slots, log_cells, run_cells
+from harness.parity.running import log_cells, run_cells
 from harness.plan import FAMILIES, read_hf_config
 from harness.plan.encoders import MEDIA_MODELS
 from harness.printing import open_console
+from harness.storage import is_uri
 
 _BY_KIND = ("experts", "hybrid", "media")
 CHECKS = ("formats", "workers", "schedules", "layouts", "context", *_BY_KIND, "isolation", "reference", "versions")
-_DATA_SETTINGS = ("data=", "data.path=", "data.blend=", "data.validation_path=")
+# Settings that each cell has of its own, and what sets them for all of them.
+_DATA_FIX = "dataset=PATH for all cells, datasets='[\"FORMAT=PATH\"]' for those of a format"
+_OWN_SETTINGS = {
+    **dict.fromkeys(("data", "data.path", "data.blend", "data.validation_path"), _DATA_FIX),
+    **dict.fromkeys(("trainer.steps", "optimizer.decay_steps"), "steps=NUMBER"),
+    "run_dir": "folder=DIR",
+}
 # Name of the interpreter that runs the matrix.
 THIS = "this"
 
 
 @dataclass
-class ParityConfig:
+class ParityConfig(CheckedSettings):
     """A matrix of runs to compare.
 
     Attributes:
@@ -100,7 +106,7 @@ class ParityConfig:
     slots: int | None = bounded(None, lowest=1, highest=100_000)
     timeout_s: float = bounded(900.0, above=0, highest=LONGEST_S)
     max_ranks: int = bounded(8, lowest=1)
-    device: str = "cpu"
+    device: str = one_of("cpu", ("cpu", "cuda"))
     keep_batches: bool = True
     tolerances: Tolerances = field(default_factory=Tolerances)
     sft: list[str] = field(default_factory=list)
@@ -124,24 +130,28 @@ class ParityConfig:
         if unknown or not self.checks:
             what = f"check {self.check!r} is unknown"
             raise ConfigError(what, where="check", fix=f"one or more of {', '.join(CHECKS)}, or all")
-        # They come after a cell's own dataset: every cell would train on this one, and agree.
-        own = [text for text in (*self.sft, *self.sft_more) if text.lstrip("+").startswith(_DATA_SETTINGS)]
-        if own:
-            fix = "dataset=PATH for all cells, datasets='[\"FORMAT=PATH\"]' for those of a format"
-            raise ConfigError(f"{own[0]} would replace the data of every cell", where="sft, sft_more", fix=fix)
-        check_numbers(self, "")
-        require_choice(self.device, ("cpu", "cuda"), setting="device")
+        for text in (*self.sft, *self.sft_more):
+            # A dataset would come after a cell's own: every cell would train on this one, and agree.
+            if fix := _OWN_SETTINGS.get(text.lstrip("+").partition("=")[0]):
+                would = "replace the data of every cell" if fix == _DATA_FIX else "not be used"
+                raise ConfigError(f"{text} would {would}", where="sft, sft_more", fix=fix)
+        super().__post_init__()
         for name in ("datasets", "versions"):
-            for text in getattr(self, name):
+            texts = getattr(self, name)
+            for text in texts:
                 if not all(text.partition("=")):
                     raise ConfigError(f"{text!r} is not NAME=PATH", where=name, fix=f"{name}='[\"NAME=PATH\"]'")
+            if len(paths_by_name(texts)) < len(texts):
+                raise ConfigError("a name is given twice", where=name, fix="omit one of them")
+        if self.dataset is not None and is_uri(self.dataset):
+            raise ConfigError("the dataset is a URI", where="dataset", fix="copy it to a local folder")
         if self.check == "versions" and not self.versions:
             what = "no interpreter of another version is specified, so there is nothing to compare"
             raise ConfigError(what, where="versions", fix="versions='[\"mcore_0.19=/path/to/venv/bin/python\"]'")
 
     @property
     def checks(self) -> list[str]:
-        return list(CHECKS) if self.check == "all" else self.check.split("+")
+        return list(dict.fromkeys(CHECKS if self.check == "all" else self.check.split("+")))
 
     def kinds_of(self, cases: list[str]) -> list[str]:
         """Return the kinds that cases name, in their order."""
@@ -167,16 +177,15 @@ def main(config: ParityConfig) -> int:
     # SIGTERM ends the runs too; a SIGKILL reaches them through the kernel, on Linux.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     folder = Path(config.folder).resolve()
-    if config.fresh:
-        shutil.rmtree(folder / "cells", ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    with os_errors_as(ConfigError, "the folder cannot be used", where=folder, fix="folder=DIR"):
+        folder.mkdir(parents=True, exist_ok=True)
     device = device_of(config)
     source = Path(config.dataset).resolve() if config.dataset else make_dataset(folder / "data" / "made")
     cells, left_out = plan(config, source, folder, device)
     # In a log the table is as wide as it needs to be.
     console = open_console(width=200)
-    slots = config.slots or default_slots()
-    finished = run_cells(cells, folder, slots=slots, timeout_s=config.timeout_s, watch=log_cells(console))
+    slots, watch = config.slots or usable_cores(), log_cells(console)
+    finished = run_cells(cells, folder, slots=slots, timeout_s=config.timeout_s, watch=watch, fresh=config.fresh)
     reported, known = [cell for cell in cells if cell.is_reported], {cell.name: cell for cell in cells}
     results = [cell_result(cell, finished, folder=folder, known=known, device=device) for cell in reported]
     report = ParityReport(
@@ -192,7 +201,8 @@ def main(config: ParityConfig) -> int:
 
 def device_of(config: ParityConfig) -> str:
     """Return cpu or cuda; `auto` is refused, because tolerances depend on the device."""
-    chosen = [text.split("=", 1)[1] for text in [*config.sft, *config.sft_more] if text.startswith("trainer.device=")]
+    given = [text.lstrip("+").partition("=") for text in (*config.sft, *config.sft_more)]
+    chosen = [value for name, _, value in given if name == "trainer.device"]
     device = chosen[-1] if chosen else config.device
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"trainer.device is {device}", where="sft, sft_more", fix="trainer.device=cpu or cuda")
@@ -230,7 +240,10 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
                 own = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]
                 more = [*settings, *config.kinds[kind].split()]
                 if check == "media":  # the command line quotes the encoder
-                    encoder = next(text for text in more if text.startswith("model.encoder=")).partition("=")[2]
+                    encoder = next((text.partition("=")[2] for text in more if text.startswith("model.encoder=")), None)
+                    if encoder is None:
+                        what = f"the kind {kind!r} has no model.encoder"
+                        raise ConfigError(what, where="kinds", fix=f"kinds.{kind}='... model.encoder=NAME'")
                     data = {"": str(make_dataset(folder / "data" / kind, encoder=encoder.strip("'")))}
                 name = f"{check} {kind}"
                 cells += plan_check(name, own, chosen, settings=more, datasets=data, pythons=pythons, **sizes)
@@ -252,7 +265,7 @@ def reference_cells(
     cells: list[Cell] = []
     cases, sizes = ["1 version=transformers", *config.reference], {"steps": config.steps, "max_ranks": config.max_ranks}
     of: dict[str, Any] = {**sizes, "pythons": dict.fromkeys(("", "transformers"), sys.executable), "steps_before": 0}
-    for family in config.families or (*FAMILIES, *MEDIA_MODELS):
+    for family in dict.fromkeys(config.families) or (*FAMILIES, *MEDIA_MODELS):
         require_choice(family, config.models, setting="families")
         model = make_model(family, config.models[family], folder / "models" / family)
         data = source

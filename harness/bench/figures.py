@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from harness.checks import memory_bytes
+from harness.checks import memory_bytes, usable_cores
 from harness.errors import installed_versions
 from harness.settings import from_plain
 from harness.tables import Table, TableCell
@@ -218,7 +218,7 @@ def describe_machine() -> dict[str, Any]:
         named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "processor": next(iter(named), platform.processor() or platform.machine()),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_bytes": memory_bytes(),
         "load": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",

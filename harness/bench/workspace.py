@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from harness.errors import ConfigError, os_errors_as
 from harness.prep import MIN_SEQUENCE_TOKENS, plan_packs
 from harness.records import Int64Array, Pack
 
@@ -26,14 +27,14 @@ class Workspace:
     """
 
     def __init__(self, parent: Path | None = None, *, keep: bool = False) -> None:
-        self._keep = keep
-        if parent is not None:
+        self._keep, parent = keep, parent or Path(tempfile.gettempdir())
+        with os_errors_as(ConfigError, "the folder for the data cannot be used", where=parent, fix="--dir FOLDER"):
             parent.mkdir(parents=True, exist_ok=True)
-        if keep:
-            self.folder = (parent or Path(tempfile.gettempdir())) / "harness-bench"
-            self.folder.mkdir(exist_ok=True)
-        else:
-            self.folder = Path(tempfile.mkdtemp(prefix="harness-bench-", dir=parent))
+            if keep:
+                self.folder = parent / "harness-bench"
+                self.folder.mkdir(exist_ok=True)
+            else:
+                self.folder = Path(tempfile.mkdtemp(prefix="harness-bench-", dir=parent))
 
     def __enter__(self) -> Workspace:
         return self

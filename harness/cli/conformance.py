@@ -53,10 +53,11 @@ def run_conformance(
 
     refused = {"where": " ".join(map(str, filter(None, (python, folder, save)))), "fix": "choose other files"}
     with os_errors_as(ConfigError, "the checks cannot be run", **refused), tempfile.TemporaryDirectory() as temporary:
-        if save is not None:
-            save.touch()
         if folder is not None and folder.exists() and any(folder.iterdir()):
             raise ConfigError("the folder is not empty", where=f"--dir {folder}", fix="name a new folder")
+        if save is not None:
+            save.parent.mkdir(parents=True, exist_ok=True)
+            save.touch()
         process = TargetProcess(target, folder or Path(temporary), command=command, python=python)
         names = [name.strip() for name in checks.split(",")] if checks else list(CHECKS)
         verdicts, versions = process.run(names, report), process.versions()

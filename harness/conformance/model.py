@@ -81,7 +81,7 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, *, kind: str = "model", seed: int = 5) -> None:
+def write_model(folder: Path, *, kind: str) -> None:
     """Write `config.json`, `model.safetensors` and a tokenizer of bytes with a chat template to a new folder.
 
     The kind is `model`, a Llama, `experts`, a Mixtral of which each token visits two of four, `scans`, a Qwen3.5, or
@@ -89,7 +89,7 @@ def write_model(folder: Path, *, kind: str = "model", seed: int = 5) -> None:
     in training, so that what should change nothing shows where it does.
     """
     folder.mkdir(parents=True)
-    rng, arrays, experts = np.random.default_rng(seed), {}, kind == "experts"
+    rng, arrays, experts = np.random.default_rng(5), {}, kind == "experts"
     sizes = {"q": _HEADS * _HEAD_SIZE, "k": _KEY_HEADS * _HEAD_SIZE, "v": _KEY_HEADS * _HEAD_SIZE}
     shapes = {"model.embed_tokens": (VOCAB_SIZE, _HIDDEN), "model.norm": (_HIDDEN,), "lm_head": (VOCAB_SIZE, _HIDDEN)}
     for layer in range(_LAYERS + (kind == "further")):

@@ -106,6 +106,9 @@ class TargetProcess:
             what, where, fix = json.loads(refused.read_text())
             raise ConfigError(what, where=where, fix=fix)
         verdicts = _joined(folder, ranks, is_over=True)
+        if ranks > 1:  # the others may have begun a check after the one that ended the job, which is run again
+            last = next((number for number, one in enumerate(verdicts) if one.outcome in (ERROR, FAIL)), len(verdicts))
+            verdicts = verdicts[: last + 1]
         # A job of several ranks ends itself after an error or a failure.
         if not verdicts or (len(verdicts) < len(names) and verdicts[-1].outcome not in (ERROR, FAIL)):
             words = " | ".join((folder / "log.txt").read_text(errors="replace").strip().splitlines()[-_LOG_LINES:])

@@ -7,7 +7,6 @@ A row is a list of ids, a list of such lists (a document of several sequences), 
 from __future__ import annotations
 
 import glob
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from harness.checks import usable_cores
 from harness.errors import FormatError, PrepError
 from harness.indexed.index import largest_token
 from harness.records import MAX_TOKEN_ID, Int64Array
@@ -32,7 +32,7 @@ _BATCH_TOKENS = 1 << 20
 _READ_BYTES = 1 << 20
 # Between token ids that are text.
 _BETWEEN = " \t\r\n\f,"
-_THREADS = min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+_THREADS = min(8, usable_cores())
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class FixedRows:
         self._stream, self._one_epoch = stream, one_epoch
         self._batches: Iterator[RankBatch] | None = None
         self._rows: deque[ThdBatch] = deque()
+        self._position = stream.state  # before the step of these rows
 
     @property
     def starts_step(self) -> bool:
@@ -48,8 +50,13 @@ class FixedRows:
 
     def __next__(self) -> ThdBatch:
         if not self._rows:
+            self._position = self._stream.state
             self._rows.extend(self._read())
         return self._rows.popleft()
+
+    def position(self) -> dict[str, int | str]:
+        """Return the position after the last step whose rows were all taken: the same on every rank."""
+        return asdict(self._position if self._rows else self._stream.state)
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position after the steps so far; raise LoaderError if only some rows of a step were taken."""
@@ -66,7 +73,9 @@ class FixedRows:
         self._stream.load_state_dict(state)
 
     def close(self) -> None:
-        """End the workers; reading again continues after the last whole step that was read."""
+        """End the workers; reading again continues after the last step whose rows were all taken."""
+        if self._rows:
+            self._stream.state = self._position
         self._rows.clear()
         self._batches = None
         self._stream.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,23 +17,21 @@ class Integration:
     Attributes:
         packages: modules that it imports.
         install: command that installs them.
-        module: of `harness.integrations`; empty for the one of its name.
     """
 
     packages: tuple[str, ...]
     install: str
-    module: str = ""
 
 
 _HUGGING_FACE, _MEGATRON = ("torch", "transformers", "accelerate"), ("torch", "megatron.core")
 INTEGRATIONS = MappingProxyType(
     {
         "torch": Integration(("torch",), "pip install torch"),
-        "torchdata": Integration(("torch", "torchdata"), "pip install torchdata", module="torch"),
-        "accelerate": Integration(("torch", "accelerate"), "pip install accelerate", module="torch"),
-        "lightning": Integration(("torch", "lightning"), "pip install lightning", module="torch"),
+        "torchdata": Integration(("torch", "torchdata"), "pip install torchdata"),
+        "accelerate": Integration(("torch", "accelerate"), "pip install accelerate"),
+        "lightning": Integration(("torch", "lightning"), "pip install lightning"),
         "huggingface": Integration(_HUGGING_FACE, "pip install torch 'transformers>=4.53' accelerate"),
-        "trl": Integration((*_HUGGING_FACE, "datasets", "trl"), "pip install trl", module="huggingface"),
+        "trl": Integration((*_HUGGING_FACE, "datasets", "trl"), "pip install trl"),
         "megatron_lm": Integration(
             (*_MEGATRON, "megatron.training"), "pip install 'megatron-core>=0.19' (Python 3.12 or later)"
         ),
@@ -44,9 +41,9 @@ INTEGRATIONS = MappingProxyType(
 )
 
 
-def missing_packages(name: str, *, beside: Iterable[str] = ()) -> list[str]:
+def missing_packages(name: str) -> list[str]:
     """Return the packages of an integration that are not installed; nothing is imported but their parents."""
-    return [package for package in (*INTEGRATIONS[name].packages, *beside) if not _is_installed(package)]
+    return [package for package in INTEGRATIONS[name].packages if not _is_installed(package)]
 
 
 def require(name: str) -> None:

@@ -181,8 +181,7 @@ class StoredRows(Dataset[Row]):
 
     def __getitems__(self, indices: list[int]) -> list[Row]:
         """Return several rows with one read of the dataset."""
-        places = [index + len(self) if index < 0 else index for index in indices]
-        packs = self._reader.read([int(place) for place in places])
+        packs = self._reader.read(indices)
         return [self._kind.of(build_thd_batch(pack.sequences())).tensors() for pack in packs]
 
 

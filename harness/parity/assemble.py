@@ -33,12 +33,11 @@ def cell_result(
     cell: Cell, finished: Mapping[str, Finished], *, folder: Path, known: Mapping[str, Cell], device: str
 ) -> CellResult:
     """Return the result of a cell that ran, or failed to."""
-    outcome = finished[cell.name]
-    recorded = recorded_run(cell.run_folder(folder))
+    outcome, placement = finished[cell.name], None
+    reason, steps, checks = outcome.reason, list[StepMetrics](), list[Check]()
     try:
-        steps = recorded.steps
-        checks: list[Check] = []
-        reason = outcome.reason
+        recorded = recorded_run(cell.run_folder(folder))
+        steps, placement = recorded.steps, placement_of(recorded, cell.run_folder(folder), cell.case.ranks)
         if not reason and cell.plan.program == ISOLATION:
             checks = [isolation_check(cell.record(folder))]
         elif not reason and cell.reference is not None:
@@ -47,14 +46,14 @@ def cell_result(
             else:
                 reference = known[cell.reference]
                 expected, found = recorded_run(reference.run_folder(folder)), recorded
-                if reference.plan.program == REFERENCE:  # which has no statistics of routers
-                    plain = [replace(step, experts={}, evaluation_expert_loads={}) for step in steps]
+                if reference.plan.program == REFERENCE:  # which has no statistics of routers, and one validation set
+                    plain = [replace(step, experts={}, evaluation_losses={}) for step in steps]
                     found = replace(found, steps=plain)
                 num_ranks = max(cell.case.ranks, reference.case.ranks)
                 tolerances = on_device(cell.plan.tolerances, device, num_ranks=num_ranks)
                 checks = compare_runs(expected, found, tolerances, same_layout=cell.layout == reference.layout)
     except FormatError as error:
-        steps, checks, reason = [], [], f"{error.what} ({error.where})"
+        steps, checks, reason = [], [], reason or f"{error.what} ({error.where})"
     status = status_of(reason, checks)
     return CellResult(
         name=cell.name,
@@ -69,7 +68,7 @@ def cell_result(
         seconds=outcome.seconds,
         tokens_per_s=tokens_per_second(steps),
         peak_memory_bytes=outcome.peak_memory_bytes,
-        placement=placement_of(recorded, cell.run_folder(folder), cell.case.ranks),
+        placement=placement,
     )
 
 

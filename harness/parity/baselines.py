@@ -109,14 +109,18 @@ def read_baseline(path: Path) -> Baseline:
         if values["schema"] > SCHEMA:
             raise ValueError(f"schema {values['schema']} is above {SCHEMA}, the newest of this version")
         return Baseline(
-            **{key: values[key] for key in ("name", "created", "environment", "settings")},
-            tolerances=Tolerances(**values["tolerances"]),
+            name=from_plain(str, values["name"]),
+            created=from_plain(str, values["created"]),
+            environment=from_plain(dict[str, str], values["environment"]),
+            tolerances=from_plain(Tolerances, values["tolerances"]),
+            settings=values["settings"],
             steps=[from_plain(StepMetrics, step["metrics"]) for step in values["steps"]],
             digests=[from_json(step["data"]) for step in values["steps"]],
         )
-    except MISREAD as error:
+    except (*MISREAD, ConfigError) as error:
         fix = "restore it from the repository's history"
-        raise FormatError(f"this is not a baseline: {error}", where=str(path), fix=fix) from None
+        what = f"this is not a baseline: {getattr(error, 'what', error)}"
+        raise FormatError(what, where=str(path), fix=fix) from None
 
 
 def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:

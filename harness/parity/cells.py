@@ -17,6 +17,7 @@ ISOLATION_FILE, ISOLATION_TURNS = "isolation.jsonl", 7
 FORMAT, VERSION, KIND = "format", "version", "kind"
 _OWN = (FORMAT, VERSION, KIND)
 _NAMED_BY_VALUE = (FORMAT, VERSION, "parallel", "schedule", "schedule.name")
+_LONGEST_NAME = 255
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class RunCase:
 def parse_case(text: str, *, where: str = "cases") -> RunCase:
     """Parse `"4 parallel=tp2 loader.num_workers=2"`; raises ConfigError for another form."""
     ranks, *overrides = text.split() or [""]
-    if not ranks.isdigit() or int(ranks) < 1 or any("=" not in part for part in overrides):
+    if not ranks.isdecimal() or int(ranks) < 1 or any("=" not in part for part in overrides):
         fix = "write the number of ranks, then settings: '4 parallel=tp2 loader.num_workers=2'"
         raise ConfigError(f"{text!r} is not a valid case", where=where, fix=fix)
     return RunCase(int(ranks), tuple(overrides))
@@ -127,7 +128,7 @@ class Cell:
 
     def folder(self, matrix: Path) -> Path:
         """Return the cell's folder in the folder of the matrix; its run is in `run`, its log in `log.txt`."""
-        return matrix / "cells" / "".join(char if char.isalnum() or char in ".-" else "_" for char in self.name)
+        return matrix / "cells" / _folder_name(self.name)
 
     def run_folder(self, matrix: Path) -> Path:
         return self.folder(matrix) / "run"
@@ -175,9 +176,13 @@ def plan_check(
         what = f"check {check} has {len(parsed)} cases to run, but requires {needs}"
         raise ConfigError(what, where=f"{check}, max_ranks", fix="list cases, the reference first, or allow more ranks")
     names = [f"{check}: {case.name}" for case in parsed]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"two cases are named {twice!r}", where=check, fix="omit one of them")
+    folders = list(map(_folder_name, names))
+    for name, folder in zip(names, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise ConfigError(f"two cases are named {name!r}, or alike", where=check, fix="omit one of them")
+        if (size := len(folder.encode())) > _LONGEST_NAME:
+            what = f"the name of a case takes {size} bytes, but a folder's name has at most {_LONGEST_NAME}"
+            raise ConfigError(what, where=name, fix="put its settings into a file of a group, such as parallel=NAME")
     total = steps + (steps_before if plan.from_checkpoint else 0)
     start = f"{check}: start" if plan.from_checkpoint else None
     cells = []
@@ -202,6 +207,10 @@ def plan_check(
     # With the default plan: it runs alone, whatever the others do.
     before = replace(cells[0], name=start, start=None, steps=steps_before, is_reported=False, plan=_ALONE)
     return [before, *cells]
+
+
+def _folder_name(name: str) -> str:
+    return "".join(char if char.isalnum() or char in ".-" else "_" for char in name)
 
 
 def _choose(known: Mapping[str, str], name: str | None, check: str, where: str) -> str:

@@ -59,12 +59,13 @@ def check_isolation(config: SftConfig) -> list[str]:
     findings, config = [], runtime.settle(config)
     with runtime.start(config.trainer.device, timeout_s=config.trainer.timeout_s) as job:
         config.check_layout(job.world_size)
+        folder = None if config.run_dir is None else Path(config.run_dir)
+        if folder is not None:
+            runtime.on_rank_0(lambda: folder.mkdir(parents=True, exist_ok=True))
         check = IsolationCheck.of_job(config, job)
         for turn, new in check.turns():
             findings += new
-            if job.rank == 0 and config.run_dir is not None:
-                folder = Path(config.run_dir)
-                folder.mkdir(parents=True, exist_ok=True)
+            if job.rank == 0 and folder is not None:
                 with (folder / ISOLATION_FILE).open("a") as file:
                     file.write(json.dumps({"turn": turn, "findings": new}) + "\n")
     return findings

@@ -49,12 +49,13 @@ _ANY = {
 
 
 def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]:
-    """Save a small random model of a family, unless `folder` has it; return the settings of a run that begins with it.
+    """Save a small random model of a family, unless `folder` has it in these sizes; return the settings of its runs.
 
     Raises:
         ConfigError: transformers is missing.
     """
-    if not (folder / "model.safetensors").exists():
+    made, wanted = folder / "sizes.json", json.dumps(sizes, sort_keys=True)
+    if not made.exists() or made.read_text() != wanted:
         transformers = _transformers()
         torch.manual_seed(8)
         if (media := MEDIA_MODELS.get(family)) is None:
@@ -70,6 +71,7 @@ def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]
                 if any(part in weight for part in ("norm", "bias", "sinks")):
                     values.add_(0.1 * torch.randn_like(values))
         model.save_pretrained(folder)
+        made.write_text(wanted)
     stored = read_hf_config(folder).settings
     texts = {name: json.dumps(value).strip('"') for name, value in stored.items() if name != "encoder"}
     model_settings = [f"model.{name}={text}" for name, text in texts.items()]

@@ -10,9 +10,10 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.launch.local import end_with_parent
 from harness.launch.preflight.probe import code_digest
 from harness.parity.cells import Cell
-from harness.printing import indented, one_line
+from harness.printing import indented, one_line, redact
 from harness.settings import CONFIGS, load
 from harness.storage import Marker
 from harness.train.lines import whole_lines
@@ -61,7 +62,13 @@ class Finished:
 
 
 def run_cells(
-    cells: Sequence[Cell], folder: Path, *, slots: int, timeout_s: float, watch: Callable[[dict[str, Finished]], None]
+    cells: Sequence[Cell],
+    folder: Path,
+    *,
+    slots: int,
+    timeout_s: float,
+    watch: Callable[[dict[str, Finished]], None],
+    fresh: bool = False,
 ) -> dict[str, Finished]:
     """Run all of `cells` that are not finished already.
 
@@ -70,6 +77,7 @@ def run_cells(
             code are the same.
         slots: ranks that run at one time; a cell of more ranks runs alone.
         watch: called a few times a second with the outcomes so far.
+        fresh: run finished ones too.
 
     Returns:
         the outcome of every cell by name.
@@ -78,6 +86,8 @@ def run_cells(
         ConfigError: another process works in `folder`.
     """
     with _lock(folder):
+        if fresh:
+            shutil.rmtree(folder / "cells", ignore_errors=True)
         known = {cell.name: cell for cell in cells}
         prints = fingerprints(cells)
         finished: dict[str, Finished] = {}
@@ -113,8 +123,11 @@ def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
         if cell.dataset not in data:
             # Names, sizes and times show that a file was replaced. A dataset at a URI counts as unchanged.
             path = Path(cell.dataset)
-            files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-            stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.exists()]
+            # A dataset can be given by a pattern, and by the beginning of its files' names.
+            named = {path, *map(Path, glob(f"{cell.dataset}*", recursive=True))}  # noqa: PTH207 - not below a folder
+            files: Iterable[Path] = path.rglob("*") if path.is_dir() else named
+            found = sorted(file for file in files if file.is_file())
+            stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in found]
             data[cell.dataset] = str(xxhash.xxh3_128_hexdigest(json.dumps(stats).encode()))
         values = asdict(cell) | {"plan": None, "is_reported": None}
         text = json.dumps([values, code, data[cell.dataset], digests.get(cell.start or "")], sort_keys=True)
@@ -203,9 +216,9 @@ def last_words(log: Path, code: int | None) -> str:
     for at, line in enumerate(lines):
         if match := _ERROR.match(line):
             error = [match[1].strip(), *(more.strip() for more in lines[at + 1 : at + 3] if more.startswith("  "))]
-            return "; ".join(error) + f" (log: {log})"
+            return f"{redact('; '.join(error))} (log: {log})"
     ending = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-    return f"{ending}: {' '.join(lines[-1:]).strip() or 'no output'} (log: {log})"
+    return f"{ending}: {redact(' '.join(lines[-1:]).strip()) or 'no output'} (log: {log})"
 
 
 def _read_finished(folder: Path, cell: Cell, fingerprint: str) -> Finished | None:
@@ -233,11 +246,6 @@ def _lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         marker.release(remove=True)
-
-
-def default_slots() -> int:
-    """Return the number of ranks that this machine runs side by side: its cores."""
-    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 class CellBatch:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 
-from harness.checks import require_cores
+from harness.checks import require_cores, usable_cores
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.shards import Receipt, ShardJob, do_shard
 from harness.prep.sources.reading import SourceShard
@@ -44,7 +44,7 @@ def do_shards(
         outcomes = _run_on_ray(job, shards)
     else:
         if num_workers < 0:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            cores = usable_cores()
             num_workers = cores if cores > 1 and source_bytes >= _WORKERS_PAY_BYTES else 0
         outcomes = _run_locally(job, shards, num_workers)
     for outcome in outcomes:

@@ -122,3 +122,10 @@ def test_a_model_with_biases_of_experts_is_shown_isolated(tmp_path) -> None:
     settings = ["check=isolation", f"folder={tmp_path}", f'isolation=["{cell} model.expert_bias=true"]']
     code, output = run_command([warm_python(), "-m", "harness.recipes.parity", *settings])
     assert code == 0, output
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    code, output = run_command([warm_python(), "-m", "harness.recipes.isolation", f"run_dir={tmp_path / 'file'}"])
+    assert code == 2, output
+    assert "the folder cannot be used: File exists" in output

@@ -145,3 +145,12 @@ def test_every_family_is_the_same_in_the_report(tmp_path) -> None:
     cells = read_report(tmp_path / REPORT_FILE).cells
     compared = [cell.name for cell in cells if cell.reference is not None]
     assert compared == [f"reference {family}: data" for family in FAMILIES]
+
+
+def test_a_small_model_is_made_again_in_other_sizes_alone(tmp_path) -> None:
+    made = tmp_path / "model.safetensors"
+    first = make_model("qwen2", {}, tmp_path)
+    written = made.stat().st_mtime_ns
+    assert make_model("qwen2", {}, tmp_path) == first
+    assert made.stat().st_mtime_ns == written
+    assert "model.hidden_size=16" in make_model("qwen2", {"hidden_size": 16}, tmp_path)

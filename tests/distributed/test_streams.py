@@ -20,7 +20,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from harness.errors import HarnessError
+from harness.errors import FormatError, HarnessError
 from harness.formats import open_dataset
 from harness.integrations.megatron_lm.data_schedule import (
     get_batch_on_this_rank_for_sequence_packing,
@@ -81,6 +81,10 @@ def test_rows_of_a_stream_are_those_of_the_plan_and_a_broken_stream_stops_every_
                 assert {1, 2} <= {*one["sizes"]}, one
             else:
                 assert one["error"] == ("planted" if rank == 0 else "rank 0: planted"), one
+                layout = one["layout"]
+                shares = "tensor_parallel_size" in layout and "virtual_pipeline_parallel_size" not in layout
+                seen = "pack 3 is damaged" if rank % 2 == 0 else f"rank {rank - 1}: pack 3 is damaged"
+                assert one.get("unreadable") == (seen if shares else None), one
 
 
 PACKS = 8
@@ -131,6 +135,11 @@ def stream(packs: list[Pack], layout: RankLayout, *, steps: int, broken: bool = 
             joined = {name: torch.cat([one[name] for one in samples])[None] for name in samples[0] if "len" not in name}
             bounds = torch.tensor(ends["original_seq_len"])[None], torch.tensor(ends["padded_seq_len"])[None]
             yield {**joined, "cu_seqlens": bounds[0], "cu_seqlens_padded": bounds[1]}
+
+
+def unreadable() -> Iterator[Any]:
+    raise FormatError("pack 3 is damaged", where="shard 1")
+    yield
 
 
 def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]:
@@ -206,6 +215,11 @@ def compare(parallel: ParallelConfig, name: str, dataset: str) -> dict[str, Any]
             wrap_data_iterator(broken, config, share, groups)
         except HarnessError as error:
             report["error"] = error.what
+        if layout.tp_size > 1 and virtual is None:
+            try:
+                get_batch_on_this_rank_for_sequence_packing(unreadable() if reads else None)
+            except HarnessError as error:
+                report["unreadable"] = error.what
     return report
 
 

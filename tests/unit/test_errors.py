@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness.errors import (
     HarnessError,
     LoaderError,
     exit_on_error,
+    os_error_of,
     os_errors_as,
     reason_of_memory,
 )
@@ -156,3 +158,31 @@ def test_only_a_command_that_reads_standard_input_is_given_it(arguments: str, re
     program += f"with exit_on_error({arguments}):\n    subprocess.run([sys.executable, '-c', {child!r}], check=True)\n"
     done = subprocess.run([sys.executable, "-c", program], input="yes\n", capture_output=True, text=True, check=True)
     assert done.stdout.strip() == read
+
+
+@pytest.mark.parametrize("number", ["9" * 30, "9" * 5000])
+def test_a_number_that_no_system_has_is_no_error_of_the_system(number: str) -> None:
+    assert os_error_of(ValueError(f"(os error {number})")) is None
+
+
+ECHO = "import sys\nfrom harness.errors import exit_on_error\nfrom harness.printing import print_text\n"
+ECHO += (
+    "with exit_on_error():\n    print_text('3 \\u2192 4')\n    print_text(repr(sys.stdin.read()), file=sys.stderr)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("streams", "output"),
+    [("<&-", "3 \u2192 4\n"), (">&-", ""), ("<&- >&-", ""), ("", "3 ? 4\n")],
+    ids=["no input", "no output", "neither", "output of few letters"],
+)
+def test_a_command_runs_whatever_its_standard_streams_are(streams: str, output: str) -> None:
+    encoding = "utf-8" if streams else "ascii"
+    done = subprocess.run(
+        f"exec {shlex.join([sys.executable, '-c', ECHO])} {streams}",
+        shell=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, output, "''\n")

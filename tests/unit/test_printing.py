@@ -174,3 +174,9 @@ def test_settings_keep_text_that_only_looks_like_a_credential() -> None:
     values = {"template": "{% set token=bos_token %}", "TOKENIZERS_PARALLELISM": "false", "weights": "meta/Llama-3"}
     assert redact_all(values) == values
     assert to_yaml({"path": "s3://k:secret@b/x"}) == "path: s3://***@b/x\n"
+
+
+@pytest.mark.parametrize("part", ["token:", "x-amz-"])
+def test_credentials_are_looked_for_in_a_time_that_grows_with_the_text(part: str) -> None:
+    text = part * 100_000
+    assert len(redact(text)) > 3  # hours, if every place were compared with every other

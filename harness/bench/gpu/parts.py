@@ -17,7 +17,9 @@ from harness.bench.apart import measure_apart
 from harness.bench.figures import BenchReport, Progress, count_targets, figure_table, read_figures
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
+from harness.checks import require_cores
 from harness.errors import ConfigError, HarnessError, os_errors_as
+from harness.printing import escape_markdown
 from harness.storage import write_atomically
 
 DONE, FAILED, MISSING = "done", "failed", "missing"
@@ -59,6 +61,8 @@ def bench_gpu(sizes: Sizes, workspace: Workspace, progress: Progress) -> BenchRe
         except HarnessError as error:
             what = f"this machine cannot be described: {error.what}"
             raise ConfigError(what, where=f"device={sizes.device}", fix="device=cpu, or auto") from error
+        if not machine["gpus"]:
+            require_cores(sizes.ranks, setting="ranks")
         results = {name: kept for name in PARTS if (kept := _read(out / f"{name}.json")) is not None}
         _check_same(results, machine, sizes)
         began = time.monotonic()
@@ -170,6 +174,6 @@ def _join(machine: Mapping[str, Any], results: Mapping[str, dict[str, Any]], lef
 
 def render_page(report: BenchReport) -> str:
     """Return the figures and notes of all parts as Markdown."""
-    notes = [f"- {note}" for note in report.notes]
+    notes = [f"- {escape_markdown(note)}" for note in report.notes]
     head = ["# First contact with GPUs", "", f"{count_targets([report])}.", ""]
     return "\n".join([*head, figure_table(report.figures).to_markdown(), "", *notes, ""])

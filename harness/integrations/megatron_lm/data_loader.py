@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from harness.errors import CheckpointError, ConfigError, ScheduleError
 from harness.formats import PackReader, open_dataset
-from harness.formats.reader import require_plain
 from harness.integrations import FixedRows, MegatronRow, RankStream, require
 from harness.integrations.fixed_rows import saved_position
 from harness.loader import LoaderConfig, RankLayout
@@ -33,26 +32,21 @@ class ExternalLoader:
     def __init__(self, stream: RankStream, *, num_microbatches: int, pad_rows_to: int | None = None) -> None:
         self.stream = stream
         self._rows = FixedRows(stream, rows_per_step=num_microbatches, pad_rows_to=pad_rows_to)
-        self._position = stream.state_dict()
 
     def __iter__(self) -> ExternalLoader:
         return self
 
     def __next__(self) -> MegatronRow:
         """Return the next row as tensors (see MegatronRow)."""
-        row = MegatronRow.of(next(self._rows)).tensors()
-        if self._rows.starts_step:
-            self._position = self.stream.state_dict()
-        return row
+        return MegatronRow.of(next(self._rows)).tensors()
 
     def save_state(self) -> dict[str, int | str]:
         """Return the position after the last global batch all rows of which were read: the same on every rank."""
-        return dict(self._position)
+        return self._rows.position()
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
         """Continue after a position that `save_state` returned, on any number of ranks; see `RankStream`."""
         self._rows.load_state_dict(state)
-        self._position = self.stream.state_dict()
 
     def close(self) -> None:
         """End the workers."""
@@ -137,7 +131,6 @@ def _check(args: Any) -> None:
 
 def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args: Any) -> ExternalLoader:
     reader = open_dataset(data) if isinstance(data, str) else data
-    require_plain(reader, "Megatron-LM's loss")
     if args.padded_vocab_size and reader.manifest is not None:
         stored = reader.manifest.provenance.counts.get("vocab_size", 0)
         if stored > args.padded_vocab_size:

@@ -410,7 +410,7 @@ def _share_row(
             is_padded = not torch.equal(values["cu_seqlens"], values["cu_seqlens_padded"])
             ends, total = values["cu_seqlens"].shape[0], int(values["cu_seqlens_padded"][-1])
             header = [ends, int(values["max_seqlen"]), total, int(is_padded), int(values[_SIZE])]
-        except (LoaderError, ScheduleError) as raised:
+        except Exception as raised:
             error, header = raised, [_FAILED, 0, 0, 0, 0]
     ends, max_seqlen, total, padded, ranks = map(int, broadcast_scalars(header, tp_group, device, torch.int64))
     if ends == _FAILED:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -18,7 +19,8 @@ from harness.parity.pages import words
 from harness.parity.pages.curves import draw_charts, draw_waves
 from harness.parity.pages.matrix import group_cells
 from harness.parity.result import REPORT_FILE, STATUSES, CellResult, ParityReport, to_json
-from harness.printing import duration, indented, one_line, printable
+from harness.printing import duration, indented, one_line, printable, redact_all
+from harness.settings import from_plain
 from harness.storage import write_atomically
 from harness.tables import SIGNS, open_templates
 
@@ -31,11 +33,12 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def publish(report: ParityReport, console: Console, folder: Path | None) -> None:
-    """Print the report, and write it with its pages to `folder`; None writes nothing.
+    """Print the report, and write it with its pages to `folder`, without credentials; None writes nothing.
 
     Raises:
         ConfigError: Jinja or Matplotlib is not installed, or the folder cannot be written to.
     """
+    report = from_plain(ParityReport, redact_all(asdict(report)))
     console.print(one_line(report.title), soft_wrap=True)
     for group in group_cells(report):
         console.print(group.checks.to_terminal())

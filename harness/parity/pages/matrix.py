@@ -23,7 +23,6 @@ class Group:
     """
 
     name: str
-    cells: list[CellResult]
     matrix: Table
     settled: str
     checks: Table
@@ -54,7 +53,7 @@ def _group(name: str, cells: list[CellResult], links: Mapping[str, str]) -> Grou
         for cell in cells
     ]
     shared = [(", ".join(named), reason) for reason, named in reasons.items()]
-    return Group(name, cells, *arrange(cells, links), Table(head, rows), shared)
+    return Group(name, *arrange(cells, links), Table(head, rows), shared)
 
 
 def _status(cell: CellResult) -> TableCell:

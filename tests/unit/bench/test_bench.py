@@ -121,6 +121,10 @@ def test_a_workspace_is_removed_unless_it_is_kept_and_its_packs_are_the_same_aga
     assert packs == list(make_packs(20, 128))
     assert np.mean([len(pack) for pack in packs]) > 115
     assert all(pack.loss_mask[pack.seq_start_id[1:] - 1].sum() == 0 for pack in packs)
+    (tmp_path / "file").write_text("")
+    for keep in (True, False):
+        with pytest.raises(ConfigError, match="the folder for the data cannot be used"):
+            Workspace(tmp_path / "file", keep=keep)
 
 
 @pytest.fixture(autouse=True)

@@ -192,11 +192,18 @@ def test_packed_chats_are_compared_with_as_much_dense_work(tmp_path, monkeypatch
 
 
 def test_the_page_has_the_figures_and_the_notes_of_every_part():
-    report = BenchReport("gpu", notes=["step-8b failed: out of memory"])
+    report = BenchReport("gpu", notes=["step-8b failed: out of memory", "links: GPU0\n# GPU1 <b>"])
     report.add(Figure("time in a|b", 0.25, "share"))
     report.add(Figure("ratio", 1.5, "x", at_most=1.02, samples=(1.4, 1.5, 1.6)))
     page = render_page(report)
     assert "0 targets were met and 1 missed." in page
     assert "| time in a\\|b | 0.250 share |" in page
     assert "1.400 – 1.600" in page  # noqa: RUF001
-    assert "- step-8b failed: out of memory" in page
+    assert "- step-8b failed: out of memory\n- links: GPU0 \\# GPU1 \\<b\\>\n" in page
+
+
+def test_more_ranks_than_the_cores_of_this_machine_run_are_refused(tmp_path, monkeypatch):
+    machine = Machine(monkeypatch)
+    with pytest.raises(ConfigError, match=r"5,000 processes on .* cores"):
+        bench(tmp_path, ranks=5000, parts=("links",))
+    assert machine.begun == []

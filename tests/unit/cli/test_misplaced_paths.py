@@ -10,6 +10,7 @@ from forks import run_in_forks
 
 from harness.errors import exit_on_error
 from harness.formats import open_writer
+from harness.paths import text_to_records
 from harness.records import Pack
 
 FILES = {
@@ -137,3 +138,16 @@ def test_help_lists_commands_by_purpose_those_of_the_first_hour_first(harness):
     ]
     places = [printed.index(f"\n  {name} ") for name in ("prepare", "train", "export", "plan", "verify", "submit")]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("path", "lines"),
+    [
+        ("notes.txt", "notes.jsonl"),
+        ("NOTES.TXT", "NOTES.jsonl"),
+        ("'my notes.Md'", "'my notes.jsonl'"),
+        ("a.txt.d/b.md", "a.txt.d/b.jsonl"),
+    ],
+)
+def test_the_lines_of_a_text_are_written_beside_it_and_never_over_it(path, lines):
+    assert f"jq -cR '{{text: .}}' {path} > {lines};" in text_to_records(path)

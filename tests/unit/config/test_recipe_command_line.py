@@ -39,6 +39,7 @@ def test_settings_and_flags_are_separated(tmp_path):
     assert Options.parse(["--multirun", "a=1,2"], where="") == Options(["a=1,2"], hydra_flags=["--multirun"])
     assert Options.parse(["--info", "plugins"], where="").hydra_flags == ["--info", "plugins"]
     assert Options.parse(["--cfg", "a=1"], where="") == Options(["a=1"], show=True)
+    assert Options.parse(["--cfg=job", "a=1"], where="") == Options(["a=1"], hydra_flags=["--cfg", "job"])
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,11 @@ def test_settings_and_flags_are_separated(tmp_path):
         ("--config-path=x", "--config-path would replace every file"),
         ("--resolve", "unknown flag --resolve"),
         ("--preview", "--preview has no value"),
+        ("--preview=", "--preview has no value"),
+        ("--config-dir=", "--config-dir has no value"),
+        ("--config-name=", "--config-name has no value"),
+        ("--cfg=", "--cfg has no view ''"),
+        ("--cfg=jobs", "--cfg has no view 'jobs'"),
         ("chats.jsonl", "'chats.jsonl' is not a setting"),
     ],
 )
@@ -189,3 +195,11 @@ def test_hydras_own_command_line_explains_mistakes_in_our_words_and_runs_nothing
         assert message in error
         for word in ("Traceback", "Could not", "HYDRA_FULL_ERROR"):
             assert word not in error
+
+
+@pytest.mark.parametrize("content", ["[1, 2]\n", "- num_layers: 2\n", "5\n", "two layers\n", "[" * 3000])
+def test_a_file_that_holds_no_settings_is_refused(own, content):
+    (own / "model").mkdir(exist_ok=True)
+    (own / "model" / "odd.yaml").write_text(content)
+    with pytest.raises(ConfigError):
+        compose_config("sft", SftConfig, ["model=odd"], config_dir=own)

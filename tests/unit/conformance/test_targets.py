@@ -179,6 +179,10 @@ def test_the_command_line_explains_runs_and_saves(tmp_path) -> None:
     done = CliRunner().invoke(app, ["conformance", f"{plain}:padding_changes_nothing", *options])
     assert done.exit_code == 1
     assert "expected loss" in done.output
+    inside = ["--dir", str(tmp_path / "kept"), "--save", str(tmp_path / "kept" / "verdicts.json")]
+    done = CliRunner().invoke(app, ["conformance", plain, *options[:2], *options[4:], *inside])
+    assert done.exit_code == 0, done.output
+    assert '"outcome": "PASS"' in (tmp_path / "kept" / "verdicts.json").read_text()
     done = CliRunner().invoke(app, ["conformance"])
     assert isinstance(done.exception, ConfigError)
 
@@ -204,3 +208,28 @@ def test_a_rank_that_a_checkpoint_is_refused_to_fails_the_check_and_not_another_
     verdicts = run(tmp_path / "run", ["resume-on-more-ranks"], f"{tmp_path / 'refuses.py'}:Refuses")
     assert [one.outcome for one in verdicts] == ["PASS", "FAIL"]
     assert verdicts[1].text == "what other ranks saved is refused: FileNotFoundError: no file of rank 1"
+
+
+ONE_RANK_FAILS = """
+import os
+import time
+from harness.conformance import NotSupported
+from harness.conformance.model import Reference
+
+class Trainer:
+    def build(self, model_folder, data, layout):
+        if layout.loss_average == "conversation":
+            raise NotSupported("it has no such mean")
+        if os.environ["RANK"] == "0":
+            return Reference(model_folder).step
+        time.sleep(2)  # the other rank passes, and goes on to the next check
+        return lambda batch: (99.0, None)
+"""
+
+
+def test_a_check_that_one_rank_began_when_another_failed_the_one_before_is_run_again(tmp_path) -> None:
+    (tmp_path / "uneven.py").write_text(ONE_RANK_FAILS)
+    names = ["token-mean-over-ranks", "conversation-mean-over-ranks"]
+    verdicts = run(tmp_path / "run", names, str(tmp_path / "uneven.py"))
+    assert [(one.outcome, one.text) for one in verdicts[1:]] == [("NOT SUPPORTED", "it has no such mean")]
+    assert verdicts[0].outcome == "FAIL"

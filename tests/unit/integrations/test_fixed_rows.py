@@ -97,3 +97,14 @@ def test_a_row_length_that_a_pack_exceeds_or_the_layout_cannot_cut_is_refused(re
 def test_balanced_schedules_are_refused_by_name(schedule: str) -> None:
     with pytest.raises(ConfigError, match=f"Megatron-Bridge fixes the number of microbatches.*schedule is {schedule}"):
         require_as_packed(schedule, trainer="Megatron-Bridge", setting="dataset.schedule")
+
+
+def test_closing_within_a_step_loses_no_row_of_it(reader: PackReader) -> None:
+    rows = rows_of(reader)
+    first_tokens(rows, 4)
+    position = rows.state_dict()
+    assert first_tokens(rows, 1) == [40]
+    rows.close()
+
+    assert rows.state_dict() == position
+    assert first_tokens(rows, 1) == [40]

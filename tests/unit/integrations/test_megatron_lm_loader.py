@@ -166,3 +166,17 @@ def test_a_version_without_a_training_loop_is_named() -> None:
     with pytest.raises(ConfigError, match=r"megatron\.training") as caught:
         datasets_provider()
     assert "pip install" in caught.value.fix
+
+
+def test_a_middle_stage_of_a_pipeline_reads_bounds_alone_and_has_the_same_position(path: str) -> None:
+    of = arguments(seq_length=16, padded_vocab_size=None, pipeline_model_parallel_size=3)
+    middle = RankLayout(is_first_stage=False, is_last_stage=False)
+    first, other = (
+        data_loader._open(path, LoaderConfig(global_batch_size=4, num_workers=0), layout, of)
+        for layout in (RankLayout(is_last_stage=False), middle)
+    )
+
+    rows = [(next(first), next(other)) for _ in range(4)]
+    assert all(torch.equal(one["cu_seqlens"], two["cu_seqlens"]) for one, two in rows)
+    other.restore_state(first.save_state())
+    assert other.save_state()["packs_consumed"] == 4

@@ -176,8 +176,9 @@ def test_a_stored_row_is_its_pack_in_either_dialect(path: str) -> None:
     assert rows[3]["input_ids"].tolist() == [pack.input_ids.tolist()]
     assert rows[-7]["input_ids"].tolist() == [pack.input_ids.tolist()]
     assert isinstance(StoredRows(path, dialect="megatron")[0], MegatronRow)
-    with pytest.raises(IndexError):
-        rows[10]
+    for outside in (10, -11, -20):
+        with pytest.raises(IndexError):
+            rows[outside]
 
 
 def test_stored_rows_are_joined_without_what_a_trainer_removed(path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from step_metrics import metrics
@@ -80,6 +81,7 @@ def test_the_same_layout_has_no_tolerance_on_a_cpu_and_a_default_one_on_a_gpu() 
     assert messages_of(found, across) == []
     assert (across.loss, across.grad_norm) == (5e-7, 2e-6)
     assert "order in which their parts arrive" in across.reason
+    assert on_device(Tolerances(0.0, 0.0), "cpu", num_ranks=2) == Tolerances(0.0, 0.0)  # of settings
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_case_is_ranks_and_settings() -> None:
     case = parse_case("1 format=parquet loader.num_workers=2")
     assert (case.name, case.value_of("format")) == ("parquet num_workers=2", "parquet")
     assert case.settings == ("loader.num_workers=2",)
-    for text in ("", "tp2", "0 parallel=tp2", "4 tp2"):
+    for text in ("", "tp2", "0 parallel=tp2", "4 tp2", "\u00b2 parallel=tp2"):
         with pytest.raises(ConfigError, match="is not a valid case"):
             parse_case(text)
 
@@ -154,6 +156,11 @@ def test_the_first_case_is_the_reference_and_a_check_from_a_checkpoint_has_a_run
         (["1 parallel=data"], "1 cases to run"),
         (["1 parallel=data", "4 parallel=tp2"], "1 cases to run"),
         (["1 parallel=data", "1 parallel=data"], "two cases are named"),
+        (["1 parallel=data", "1 model.x=[1,2]", "1 model.x=[1;2]"], "two cases are named"),
+        (
+            ["1 parallel=data", "1 " + " ".join(f"model.x{number}=1" for number in range(60))],
+            "but a folder.s name has at most 255",
+        ),
         (["1 parallel=data", "1 format=parquet"], "refers to 'parquet', which is not among npy"),
         (["1 parallel=data", "1 version=new"], "refers to 'new', which is not among none"),
     ],
@@ -161,3 +168,38 @@ def test_the_first_case_is_the_reference_and_a_check_from_a_checkpoint_has_a_run
 def test_a_matrix_that_cannot_be_compared_is_refused(cases, what) -> None:
     with pytest.raises(ConfigError, match=what):
         cells(cases, max_ranks=2)
+
+
+class Counted(int):
+    """A number that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return int(self) == other
+
+
+def test_missing_steps_of_a_long_run_are_found_without_comparing_all_with_all() -> None:
+    steps = [replace(step(1), step=Counted(number)) for number in range(1, 2001)]
+    made = compare_runs(run(steps), run(steps[:1000]), Tolerances())
+
+    (difference,) = [check.difference for check in made if check.name == "steps"]
+    assert difference is not None
+    assert difference.message == "1000 of 2000 steps were completed, step 1001 is missing"
+    assert Counted.compared < 20 * len(steps)
+
+
+def test_every_validation_set_is_compared() -> None:
+    found = [step(1), step(2, evaluation_losses={"math": 3.0, "code": 2.0}), step(3)]
+    other = [step(1), step(2, evaluation_losses={"math": 3.1, "code": 2.0}), step(3)]
+
+    def named(expected: list[StepMetrics], found: list[StepMetrics]) -> str | None:
+        made = compare_runs(run(expected), run(found), Tolerances())
+        difference = next(check for check in made if check.name == "validation_loss").difference
+        return None if difference is None else difference.message
+
+    assert named(found, found) is None
+    assert str(named(found, other)).startswith("step 2: math is 3.1, not 3.0 (relative difference 3.3e-02")
+    assert named(EXPECTED, found) == "step 2: math is 3.0, not missing (relative difference inf, at most 5e-07)"

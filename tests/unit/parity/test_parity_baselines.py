@@ -93,6 +93,9 @@ def test_a_baseline_that_is_missing_or_damaged_fails(kept, data, tmp_path) -> No
         whole[:-200],
         whole.replace('"step_s": 0.0', '"step_s": "x"'),
         whole.replace('"experts": {}', '"experts": 1'),
+        whole.replace('"loss": 0.0001', '"loss": 7'),
+        whole.replace('"environment": {', '"environment": [], "kept": {'),
+        whole.replace('"created": "', '"created": 5, "kept": "'),
     ):
         path.write_text(damaged)
         report = against("small", run, kept, command="")

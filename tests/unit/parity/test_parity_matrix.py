@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from harness.recipes.parity import ParityConfig, device_of, make_dataset, plan
+from harness.recipes.parity import ParityConfig, device_of, main, make_dataset, plan
 
 from harness.config import compose_config
 from harness.errors import ConfigError
@@ -15,6 +16,7 @@ from harness.formats import FORMATS
 from harness.parity.assemble import cell_result
 from harness.parity.cells import Cell, parse_case
 from harness.parity.running import Finished, fingerprints, run_cells
+from harness.storage import Marker
 
 from ...samples.recorded_runs import write_run
 
@@ -38,6 +40,7 @@ def test_the_default_compares_every_format_with_legacy_npy_and_the_device_is_tha
     assert device_of(config()) == "cpu"
     assert device_of(config("device=cuda")) == "cuda"
     assert device_of(config('sft_more=["trainer.device=cpu", "trainer.device=cuda"]')) == "cuda"
+    assert device_of(config('sft_more=["++trainer.device=cuda"]')) == "cuda"
     with pytest.raises(ConfigError, match="device is auto"):
         device_of(config('sft_more=["trainer.device=auto"]'))
 
@@ -51,6 +54,11 @@ def test_the_default_compares_every_format_with_legacy_npy_and_the_device_is_tha
         (["device=auto"], "'auto' is not known"),
         (['sft_more=["data.path=x"]'], "data.path=x would replace the data of every cell"),
         (['sft=["data=train_blend"]'], "data=train_blend would replace the data of every cell"),
+        (['sft_more=["trainer.steps=50"]'], "trainer.steps=50 would not be used"),
+        (['sft=["optimizer.decay_steps=9"]'], "optimizer.decay_steps=9 would not be used"),
+        (['sft_more=["++run_dir=x"]'], "run_dir=x would not be used"),
+        (["dataset=s3://bucket/chats"], "dataset is a URI"),
+        (['versions=["a=/x", "a=/y"]'], "a name is given twice"),
     ],
 )
 def test_a_meaningless_matrix_is_refused(overrides, what) -> None:
@@ -174,6 +182,9 @@ def test_the_error_of_a_failed_cell_is_its_reason(cell, tmp_path) -> None:
     script.write_text("#!/bin/sh\necho '[rank0]: AttributeError: no such thing'; exit 1\n")
     failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
     assert failed.reason.startswith("AttributeError: no such thing")
+    script.write_text("#!/bin/sh\necho 'OSError: s3://key:tops3cret@bucket is gone'; exit 1\n")
+    failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
+    assert failed.reason.startswith("OSError: s3://***@bucket is gone")
     script.write_text("#!/bin/sh\nkill -9 $$\n")
     failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
     assert failed.reason.startswith("killed by signal 9")
@@ -196,3 +207,58 @@ def test_a_second_matrix_in_the_same_folder_is_refused(cell, tmp_path) -> None:
 
     run_cells([cell], folder, slots=1, timeout_s=60, watch=second)
     assert refused
+
+
+def test_a_check_or_a_family_that_is_named_twice_runs_once(tmp_path) -> None:
+    cells, _ = plan(config("check=schedules+schedules", "max_ranks=1"), tmp_path, tmp_path, "cpu")
+    names = [cell.name for cell in cells]
+    assert len(names) == len(set(names)) == 3
+
+
+def test_a_kind_of_media_without_an_encoder_is_refused(tmp_path) -> None:
+    made = config("check=media", "kinds.mine='model.num_layers=2'", 'media=["1 kind=mine", "2 kind=mine"]')
+    with pytest.raises(ConfigError, match=r"kind 'mine' has no model\.encoder"):
+        plan(made, tmp_path, tmp_path, "cpu")
+
+
+def test_a_matrix_in_a_folder_that_is_used_or_cannot_be_made_changes_nothing(tmp_path, data, monkeypatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="the folder cannot be used") as refused:
+        main(config("check=schedules", f"folder={tmp_path / 'file'}", f"dataset={data}"))
+    assert refused.value.where == str(tmp_path / "file")
+    (tmp_path / "matrix/cells/schedules__as_packed").mkdir(parents=True)
+    running = Marker(tmp_path / "matrix/.lock")
+    running.acquire()
+    try:
+        with pytest.raises(ConfigError, match="another parity run is using this folder"):
+            main(config("check=schedules", f"folder={tmp_path / 'matrix'}", f"dataset={data}", "fresh=true"))
+    finally:
+        running.release(remove=True)
+    assert (tmp_path / "matrix/cells/schedules__as_packed").is_dir()
+
+
+@pytest.mark.parametrize("dataset", ["", "/shard", "/shar", "/sh*", "/*"])
+def test_a_cell_is_run_again_after_a_change_of_the_files_of_any_form_of_path(cell, tmp_path, dataset) -> None:
+    chosen = replace(cell, dataset=f"{tmp_path / 'data'}{dataset}")
+    before = fingerprints([chosen])
+    (tmp_path / "data" / "shard").write_text("three")
+    assert fingerprints([chosen]) != before
+
+
+def test_a_cell_whose_records_are_damaged_failed_and_the_others_are_reported(data, tmp_path) -> None:
+    cases = config('formats=["1 format=npy","1 format=memmap"]', 'datasets=["npy=a","memmap=b"]')
+    (one, other), _ = plan(cases, data, tmp_path, "cpu")
+    for cell in (one, other):
+        write_run(cell.run_folder(tmp_path), data)
+    whole = other.record(tmp_path).read_text()
+    other.record(tmp_path).write_text(f"nothing\n{whole}")
+    known = {cell.name: cell for cell in (one, other)}
+    finished = {name: Finished("", "", 1.0, None) for name in known}
+    result = cell_result(other, finished, folder=tmp_path, known=known, device="cpu")
+    assert result.status == "failed"
+    assert "line 1 is not a step's metrics" in result.reason
+
+
+def test_a_value_of_a_small_model_is_changed_by_its_name() -> None:
+    assert config("models.qwen2.hidden_size=64").models["qwen2"] == {"tie_word_embeddings": True, "hidden_size": 64}

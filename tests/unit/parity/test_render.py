@@ -17,10 +17,11 @@ from parity_reports import DATA_DIFFERENCE, all_same, cell, checks, one_of_each,
 import harness.parity.pages
 from harness.errors import ConfigError
 from harness.parity import result
-from harness.parity.pages import render_all, render_junit, render_page
+from harness.parity.pages import publish, render_all, render_junit, render_page
 from harness.parity.pages.curves import FLOOR, differences, draw_charts
 from harness.parity.pages.matrix import arrange
 from harness.parity.result import Difference, Series, to_json
+from harness.printing import open_console
 from harness.tables import Table
 
 SCHEMA = json.loads(Path(harness.parity.pages.__file__).with_name("report.schema.json").read_text())
@@ -159,3 +160,15 @@ def test_the_schema_describes_every_field(kind):
     assert all("description" in one for name, one in described["properties"].items() if name != "series")
     assert SCHEMA["properties"]["schema"]["const"] == result.SCHEMA
     assert kind != "CellResult" or tuple(described["properties"]["status"]["enum"]) == result.STATUSES
+
+
+def test_no_page_shows_the_credentials_of_a_command(tmp_path, capsys):
+    secret = "s3://key:tops3cret@bucket/data"
+    broken = cell("a", "memmap", 0, status="failed", checks=[], reason=secret, command=f"sft data.path={secret}")
+    found = report([reference(), broken], command=secret, environment={"settings": secret, "loss": "3"})
+    publish(found, open_console(), tmp_path)
+    files = [file.read_text() for file in tmp_path.iterdir()]
+    assert len(files) == 3
+    for text in (*files, capsys.readouterr().out):
+        assert "tops3cret" not in text
+        assert "s3://***@bucket/data" in text

@@ -114,6 +114,10 @@ def test_digests_round_trip_and_a_resumed_run_replaces_the_steps_it_repeats(data
     assert np.array_equal(kept["labels"], whole.labels[start:stop])
     assert row.lengths[1] == kept["tokens"].shape[0]
     assert kept_sequence(tmp_path, 9, row, 1) == {}
+    for damaged in (b"", b"no archive", (tmp_path / "batches/step-00000001.npz").read_bytes()[:300]):
+        (tmp_path / "batches/step-00000002.npz").write_bytes(damaged)
+        with pytest.raises(FormatError, match="the batches of step 2 cannot be read"):
+            kept_sequence(tmp_path, 2, row, 1)
 
     (tmp_path / DIGESTS_FILE).write_bytes(b"")  # a power failure, in a run that did not force it to disk
     printed: list[str] = []
