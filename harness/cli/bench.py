@@ -58,11 +58,7 @@ def run_bench(
         return
     from harness.bench.workspace import Workspace
 
-    with os_errors_as(
-        ConfigError, "the folder cannot be created", where=f"--dir {folder}", fix="choose another folder"
-    ):
-        workspace = Workspace(folder, keep=keep)
-    with workspace:
+    with Workspace(folder, keep=keep) as workspace:
         report = run_measurement(lambda progress: chosen.measure(sizes, workspace, progress), as_json=as_json)
     if save is not None:
         with os_errors_as(ConfigError, "the results cannot be written", where=save, fix="choose another file"):
