@@ -48,8 +48,7 @@ class PackPart(NamedTuple):
 class ShardReader(ABC):
     """The open files of one shard, used by one process only.
 
-    Attributes:
-        entry: the local copies that the files are, which are evicted only once this is gone; None for others.
+    `entry` are the local copies that the files are, which are evicted only once this is gone; None for others.
     """
 
     num_packs: int
@@ -93,8 +92,7 @@ class ShardReader(ABC):
 class ShardWriter(ABC, Generic[File]):
     """The files of one shard, which exist under their names only once it is finished.
 
-    Args:
-        files: starts them, in this order; those that were started are dropped if one cannot be.
+    `files` starts them, in this order; those that were started are dropped if one cannot be.
     """
 
     def __init__(self, names: Sequence[str], files: Iterable[File]) -> None:

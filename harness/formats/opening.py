@@ -256,14 +256,12 @@ def list_file_problems(folder: Folder, manifest: Manifest, *, hashes: bool = Fal
 
 
 def _find_bare(format: Format, place: Place) -> Sequence[Place]:
-    """Return the shards of a format at a place."""
     if isinstance(place, Path):
         return format.find_bare(place)
     return [place] if format.in_buckets and place.name.endswith(format.suffixes) else []
 
 
 def _open_files(path: str, places: Sequence[Place]) -> PackReader:
-    """Open files of one format in natural order."""
     places = sorted(places, key=lambda place: natural_key(str(place)))
     formats = [format for format in _formats() if any(_find_bare(format, place) for place in places)]
     if formats:

@@ -131,11 +131,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
 
 
 def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> PackDifference | None:
-    """Return the first difference between two datasets, or None. Reads every pack of both up to there.
-
-    Raises:
-        FormatError: either cannot be opened, or a pack of it cannot be read.
-    """
+    """Return the first difference between two datasets, or None, reading both up to there; FormatError for damage."""
     with closing(open_dataset(a)) as first, closing(open_dataset(b)) as second:
         return diff_readers(first, second)
 
