@@ -64,9 +64,7 @@ class ShardReader(ABC):
     def read(self, rows: Sequence[int], parts: Sequence[PackPart] = ()) -> list[tuple[Pack, int | None]]:
         """Read packs in the order of `rows`: at least `parts` of them, all of each if none are given.
 
-        Returns:
-            each pack, with -1 for the ids that were not read, and then the digest that all its ids should have; None
-            for a whole pack.
+        Each has -1 for the ids that were not read, and then the digest that all its ids should have; None if whole.
         """
         return [(self.read_row(row), None) for row in rows]
 

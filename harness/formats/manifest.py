@@ -172,8 +172,7 @@ def content_checksum(values: Mapping[str, Any]) -> str:
 def load_manifest(folder: Path | Folder) -> Manifest | None:
     """Read a folder's manifest, or return None if it has none of ours: other tools also write a `manifest.json`.
 
-    Raises:
-        FormatError: it is unreadable, damaged, breaks an invariant, or was written by a newer version.
+    FormatError if it is unreadable, damaged, breaks an invariant, or was written by a newer version.
     """
     folder = LocalFolder(folder) if isinstance(folder, Path) else folder
     where = folder.where(MANIFEST_NAME)

@@ -54,7 +54,6 @@ class TokenSource(CheckedSettings):
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
-        """The dtype that `vocab_size` fixes, if it is given."""
         return None if self.vocab_size is None else smallest_dtype(self.vocab_size)
 
     def batches(self, paths: Iterable[Path]) -> Iterator[TokenBatch]:

@@ -99,7 +99,6 @@ class ClaimStore:
         return True
 
     def delete(self, name: str) -> None:
-        """Delete an object; a missing one is no error."""
         delete_object(self.place / name)
 
 
