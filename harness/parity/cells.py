@@ -49,7 +49,6 @@ class RunCase:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Return the settings of `recipes.sft`."""
         return tuple(f"{key}={value}" for key, value in self._pairs if key not in _OWN)
 
 

@@ -141,7 +141,6 @@ def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> 
 
 
 def run_part(name: str, size: str, device: str, folder: str) -> dict[str, Any]:
-    """Measure one part on this rank."""
     from harness.bench.gpu.environment import SIZES
 
     sizes, workspace = replace(SIZES[size], device=device), Workspace(Path(folder), keep=True)
