@@ -204,8 +204,7 @@ def plan_check(
     if start is None:
         return cells
     # With the default plan: it runs alone, whatever the others do.
-    before = replace(cells[0], name=start, start=None, steps=steps_before, is_reported=False, plan=_ALONE)
-    return [before, *cells]
+    return [replace(cells[0], name=start, start=None, steps=steps_before, is_reported=False, plan=_ALONE), *cells]
 
 
 def _folder_name(name: str) -> str:

@@ -175,8 +175,7 @@ class IsolationCheck:
         held = _slice_for_rank(whole, self.row.cu_seqlens_padded, self.layout.cp_size, self.layout.cp_rank)
         if held.shape[0] == tokens:
             return held
-        parts = np.split(held, self.parallel.tensor_parallel_size)  # sequence parallelism
-        return np.asarray(parts[self.layout.tp_rank])
+        return np.split(held, self.parallel.tensor_parallel_size)[self.layout.tp_rank]  # sequence parallelism
 
     def _check_fields(self, prepare: Prepare) -> list[str]:
         """Compare the batch on this rank with one made document by document."""

@@ -79,8 +79,8 @@ def describe_gpus(device: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(number)
         known["gpus"].append(f"{properties.name}, {properties.total_memory / 1e9:.1f} GB")
     printed, code = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    missing = "unknown" if code is not None else "unknown: there is no nvidia-smi"
-    known["driver"] = missing if code or not printed else printed.splitlines()[0].strip()
+    missing = "unknown: there is no nvidia-smi" if code is None else "unknown"
+    known["driver"] = (printed.splitlines() or [missing])[0].strip()
     try:
         import transformer_engine.pytorch  # noqa: F401
 
@@ -128,8 +128,7 @@ def _copied_bytes(sizes: Sizes) -> int:
 def measure_products(device: torch.device, dtype: torch.dtype, size: int, *, rounds: int) -> list[float]:
     """Return the TFLOP/s of products of two random square matrices, a sample a round."""
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    made = torch.empty_like(one)
-    product = partial(torch.matmul, one, other, out=made)
+    product = partial(torch.matmul, one, other, out=torch.empty_like(one))
     time_on(device, product)
     return [2 * size**3 / time_on(device, product) / 1e12 for _ in range(max(rounds, 1))]
 
@@ -180,7 +179,7 @@ def _facts(device: torch.device) -> dict[str, str]:
             facts["NCCL"] = ".".join(map(str, of_nccl()))
         facts["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
         printed, code = output_of("nvidia-smi", "topo", "-m")
-        if code == 0 and torch.cuda.device_count() > 1:
+        if code is not None and torch.cuda.device_count() > 1:
             facts["links"] = printed.strip()
     for name, module in (("Apex's weight gradient", "fused_weight_gradient_mlp_cuda"), ("flash-attn", "flash_attn")):
         facts[name] = "installed" if importlib.util.find_spec(module) else "not installed"
