@@ -220,7 +220,7 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
         **dict.fromkeys(("formats", "workers"), CheckPlan(IDENTICAL)),
         "schedules": CheckPlan(across),
         **dict.fromkeys(("layouts", "context", *_BY_KIND), of_layouts),
-        "isolation": CheckPlan(IDENTICAL, shares_processes=True, program=ISOLATION, has_reference=False),
+        "isolation": CheckPlan(IDENTICAL, shares_processes=True, program=ISOLATION),
         "reference": CheckPlan(across, shares_processes=True),
         "versions": CheckPlan(OTHER_KERNELS if across == Tolerances() else across),
     }
