@@ -154,7 +154,6 @@ class ParityConfig(CheckedSettings):
         return list(dict.fromkeys(CHECKS if self.check == "all" else self.check.split("+")))
 
     def kinds_of(self, cases: list[str]) -> list[str]:
-        """Return the kinds that cases name, in their order."""
         named = [parse_case(text, where="kinds").value_of(KIND) or "" for text in cases]
         unknown = next((kind for kind in named if kind not in self.kinds), None)
         if unknown is not None:
@@ -169,7 +168,6 @@ class ParityConfig(CheckedSettings):
 
 
 def paths_by_name(texts: list[str]) -> dict[str, str]:
-    """Parse texts of the form `NAME=PATH`."""
     return {text.partition("=")[0]: text.partition("=")[2] for text in texts}
 
 
@@ -222,7 +220,7 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
         **dict.fromkeys(("formats", "workers"), CheckPlan(IDENTICAL)),
         "schedules": CheckPlan(across),
         **dict.fromkeys(("layouts", "context", *_BY_KIND), of_layouts),
-        "isolation": CheckPlan(IDENTICAL, shares_processes=True, program=ISOLATION, has_reference=False),
+        "isolation": CheckPlan(IDENTICAL, shares_processes=True, program=ISOLATION),
         "reference": CheckPlan(across, shares_processes=True),
         "versions": CheckPlan(OTHER_KERNELS if across == Tolerances() else across),
     }

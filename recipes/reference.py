@@ -13,7 +13,6 @@ from harness.plan import SftConfig
 
 
 def main(config: SftConfig) -> int:
-    """Train; return 0."""
     from harness.parity.reference import train_reference
 
     return train_reference(config)

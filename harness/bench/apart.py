@@ -25,13 +25,10 @@ _WITH_MEGATRON = "harness.bench.gpu"
 def measure_apart(
     place: str, *arguments: object, ranks: int = 1, limit_s: float = _LIMIT_S, log: Path | None = None
 ) -> Any:
-    """Call a function in a process of its own, or on the ranks of a job, and return what it returns on rank 0.
+    """Call `module:function` in a process of its own, or on the ranks of a job, and return what it returns on rank 0.
 
-    Args:
-        place: `module:function`; it gets `arguments` as text, and returns what JSON has.
-
-    Raises:
-        HarnessError: the function failed, or took longer; the error has the last line of the output that names one.
+    It gets `arguments` as text, and returns what JSON has. Raises HarnessError if it failed, or took longer; the error
+    has the last line of the output that names one.
     """
     with tempfile.TemporaryDirectory() as folder:
         made, log = Path(folder, "made.json"), log or Path(folder, "log")

@@ -143,7 +143,6 @@ class BenchReport:
 
     @property
     def missed(self) -> list[Figure]:
-        """Return the figures that do not meet their targets."""
         return [figure for figure in self.figures if figure.met is False]
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,7 +191,6 @@ def figure_table(figures: Iterable[Figure]) -> Table:
 
 
 def figure_row(figure: Figure) -> tuple[str | TableCell, ...]:
-    """Return the row of a figure in `figure_table`."""
     ends = (show_number(min(figure.samples)), show_number(max(figure.samples))) if len(figure.samples) > 1 else ()
     shown = f"{show_number(figure.value)} {figure.unit}".rstrip()
     is_slower = figure.met is None and figure.of and figure.unit == "x" and figure.value < 1

@@ -83,7 +83,6 @@ def open_feed(
     workers: int = 0,
     cost: SequenceCost | None = None,
 ) -> Feed:
-    """Return the batches of a dataset for this rank."""
     config = LoaderConfig(global_batch_size=global_batch, num_workers=workers)
     reader = open_dataset(str(path))
     return Feed(lambda: Loader(reader, config, schedule=schedule, layout=layout, cost=cost), device=device)

@@ -48,8 +48,7 @@ class PackPart(NamedTuple):
 class ShardReader(ABC):
     """The open files of one shard, used by one process only.
 
-    Attributes:
-        entry: the local copies that the files are, which are evicted only once this is gone; None for others.
+    `entry` are the local copies that the files are, which are evicted only once this is gone; None for others.
     """
 
     num_packs: int
@@ -65,9 +64,7 @@ class ShardReader(ABC):
     def read(self, rows: Sequence[int], parts: Sequence[PackPart] = ()) -> list[tuple[Pack, int | None]]:
         """Read packs in the order of `rows`: at least `parts` of them, all of each if none are given.
 
-        Returns:
-            each pack, with -1 for the ids that were not read, and then the digest that all its ids should have; None
-            for a whole pack.
+        Each has -1 for the ids that were not read, and then the digest that all its ids should have; None if whole.
         """
         return [(self.read_row(row), None) for row in rows]
 
@@ -93,8 +90,7 @@ class ShardReader(ABC):
 class ShardWriter(ABC, Generic[File]):
     """The files of one shard, which exist under their names only once it is finished.
 
-    Args:
-        files: starts them, in this order; those that were started are dropped if one cannot be.
+    `files` starts them, in this order; those that were started are dropped if one cannot be.
     """
 
     def __init__(self, names: Sequence[str], files: Iterable[File]) -> None:

@@ -40,17 +40,13 @@ def convert_dataset(
 
     Memory does not grow with the dataset, except for `npy`, of which up to 64 unpickled shards are kept. The same call
     after an interruption continues after the last whole shard; a finished destination with the content of the source
-    and the pack size is not written again.
+    and the pack size is not written again. Returns the destination's manifest.
 
     Args:
         source: as for `open_dataset`.
-        destination: as for `open_writer`.
+        destination, packs_per_shard, rows_per_group, overwrite: as for `open_writer`.
         pack_size: tokens that no pack exceeds; the source's if None.
-        packs_per_shard, rows_per_group, overwrite: as for `open_writer`.
         progress: called with the stage (`convert`, `compare`), packs done and packs in total.
-
-    Returns:
-        the destination's manifest.
 
     Raises:
         ConfigError: source and destination are the same, or the destination has the packs of the source.

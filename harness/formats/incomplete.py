@@ -226,14 +226,11 @@ def repair_manifest(
     A pack is whole if it has the checksum that the index has for it, or if its format keeps checksums in the shards.
 
     Args:
-        path: folder of a dataset whose manifest is missing or damaged.
+        path: folder on a disk (ConfigError for others) of a dataset whose manifest is missing or damaged.
         progress: called with shards read and shards in total.
 
     Returns:
         the manifest, None if it was not written; the problems that prevent it; what could not be restored.
-
-    Raises:
-        ConfigError: the path is not a folder on a disk.
     """
     folder = open_folder(path)
     if not isinstance(folder, LocalFolder) or not folder.place.is_dir():

@@ -47,17 +47,13 @@ class PackIndex:
 def lengths_from_starts(
     num_tokens: Int64Array, starts: npt.NDArray[Any], offsets: npt.NDArray[Any], *, where: str, first_row: int = 0
 ) -> Int32Array:
-    """Compute sequence lengths of packs that store where their sequences start.
+    """Compute sequence lengths, int32 [sequences], of packs that store where their sequences start.
 
     Args:
         num_tokens: int64 [packs], tokens of each pack.
         starts: start positions of the sequences of all packs, end to end.
         offsets: integers [packs + 1]; pack p has starts[offsets[p]:offsets[p + 1]].
-        where: file, for errors.
-        first_row: number of the first pack, for errors.
-
-    Returns:
-        int32 [sequences].
+        where, first_row: file and number of the first pack, for errors.
     """
     counts = np.diff(offsets.astype(np.int64))
     if counts.shape[0] == 0:
@@ -154,7 +150,6 @@ class IndexPart:
     manifest: Manifest | None = None
 
     def to_bytes(self) -> bytes:
-        """Serialize the arrays end to end."""
         arrays = (self.sequence_counts, self.sequence_lengths, self.checksums, self.media)
         return b"".join(array.tobytes() for array in arrays)
 

@@ -66,11 +66,7 @@ def find_datasets(path: str) -> list[str]:
 
 
 def inspect_dataset(path: str) -> DatasetSummary:
-    """Summarize a dataset from its index; only files without a manifest are read for it.
-
-    Raises:
-        FormatError: there is no dataset, or it is damaged.
-    """
+    """Summarize a dataset from its index; only files without a manifest are read. FormatError if it is damaged."""
     reader = open_dataset(path)
     lengths = np.asarray(reader.sequence_lengths, np.int64)
     manifest = reader.manifest
@@ -181,12 +177,7 @@ def find_pack(reader: PackReader, index: int) -> Pack:
 
 
 def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> RenderableType:
-    """Render the text of one pack, sequence by sequence; tokens that are trained as labels stand out.
-
-    Raises:
-        ConfigError: there is no such pack.
-        FormatError: the pack is damaged.
-    """
+    """Render the text of one pack, sequence by sequence; tokens that are trained stand out. Raises as `find_pack`."""
     pack = find_pack(reader, index)
     number = index % len(reader)
     trained = int(np.count_nonzero(pack.loss_mask))
@@ -199,13 +190,9 @@ def render_pack(reader: PackReader, index: int, tokenizer: Decoder) -> Renderabl
         trained = int(np.count_nonzero(sequence.loss_mask))
         counts = f"{count_of(len(sequence), 'token')}, {trained:,} trained"
         parts.append(Text(f"\nsequence {place}: {counts}", style="bold cyan"))
-        parts.append(render_sequence(sequence, tokenizer))
+        # A token is marked if the position before it trains it.
+        parts.append(render_runs(text_runs(sequence, tokenizer)))
     return Group(*parts)
-
-
-def render_sequence(sequence: SequenceView, tokenizer: Decoder) -> Text:
-    """Render the text of one sequence; a token is marked if the position before it trains it."""
-    return render_runs(text_runs(sequence, tokenizer))
 
 
 def render_runs(runs: Iterable[tuple[str, bool]], *, has_color: bool = True) -> Text:

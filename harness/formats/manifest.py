@@ -172,8 +172,7 @@ def content_checksum(values: Mapping[str, Any]) -> str:
 def load_manifest(folder: Path | Folder) -> Manifest | None:
     """Read a folder's manifest, or return None if it has none of ours: other tools also write a `manifest.json`.
 
-    Raises:
-        FormatError: it is unreadable, damaged, breaks an invariant, or was written by a newer version.
+    FormatError if it is unreadable, damaged, breaks an invariant, or was written by a newer version.
     """
     folder = LocalFolder(folder) if isinstance(folder, Path) else folder
     where = folder.where(MANIFEST_NAME)
@@ -214,23 +213,21 @@ def _parse_json(data: str | bytes, where: str) -> Any:
 
 def _parse(values: Any, where: str) -> Manifest:
     """Build a manifest from its JSON values; raise FormatError for other keys, types, counts or names."""
-    manifest, problem = None, ""
+    manifest, known = None, (MANIFEST_VERSION, MEDIA_VERSION)
     if not (isinstance(values, dict) and values.keys() >= _REQUIRED):
-        problem = "lacks format, version, fingerprint or shards"
-    known = (MANIFEST_VERSION, MEDIA_VERSION)
-    if not problem and isinstance(values["version"], int) and values["version"] not in known:
+        problem: str | None = "lacks format, version, fingerprint or shards"
+    elif isinstance(values["version"], int) and values["version"] not in known:
         what = f"the manifest has version {values['version']}; this program reads version {known[0]} and {known[1]}"
         fix = "use the version of the program that wrote it, or write the dataset again"
         raise FormatError(what, where=where, fix=fix)
-    if not problem:
+    else:
         try:
             # Keys of later versions are left out; the checksum covers them.
             origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
             manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
+            problem = _count_problem(manifest) or _name_problem(manifest) or _content_problem(manifest, values)
         except (ValueError, RecursionError) as error:
             problem = f"is damaged: {error}"
-    if manifest is not None:
-        problem = _count_problem(manifest) or _name_problem(manifest) or _content_problem(manifest, values)
     if manifest is None or problem:
         raise FormatError(f"the manifest {problem}", where=where, fix=_restore(where))
     return manifest

@@ -165,10 +165,6 @@ def _refuse_lost_shards(places: Sequence[Place], *, whole: bool = False) -> None
                 _check_files(folder, manifest)
 
 
-def _formats() -> list[Format]:
-    return [load_format(name) for name in FORMATS]
-
-
 def _check_files(folder: Folder, manifest: Manifest) -> None:
     if manifest.format not in FORMATS:
         what = f"the manifest contains an unknown format, {manifest.format[:40]!r}"
@@ -256,16 +252,14 @@ def list_file_problems(folder: Folder, manifest: Manifest, *, hashes: bool = Fal
 
 
 def _find_bare(format: Format, place: Place) -> Sequence[Place]:
-    """Return the shards of a format at a place."""
     if isinstance(place, Path):
         return format.find_bare(place)
     return [place] if format.in_buckets and place.name.endswith(format.suffixes) else []
 
 
 def _open_files(path: str, places: Sequence[Place]) -> PackReader:
-    """Open files of one format in natural order."""
     places = sorted(places, key=lambda place: natural_key(str(place)))
-    formats = [format for format in _formats() if any(_find_bare(format, place) for place in places)]
+    formats = [format for format in map(load_format, FORMATS) if any(_find_bare(format, place) for place in places)]
     if formats:
         format = formats[0]
         if others := [place for place in places if not _find_bare(format, place)]:
@@ -279,7 +273,7 @@ def _open_files(path: str, places: Sequence[Place]) -> PackReader:
         return _open_bare(path, format, [*shards])
     if isinstance(places[0], Path):
         raise _nothing(places[0])
-    readable = ", ".join(format.name for format in _formats() if format.in_buckets)
+    readable = ", ".join(format.name for format in map(load_format, FORMATS) if format.in_buckets)
     what = f"objects without a manifest open in object storage as {readable} only, not {places[0].name}"
     raise FormatError(what, where=path, fix="copy them to a folder and convert them there")
 
@@ -348,4 +342,4 @@ def _nothing(path: Path) -> FormatError:
 
 
 def _suffixes() -> tuple[str, ...]:
-    return tuple(sorted({suffix for format in _formats() for suffix in format.suffixes}))
+    return tuple(sorted({suffix for format in map(load_format, FORMATS) for suffix in format.suffixes}))

@@ -47,15 +47,12 @@ class PackDifference:
 
 
 def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """List all problems of a dataset.
+    """List all problems of a dataset at a path, as `open_dataset` takes it.
 
     Checks existence, size and hash of every file of the manifest, that there is no other shard, the checksum and the
     invariants of every pack, the manifest's counts, and the fingerprint. Of a dataset without a whole manifest, every
     shard is read and compared with what is left of its index. Files of other tools must only keep the invariants.
-
-    Args:
-        path: as for `open_dataset`.
-        progress: called with packs checked and packs in total.
+    `progress` is called with packs checked and packs in total.
     """
     problems: list[Problem] = []
     manifest = None
@@ -131,11 +128,7 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
 
 
 def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> PackDifference | None:
-    """Return the first difference between two datasets, or None. Reads every pack of both up to there.
-
-    Raises:
-        FormatError: either cannot be opened, or a pack of it cannot be read.
-    """
+    """Return the first difference between two datasets, or None, reading both up to there; FormatError for damage."""
     with closing(open_dataset(a)) as first, closing(open_dataset(b)) as second:
         return diff_readers(first, second)
 
@@ -146,15 +139,20 @@ def _fields(pack: Pack) -> dict[str, npt.NDArray[Any]]:
     return {name: getattr(pack, name) for name in FIELDS} | columns
 
 
+def first_difference(values: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+    """Return the index of the first difference; the end of the shorter array where all before it is equal."""
+    count = min(values.shape[0], other.shape[0])
+    differs = values[:count] != other[:count]
+    return int(np.argmax(differs)) if differs.any() else count
+
+
 def diff_readers(a: PackReader, b: PackReader) -> PackDifference | None:
     for pack_id, packs in enumerate(zip(a, b, strict=False)):
         first, second = map(_fields, packs)
         for field, one in first.items():
             other = second[field]
-            count = min(one.shape[0], other.shape[0])
-            differs = one[:count] != other[:count]
-            if differs.any():
-                at = int(np.argmax(differs))
+            at = first_difference(one, other)
+            if at < min(one.shape[0], other.shape[0]):
                 return PackDifference(pack_id, field, at, int(one[at]), int(other[at]))
             if one.shape[0] != other.shape[0]:
                 return PackDifference(pack_id, f"{field}.length", None, one.shape[0], other.shape[0])

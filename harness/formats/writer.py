@@ -220,7 +220,8 @@ class PackWriter:
         if self._resumes and isinstance(self._folder, BucketFolder):
             self._folder.write(_part_name(number), [path.read_bytes()])
         self._shard = self._media = None
-        self._add_finished(stored, totals)
+        self._finished.append(stored)
+        self._finished_totals += totals
         self._builder = IndexBuilder()
 
     def _finish(self) -> None:
@@ -259,10 +260,6 @@ class PackWriter:
             manifest.save(self._folder)
         self.manifest = manifest
 
-    def _add_finished(self, shard: Shard, totals: Totals) -> None:
-        self._finished.append(shard)
-        self._finished_totals += totals
-
     def _part_path(self, number: int) -> Path:
         return self._folder.scratch / _part_name(number)
 
@@ -295,7 +292,8 @@ class PackWriter:
             is_short = totals.num_packs != self._sizes["packs_per_shard"]
             if is_short or any(file_problems(self._folder, shard.files, "file", hashes=hashes)):
                 return names
-            self._add_finished(shard, totals)
+            self._finished.append(shard)
+            self._finished_totals += totals
             names += [*(stored.path for stored in shard.files), _part_name(number)]
 
 
@@ -345,11 +343,7 @@ class FolderClaim:
         self._created = False
 
     def enter(self) -> None:
-        """Claim the folder and remove the leftovers of an interrupted write.
-
-        Raises:
-            FormatError: another process writes here, or the folder holds something else.
-        """
+        """Claim the folder and remove what an interrupted write left; FormatError if it is in use or holds others."""
         folder = self.folder
         self._created = folder.make()
         names = folder.names()

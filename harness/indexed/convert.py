@@ -54,7 +54,6 @@ class TokenSource(CheckedSettings):
 
     @property
     def dtype(self) -> np.dtype[Any] | None:
-        """The dtype that `vocab_size` fixes, if it is given."""
         return None if self.vocab_size is None else smallest_dtype(self.vocab_size)
 
     def batches(self, paths: Iterable[Path]) -> Iterator[TokenBatch]:
@@ -85,8 +84,7 @@ def convert_tokens(
     Memory does not grow with the data. The pair appears whole or not at all.
 
     Args:
-        sources: Parquet files, folders or patterns.
-        source: settings for reading; None reads `input_ids` unchanged.
+        source: settings for reading `sources`, Parquet files, folders or patterns; None reads `input_ids` unchanged.
         progress: called with numbers of documents as they are written.
 
     Raises:
@@ -113,10 +111,7 @@ def merge_indexed(
     """Write the documents of several pairs, in order, as one pair, byte for byte as Megatron's `add_index` would.
 
     Memory does not grow with the data. A mix of uint16 and int32 pairs becomes int32. Multimodal pairs keep the mode of
-    every sequence, and merge only with each other.
-
-    Args:
-        progress: called with tokens written and tokens in total.
+    every sequence, and merge only with each other. `progress` is called with tokens written and tokens in total.
 
     Raises:
         ConfigError: there are no sources, or the destination is one of them.

@@ -84,13 +84,12 @@ def write_family(
 ) -> dict[str, IndexedReport]:
     """Write token shards as the pairs of a family, with the JSON files that Megatron reads.
 
+    Raises as `convert_tokens`, and PrepError where a split would have no document.
+
     Args:
         sources: Parquet files, folders or patterns to split by hash; or a mapping with the sources of each split.
         folder: OUT. Prefixes in the JSON files begin with this path as given.
         progress: called with numbers of documents as they are written.
-
-    Raises:
-        PrepError, FormatError: like `convert_tokens`; or a split would have no document.
     """
     from harness.indexed.token_shards import list_shards
 

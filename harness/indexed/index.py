@@ -71,15 +71,8 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 class MappedIndex:
     """A memory-mapped index: reading an entry touches its page only, and nothing is copied.
 
-    Attributes:
-        lengths: int32 [S].
-        pointers: int64 [S].
-        documents: int64 [D].
-        has_modes: true for a multimodal dataset, with one mode per sequence.
-        modes: int8 [S] of a multimodal dataset, int8 [0] of others.
-
-    Raises:
-        FormatError: the header is damaged, or the file size does not match its counts.
+    Lengths, pointers and documents are as in the file; `modes` are int8 [S] of multimodal datasets, int8 [0] of others.
+    Raises FormatError if the header is damaged, or the file size does not match its counts.
     """
 
     def __init__(self, path: Path) -> None:

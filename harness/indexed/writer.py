@@ -44,15 +44,12 @@ class IndexedWriter:
     Args:
         dtype: of the stored tokens. None starts with uint16 and rewrites the file as int32 once a token needs it.
         overwrite: replace an existing pair, at the end.
-
-    Attributes:
-        header: of the index, once the block is left.
     """
 
     def __init__(self, prefix: Path, *, dtype: np.dtype[Any] | None = None, overwrite: bool = False) -> None:
         self.prefix = prefix
         self.dtype = UINT16 if dtype is None else dtype
-        self.header: IndexHeader | None = None
+        self._is_whole = False
         self.num_sequences = self.num_documents = self.num_tokens = 0
         self._paths = (with_suffix(prefix, BIN), with_suffix(prefix, IDX))
         self._can_widen = dtype is None
@@ -81,15 +78,12 @@ class IndexedWriter:
     def append(
         self, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any], documents: npt.NDArray[Any] | None = None
     ) -> None:
-        """Add whole documents.
+        """Add whole documents; FormatError if a token is negative or does not fit, or the disk refuses.
 
         Args:
             tokens: integers [n] from 0 to 2**31 - 1, end to end.
             lengths: integers [sequences] that add up to n.
             documents: integers [documents], number of sequences in each; None makes every sequence a document.
-
-        Raises:
-            FormatError: a token is negative or does not fit, or the disk refuses.
         """
         self.append_tokens(tokens)
         self.append_ledgers(lengths, np.arange(1, len(lengths) + 1) if documents is None else np.cumsum(documents))
@@ -149,7 +143,7 @@ class IndexedWriter:
                     self._finish()
         finally:
             self._bin.abort()
-            if self._claim.is_placing and self.header is None:
+            if self._claim.is_placing and not self._is_whole:
                 with suppress(OSError):
                     for path in self._paths:
                         path.unlink(missing_ok=True)
@@ -161,10 +155,9 @@ class IndexedWriter:
     def _finish(self) -> None:
         if self.num_sequences == 0:
             raise FormatError("no document was written", where=str(self.prefix), fix="write at least one document")
-        header = IndexHeader(self.dtype, self.num_sequences, self.num_documents + 1)
         index = AtomicFile(with_suffix(self.prefix, IDX))
         try:
-            index.write(header.to_bytes())
+            index.write(IndexHeader(self.dtype, self.num_sequences, self.num_documents + 1).to_bytes())
             for lengths in self._read_lengths():
                 index.write(lengths.data)
             last = 0
@@ -191,7 +184,7 @@ class IndexedWriter:
         finally:
             index.abort()
         sync_path(self.prefix.parent)
-        self.header = header
+        self._is_whole = True
 
     def _read_lengths(self) -> Iterator[npt.NDArray[np.int32]]:
         self._lengths.seek(0)

@@ -132,12 +132,7 @@ def as_packed_rows(
 def saved_position(folders: Sequence[str], step: int, *, where: str, fix: str) -> dict[str, Any]:
     """Return the position in the data that Megatron-LM or Megatron-Bridge saved with the checkpoint of a step.
 
-    Args:
-        folders: of checkpoints; the first that has a position counts.
-        where: settings of the folders, for errors.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be read.
+    Of `folders`, the first that has one counts; `where` are their settings. CheckpointError if none can be read.
     """
     import torch
 

@@ -86,8 +86,7 @@ class RankStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a position that `state_dict` returned, on any number of ranks and workers; ends the workers.
 
-        Raises:
-            LoaderError: it is no such position, or of another dataset, seed, order or tokenizer.
+        LoaderError if it is no such position, or of another dataset, seed, order or tokenizer.
         """
         try:
             text = json.dumps(dict(state))

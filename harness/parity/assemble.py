@@ -97,7 +97,6 @@ def status_of(reason: str, checks: Sequence[Check]) -> str:
 
 
 def isolation_check(record: Path) -> Check:
-    """Return the result of an isolation check from the findings in its record."""
     findings = [finding for line in record.read_text().splitlines() for finding in json.loads(line)["findings"]]
     more = f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
     difference = Difference(findings[0] + more, field="isolation") if findings else None

@@ -57,7 +57,6 @@ def baseline_path(name: str, folder: Path) -> Path:
 
 
 def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
-    """Make a baseline from the run of `recipes.sft` in `run`."""
     recorded = recorded_run(run)
     digests = read_digests(run)
     if not recorded.steps or [step.step for step in recorded.steps] != [step.step for step in digests]:
@@ -139,10 +138,9 @@ def against(name: str, run: Path, folder: Path, *, command: str) -> ParityReport
 
 
 def update(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
-    """Replace a baseline by the run in `run`; the report has everything that moved, within tolerance or not.
+    """Replace a baseline by the run in `run`, and report everything that moved, within tolerance or not.
 
-    Raises:
-        FormatError: there is no such baseline, or the run cannot be one.
+    FormatError if there is no such baseline, or the run cannot be one.
     """
     path = baseline_path(name, folder)
     new = baseline_of(name, run, read_baseline(path).tolerances)

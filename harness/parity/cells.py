@@ -49,7 +49,6 @@ class RunCase:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """Return the settings of `recipes.sft`."""
         return tuple(f"{key}={value}" for key, value in self._pairs if key not in _OWN)
 
 
@@ -75,14 +74,12 @@ class CheckPlan:
             seeds give other weights on another layout.
         shares_processes: cells of one number of ranks run one after another in the same processes, because starting
             many processes takes long.
-        has_reference: the first case is the reference of the others; else each cell is checked by itself.
     """
 
     tolerances: Tolerances
     from_checkpoint: bool = False
     shares_processes: bool = False
     program: str = TRAINING
-    has_reference: bool = True
 
 
 _ALONE = CheckPlan(IDENTICAL)
@@ -171,8 +168,9 @@ def plan_check(
         ConfigError: a malformed case, two cases of one name, or nothing to compare with the reference.
     """
     parsed = [case for case in (parse_case(text, where=check) for text in cases) if case.ranks <= max_ranks]
-    if len(parsed) < (2 if plan.has_reference else 1):
-        needs = "a reference and a case to compare with it" if plan.has_reference else "a case"
+    is_alone = plan.program == ISOLATION  # the others' first case is the reference
+    if len(parsed) < (1 if is_alone else 2):
+        needs = "a case" if is_alone else "a reference and a case to compare with it"
         what = f"check {check} has {len(parsed)} cases to run, but requires {needs}"
         raise ConfigError(what, where=f"{check}, max_ranks", fix="list cases, the reference first, or allow more ranks")
     names = [f"{check}: {case.name}" for case in parsed]
@@ -193,7 +191,7 @@ def plan_check(
                 name=name,
                 check=check,
                 case=case,
-                reference=None if name == names[0] or not plan.has_reference else names[0],
+                reference=None if name == names[0] or is_alone else names[0],
                 settings=(f"data.path={dataset}", *settings, f"optimizer.decay_steps={total}", *case.settings),
                 steps=total,
                 python=_choose(pythons, case.value_of(VERSION), check, "versions"),
@@ -205,8 +203,7 @@ def plan_check(
     if start is None:
         return cells
     # With the default plan: it runs alone, whatever the others do.
-    before = replace(cells[0], name=start, start=None, steps=steps_before, is_reported=False, plan=_ALONE)
-    return [before, *cells]
+    return [replace(cells[0], name=start, start=None, steps=steps_before, is_reported=False, plan=_ALONE), *cells]
 
 
 def _folder_name(name: str) -> str:

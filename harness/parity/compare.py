@@ -48,8 +48,7 @@ def compare_runs(
 ) -> list[Check]:
     """Compare `run` with `reference`; the checks are in the order of how much their difference explains.
 
-    Args:
-        same_layout: both schedule onto the same ranks, so that rows are equal too.
+    In the `same_layout`, rows are equal too.
     """
     checks = [_check_data("data", reference, run, data_difference)]
     if same_layout:

@@ -51,10 +51,8 @@ _DOCUMENT_TOKENS = (10, 38, 3, 21)
 def check_isolation(config: SftConfig) -> list[str]:
     """Check the model and layout of a run's settings with random weights; every rank of the job calls this.
 
-    Rank 0 writes a line a turn to `isolation.jsonl` in `config.run_dir`: `{"turn": ..., "findings": [...]}`.
-
-    Returns:
-        the findings of all ranks, empty where every document is isolated.
+    Rank 0 writes a line a turn to `isolation.jsonl` in `config.run_dir`: `{"turn": ..., "findings": [...]}`. Findings
+    are of all ranks, and none where every document is isolated.
     """
     findings, config = [], runtime.settle(config)
     with runtime.start(config.trainer.device, timeout_s=config.trainer.timeout_s) as job:
@@ -124,11 +122,7 @@ class IsolationCheck:
         )
 
     def run(self, prepare: Prepare = to_device) -> list[str]:
-        """Return the findings of all ranks; empty where every document is isolated.
-
-        Args:
-            prepare: makes this rank's tensors of a row; tests plant defects here.
-        """
+        """Return the findings of all ranks; `prepare` makes this rank's tensors of a row: tests plant defects here."""
         return [finding for _, findings in self.turns(prepare) for finding in findings]
 
     def turns(self, prepare: Prepare = to_device) -> Iterator[tuple[str, list[str]]]:
@@ -181,8 +175,7 @@ class IsolationCheck:
         held = _slice_for_rank(whole, self.row.cu_seqlens_padded, self.layout.cp_size, self.layout.cp_rank)
         if held.shape[0] == tokens:
             return held
-        parts = np.split(held, self.parallel.tensor_parallel_size)  # sequence parallelism
-        return np.asarray(parts[self.layout.tp_rank])
+        return np.split(held, self.parallel.tensor_parallel_size)[self.layout.tp_rank]  # sequence parallelism
 
     def _check_fields(self, prepare: Prepare) -> list[str]:
         """Compare the batch on this rank with one made document by document."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.formats.verify import first_difference
 from harness.parity.result import Difference
 from harness.train import METRICS_FILE, StepMetrics, read_metrics
 from harness.train.digests import FIELDS, RowDigests, StepDigests, kept_sequence, read_digests
@@ -74,7 +75,7 @@ def placement_difference(reference: Recorded, run: Recorded) -> Difference | Non
             other = rows.pop((row.microbatch, row.rank), None)
             ids = np.zeros(0, np.int64) if other is None else other.sequences
             if not np.array_equal(row.sequences, ids):
-                at = _first_difference(row.sequences, ids)
+                at = first_difference(row.sequences, ids)
                 wanted, got = _number(row.sequences, at), _number(ids, at)
                 holds = "no sequence" if got is None else f"sequence {got}"
                 lacks = "none" if wanted is None else f"sequence {wanted}"
@@ -103,7 +104,7 @@ def _compare_packs(expected: StepDigests, actual: StepDigests) -> Difference | N
     message = f"epoch {actual.epoch} is trained, not {expected.epoch}"
     if expected.packs != actual.packs:
         packs, other = np.asarray(expected.packs), np.asarray(actual.packs)
-        at = _first_difference(packs, other)
+        at = first_difference(packs, other)
         wanted, got = _number(packs, at), _number(other, at)
         details = {"field": "packs", "position": at, "expected": wanted, "found": got}
         if expected.epoch == actual.epoch:
@@ -156,7 +157,7 @@ def _compare_values(
             at = min(wanted, got)
             message = f"the boundaries contain {got} tokens, not {wanted}"
         elif values is not None and others is not None:
-            at = _first_difference(values, others)
+            at = first_difference(values, others)
             wanted, got = _number(values, at), _number(others, at)
             message = f"{field} at position {at} is {got}, not {wanted}"
         else:
@@ -181,13 +182,6 @@ def _place_of_first(step: StepDigests, sequences: set[int]) -> tuple[RowDigests,
 
 def _ids(step: StepDigests) -> list[int]:
     return [int(row.sequences[index]) for row, index in _places(step)]
-
-
-def _first_difference(values: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
-    """Return the index of the first difference; the end of the shorter array where all before it is equal."""
-    count = min(values.shape[0], other.shape[0])
-    differs = values[:count] != other[:count]
-    return int(np.argmax(differs)) if differs.any() else count
 
 
 def _number(values: npt.NDArray[Any], index: int) -> float | int | None:

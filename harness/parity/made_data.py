@@ -21,8 +21,7 @@ _SAMPLES_PER_S = 16_000
 def make_dataset(folder: Path, *, pack_size: int = 256, num_packs: int = 160, encoder: str | None = None) -> Path:
     """Make a dataset of short sequences, with 9 packs for validation. An existing one is kept.
 
-    Args:
-        encoder: `model.encoder` of the models; most sequences then have a medium, some two, and some none.
+    With an `encoder`, the `model.encoder` of the models, most sequences have a medium, some two, and some none.
     """
     splits = {"train": num_packs, "validation": 9}
     if all((folder / split / "manifest.json").exists() for split in splits):

@@ -51,8 +51,7 @@ _ANY = {
 def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]:
     """Save a small random model of a family, unless `folder` has it in these sizes; return the settings of its runs.
 
-    Raises:
-        ConfigError: transformers is missing.
+    ConfigError if transformers is missing.
     """
     made, wanted = folder / "sizes.json", json.dumps(sizes, sort_keys=True)
     if not made.exists() or made.read_text() != wanted:
@@ -83,8 +82,7 @@ def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]
 def train_reference(config: SftConfig) -> int:
     """Train the reference of a run with these settings; write its metrics and digests, as the run does.
 
-    Raises:
-        ConfigError: transformers is missing, or a setting is one that the reference does not have.
+    ConfigError if transformers is missing, or a setting is one that the reference does not have.
     """
     if config.model.init_from is None or config.run_dir is None or config.trainer.steps is None:
         where = "model.init_from, run_dir, trainer.steps"

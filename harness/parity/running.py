@@ -70,20 +70,14 @@ def run_cells(
     watch: Callable[[dict[str, Finished]], None],
     fresh: bool = False,
 ) -> dict[str, Finished]:
-    """Run all of `cells` that are not finished already.
+    """Run all of `cells` that are not finished already; return the outcome of every cell by name.
 
     Args:
         folder: holds the runs as `cells/<name>/run`; runs of an earlier try are kept while their settings, data and
-            code are the same.
+            code are the same. ConfigError if another process works in it.
         slots: ranks that run at one time; a cell of more ranks runs alone.
         watch: called a few times a second with the outcomes so far.
         fresh: run finished ones too.
-
-    Returns:
-        the outcome of every cell by name.
-
-    Raises:
-        ConfigError: another process works in `folder`.
     """
     with _lock(folder):
         if fresh:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,6 @@ class ClaimStore:
         return True
 
     def delete(self, name: str) -> None:
-        """Delete an object; a missing one is no error."""
         delete_object(self.place / name)
 
 
@@ -228,17 +227,6 @@ class Lease:
     def _refused(self, owner: dict[str, Any]) -> FormatError:
         self.holder = _name(owner)
         return held_error(self.holder, self.where)
-
-
-@contextlib.contextmanager
-def leased(store: ClaimStore, name: str, *, log: Callable[[str], None] = lambda line: None) -> Iterator[Lease]:
-    """Hold a lease for a block, after waiting for its owner, which `log` names."""
-    lease = Lease(store, name)
-    lease.acquire(wait=True, log=log)
-    try:
-        yield lease
-    finally:
-        lease.release(remove=True)
 
 
 def parse_lease(content: bytes) -> tuple[dict[str, Any], bytes]:

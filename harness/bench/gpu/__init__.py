@@ -3,5 +3,3 @@
 Each part is a process (or one a rank) that writes a JSON file; `parts` starts those that have none yet, and makes one
 JSON and one page of all. Read `parts` first, then one part, such as `training`; `environment` has their sizes.
 """
-
-from __future__ import annotations

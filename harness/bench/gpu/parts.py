@@ -130,8 +130,7 @@ def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> 
     start = time.monotonic()
     try:
         arguments, log = (name, sizes.size, sizes.device, folder), out / f"{name}.log"
-        limit_s = sizes.part_limit_s
-        report = measure_apart(f"{__name__}:run_part", *arguments, ranks=ranks, limit_s=limit_s, log=log)
+        report = measure_apart(f"{__name__}:run_part", *arguments, ranks=ranks, limit_s=sizes.part_limit_s, log=log)
         done = {"status": DONE, "report": report}
     except HarnessError as error:
         done = {"status": FAILED, "reason": error.what}
@@ -141,7 +140,6 @@ def _measure(name: str, machine: Mapping[str, Any], sizes: Sizes, out: Path) -> 
 
 
 def run_part(name: str, size: str, device: str, folder: str) -> dict[str, Any]:
-    """Measure one part on this rank."""
     from harness.bench.gpu.environment import SIZES
 
     sizes, workspace = replace(SIZES[size], device=device), Workspace(Path(folder), keep=True)

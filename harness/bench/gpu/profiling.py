@@ -31,9 +31,7 @@ _WAITS = re.compile(r"cuda(?:Stream|Device|Event)Synchronize|cudaMemcpy$")
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a kernel, or of an operation on a CPU, by its name."""
-    lower = name.lower()
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, lower)), "other")
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, name.lower())), "other")
 
 
 def trace_steps(

@@ -77,10 +77,8 @@ def export_to_bridge(
     """Write a dataset as one file of packs for Megatron-Bridge, and read it back.
 
     Args:
-        source: as for `open_dataset`.
         root: folder that Bridge's configuration names as dataset_root.
-        files: names; None for the defaults of BridgeFiles.
-        pack_size, overwrite, progress: as for `convert_dataset`.
+        files: names; None for the defaults of BridgeFiles. Other arguments are those of `convert_dataset`.
 
     Raises:
         ConfigError: `root` is in object storage.

@@ -73,7 +73,7 @@ def import_dataset(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Manifest:
-    """Write another tool's packed data as a dataset.
+    """Write another tool's packed data as a dataset; its provenance counts the positions that changed, by kind.
 
     Args:
         source: file, folder, glob or prefix that the tool wrote.
@@ -82,9 +82,6 @@ def import_dataset(
         pack_size: tokens that no pack exceeds; the longest pack's if None, which reads the source twice.
         split: of the tool's folder, if that has several.
         progress: called with packs done and packs in total.
-
-    Returns:
-        the manifest, whose provenance counts the positions that changed, by kind.
 
     Raises:
         ConfigError: an unknown convention.

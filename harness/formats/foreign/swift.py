@@ -66,11 +66,7 @@ def export_to_swift(
     overwrite: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> SwiftExport:
-    """Write a dataset as a folder for `--cached_dataset`.
-
-    Args:
-        source, pack_size, progress: as for `convert_dataset`.
-        overwrite: replace a dataset that is there.
+    """Write a dataset as a folder for `--cached_dataset`; arguments are those of `convert_dataset`.
 
     Raises:
         ConfigError: `folder` is in object storage.

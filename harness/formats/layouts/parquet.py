@@ -60,11 +60,7 @@ class _Column(NamedTuple):
 
 
 class ParquetShard(ShardReader):
-    """One open file and its last few decoded row groups.
-
-    Args:
-        pack_size: tokens that no pack exceeds, which bounds the memory that a file can claim.
-    """
+    """One open file and its last few decoded row groups; `pack_size` bounds the memory that it can claim."""
 
     def __init__(self, place: Place, pack_size: int | None = None) -> None:
         self._place = place
@@ -162,7 +158,6 @@ class ParquetShard(ShardReader):
         return IndexPart(np.concatenate(counts), np.concatenate(lengths))
 
     def _own_contents(self, text: bytes, index: bytes) -> IndexPart:
-        """Parse manifest and index of a dataset of a single file."""
         manifest = Manifest.from_json(text.decode("utf-8", "replace"), where=f"{self._place}, metadata")
         num_packs, num_sequences = manifest.num_packs, manifest.num_sequences
         # Counts beyond those of the footer, which were checked, could expand the index to any size.

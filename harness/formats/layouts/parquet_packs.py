@@ -201,9 +201,6 @@ def read_packs(
 ) -> Iterator[tuple[Pack, int | None]]:
     """Read the pages of packs together, and yield the packs in the order of `rows`, as `ShardReader.read` does.
 
-    Args:
-        parts: of each pack; empty for whole packs.
-
     Raises:
         FormatError: a page is damaged, lies outside the file, or is larger than packs of `pack_size` tokens can have.
         OSError: as Arrow does for values that cannot be decompressed.

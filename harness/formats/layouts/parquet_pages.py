@@ -120,11 +120,8 @@ def count_limit(rows: int, ids_bytes: int, pack_size: int | None) -> int:
 
 
 def check_totals(row_groups: Sequence[RowGroup], num_bytes: int) -> None:
-    """Refuse a file that claims more values in all its row groups than one of its size can honestly hold.
-
-    Raises:
-        FormatError: it does: listing its lengths would take hours or fill the memory.
-    """
+    """Raise FormatError for a file that claims more values in all its row groups than its size can honestly hold."""
+    # Listing their lengths would take hours or fill the memory.
     most = max(_FREE_KNOWN_VALUES, _VALUES_PER_BYTE * num_bytes)
     totals: Counter[str] = Counter()
     for group in row_groups:
@@ -139,11 +136,7 @@ def check_totals(row_groups: Sequence[RowGroup], num_bytes: int) -> None:
 def fetch_columns(
     source: ByteSource, chunks: Sequence[Chunk], rows: int, ids_bytes: int, pack_size: int | None
 ) -> None:
-    """Fetch column chunks of a row group; `rows`, `ids_bytes` and `pack_size` as in `count_limit`.
-
-    Raises:
-        FormatError: they would take more memory than the rows can honestly need, or as for `read_pages`.
-    """
+    """Fetch column chunks of a row group; FormatError for more memory than the rows of `count_limit` can need."""
     limit = count_limit(rows, ids_bytes, pack_size)
     most = byte_limit(limit)
     for chunk in chunks:
@@ -162,11 +155,7 @@ def fetch_columns(
 
 
 def read_pages(source: ByteSource, chunk: Chunk) -> Iterator[Page]:
-    """Yield what the pages of a column chunk claim.
-
-    Raises:
-        FormatError: a header is damaged, or pages claim more values than their chunk, which Arrow would decode.
-    """
+    """Yield what the pages of a chunk claim; FormatError for a damaged header, or more values, which Arrow decodes."""
     position, total = chunk.start, 0
     while position < chunk.end:
         reader = _Compact(source.read_at(position, min(_HEADER_BYTES, chunk.end - position)))

@@ -142,11 +142,7 @@ class SequenceStore:
 
 
 def open_store(path: str | os.PathLike[str]) -> SequenceStore:
-    """Open the store at a path or URI, or the store of the plan there.
-
-    Raises:
-        FormatError: there is none, or it is incomplete or damaged.
-    """
+    """Open the store at a path or URI, or that of the plan there; FormatError if it is missing or damaged."""
     folder = open_folder(path)
     manifest = load_manifest(folder)
     is_there = not isinstance(folder, LocalFolder) or folder.place.is_dir()
@@ -200,11 +196,7 @@ class _Plan:
 
 
 class PlanShard(ShardReader):
-    """An open plan and its store.
-
-    Args:
-        folder: of the dataset, from which the plan names its store; None for that of the files.
-    """
+    """An open plan and its store, which it names from `folder`, that of the dataset; None for that of the files."""
 
     def __init__(self, path: Path, folder: Folder | None = None) -> None:
         self._path = path

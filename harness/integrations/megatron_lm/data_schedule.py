@@ -111,10 +111,7 @@ class BasePackingScheduler:
         return [*FIELDS, "original_seq_len", "padded_seq_len"]
 
     def get_groups_and_subsamples(self, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[list[list[int]]]:
-        """Schedule a global batch: a pure function, the same on every rank.
-
-        Args:
-            sample_id_seqlens: (id, padded tokens) of every sample.
+        """Schedule a global batch, the (id, padded tokens) of every sample: a pure function, the same on every rank.
 
         Returns:
             By microbatch, then rank of the data- and context-parallel group: ids in the order of their row.

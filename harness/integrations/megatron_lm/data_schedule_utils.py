@@ -38,10 +38,9 @@ _FAILED, _ENDED = -1, -2  # in place of the lengths of a rank's samples
 
 
 def samples_of_pack(pack: Pack, *, pad_to_multiple: int = 1) -> list[Sample]:
-    """Return the sequences of a stored pack as samples: what an iterator for `wrap_data_iterator` may yield.
+    """Return the sequences of a stored pack as samples, which an iterator for `wrap_data_iterator` may yield.
 
-    Args:
-        pad_to_multiple: of the layout (`harness.thd.padding_multiple`).
+    `pad_to_multiple` is that of the layout (`harness.thd.padding_multiple`).
     """
     row = build_thd_batch(pack.sequences(), pad_to_multiple=pad_to_multiple)
     real, bounds = np.diff(row.cu_seqlens), row.cu_seqlens_padded
@@ -186,7 +185,7 @@ def reroute_samples_to_dcp_ranks(
     dp_cp_group: ProcessGroup | None = None,
     total_dcp_gpus: int | None = None,
 ) -> dict[int, Sample]:
-    """Send every sample to the rank that trains it.
+    """Send every sample to the rank that trains it; return those of this rank by id.
 
     Ranks that share a row by context parallelism do the same, each in its own data-parallel group; only matching ranks
     have different samples.
@@ -197,9 +196,6 @@ def reroute_samples_to_dcp_ranks(
         sample_id_groups: by microbatch, then rank of `dp_cp_group`: ids.
         offsets: [ranks + 1], the first id of each data-parallel rank.
         tp_group, total_dcp_gpus: of earlier versions; not used.
-
-    Returns:
-        This rank's samples by id.
     """
     lengths = dict(global_id_seqlens)
     bounds = [int(offset) for offset in offsets]
@@ -235,11 +231,7 @@ def build_packed_microbatches(
     fields: Sequence[str] = tuple(FIELDS),
     pad_to_multiple: int = 1,
 ) -> list[Row]:
-    """Return one row for each microbatch's samples; for none, a row of zero loss that is `pad_to_multiple` long.
-
-    Args:
-        fields: of FIELDS, those that rows have.
-    """
+    """Return one row with `fields` for each microbatch's samples; for none, one of zero loss of `pad_to_multiple`."""
     rows = []
     for samples in grouped_samples:
         if samples:
@@ -276,10 +268,7 @@ def broadcast_to_pp_group(
 ) -> tuple[list[Row] | None, int | None, float | None, float | None]:
     """Send the bounds and the padding of rows, without their tokens, from the first stage to a pipeline's middle ones.
 
-    The last stage has rows of its own.
-
-    Returns:
-        The rows, their number, and the two sums.
+    The last stage has rows of its own. Returns the rows, their number, and the two sums.
     """
     ours = (new_samples, num_micro_batches, seqlen_sum_this_global_batch, seqlen_squared_sum_this_global_batch)
     if pp_group.size() <= 2:

@@ -14,7 +14,7 @@ from harness.megatron.data.samples import BlockGPTDataset
 from harness.printing import print_line
 from harness.storage import BucketFolder, LocalCache, ObjectPath, write_atomically
 from harness.storage.bucket import read_blocks
-from harness.storage.claims import ClaimStore, leased
+from harness.storage.claims import ClaimStore, Lease
 
 _BUILDING = "_building"
 # Megatron trusts a set of indices that has one, so it is uploaded last.
@@ -96,15 +96,17 @@ class SharedIndices:
         """
         if not builds:
             return build(fetch=self._fetch_from(BucketFolder(self._place)))
-        with leased(
-            self._store, _BUILDING, log=lambda line: print_line(f"building indices: {line}", flush=True)
-        ) as lease:
+        lease = Lease(self._store, _BUILDING)
+        lease.acquire(wait=True, log=lambda line: print_line(f"building indices: {line}", flush=True))
+        try:
             remote = BucketFolder(self._place)
             built = build(fetch=self._fetch_from(remote))
             remote.check = lease.check
             for name in sorted((path.name for path in self.folder.glob("*Dataset-*")), key=_upload_order):
                 remote.upload(name, self.folder / name)
             return built
+        finally:
+            lease.release(remove=True)
 
     def _fetch_from(self, remote: BucketFolder) -> Fetch:
         there = sorted(remote.files(), key=_upload_order)

@@ -35,8 +35,7 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def publish(report: ParityReport, console: Console, folder: Path | None) -> None:
     """Print the report, and write it with its pages to `folder`, without credentials; None writes nothing.
 
-    Raises:
-        ConfigError: Jinja or Matplotlib is not installed, or the folder cannot be written to.
+    ConfigError if Jinja or Matplotlib is not installed, or the folder cannot be written to.
     """
     report = from_plain(ParityReport, redact_all(asdict(report)))
     console.print(one_line(report.title), soft_wrap=True)

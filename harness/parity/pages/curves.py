@@ -45,7 +45,6 @@ def differences(reference: Series, run: Series, column: str) -> tuple[list[int],
 
 
 def draw_charts(report: ParityReport) -> list[Chart]:
-    """Return every chart that has something to show."""
     cells = {cell.name: cell for cell in report.cells if cell.series.step}
     # What differs lies above what does not.
     drawn = sorted(cells.values(), key=lambda cell: (cell.reference is not None, cell.status != "same"))

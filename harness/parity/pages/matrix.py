@@ -71,8 +71,7 @@ def _check(cell: CellResult, name: str) -> TableCell:
 def arrange(cells: Sequence[CellResult], links: Mapping[str, str]) -> tuple[Table, str]:
     """Make rows of the first axis that varies and columns of the others; a long list stays a list.
 
-    Returns:
-        the table, and text with the axes that have the same value in every cell.
+    The text next to the table has the axes that have the same value in every cell.
     """
     names = list(dict.fromkeys(name for cell in cells for name in cell.axes))
     values = {name: list(dict.fromkeys(cell.axes.get(name, "") for cell in cells)) for name in names}

@@ -8,8 +8,6 @@ from collections import Counter
 from harness.parity.result import STATUSES, CellResult, Check, Difference, ParityReport
 from harness.printing import count_of
 
-_GIGA, _MEGA = 1e9, 1e6
-
 
 def verdict(report: ParityReport) -> str:
     """Return the verdict in a word or two; a matrix where runs failed and none differs is `Failed`."""
@@ -88,4 +86,4 @@ def size(value: float | None) -> str:
     """Format bytes as GB or MB."""
     if value is None:
         return "not measured"
-    return f"{value / _GIGA:.2f} GB" if value >= _GIGA else f"{value / _MEGA:,.0f} MB"
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:,.0f} MB"

@@ -19,8 +19,9 @@ from harness.formats.inspect import (
     inspect_dataset,
     length_histogram,
     render_pack,
-    render_sequence,
+    render_runs,
     render_summary,
+    text_runs,
 )
 from harness.prep.tokenize.bpe import train_bpe
 from harness.records import Pack, SequenceView
@@ -83,10 +84,10 @@ def test_lengths_are_binned_by_powers_of_two():
 
 def test_the_token_after_a_trained_position_is_marked_and_control_characters_are_shown():
     # Position j of the mask trains the token after it.
-    assert trained_parts(render_sequence(letters("abcdef", "001100"), Letters())) == "de"
-    assert trained_parts(render_sequence(letters("ab", "00"), Letters())) == ""
-    assert trained_parts(render_sequence(letters("abc", "110"), Letters())) == "bc"
-    text = render_sequence(letters("a\x1b[31m\n\x9bz", "000000000"), Letters())
+    assert trained_parts(render_runs(text_runs(letters("abcdef", "001100"), Letters()))) == "de"
+    assert trained_parts(render_runs(text_runs(letters("ab", "00"), Letters()))) == ""
+    assert trained_parts(render_runs(text_runs(letters("abc", "110"), Letters()))) == "bc"
+    text = render_runs(text_runs(letters("a\x1b[31m\n\x9bz", "000000000"), Letters()))
     assert text.plain == "a\u241b[31m\n\ufffdz"
 
 
@@ -99,7 +100,7 @@ def test_a_sequence_of_many_turns_is_decoded_in_linear_time():
             return super().decode(ids)
 
     tokenizer = CountingLetters()
-    assert len(render_sequence(letters("ab" * 500, "01" * 500), tokenizer).plain) == 1000
+    assert len(render_runs(text_runs(letters("ab" * 500, "01" * 500), tokenizer)).plain) == 1000
     assert tokenizer.num_ids < 4 * 1000
 
 
