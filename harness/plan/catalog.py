@@ -121,8 +121,7 @@ def describe_model(model: str) -> ModelReport:
             raise error from None
         refusals: list[str] = []
         with suppress(LookupError, TypeError, ValueError, AttributeError):  # `error` names it
-            for refusal in list_odd_features(values, FAMILIES[model_type]):
-                refusals.append(refusal)
+            refusals.extend(list_odd_features(values, FAMILIES[model_type]))
         return ModelReport(model, model_type, architecture, list(dict.fromkeys([*refusals, error.what])))
     total = count_weights(config, ParallelConfig(), stage=0, vocab_size=stored.vocab_size)
     family = config.traits

@@ -176,12 +176,10 @@ def search_layouts(
         raise refused[0]
     smallest = min(found, key=lambda one: one.plan.memory.total)
     best: dict[str, Candidate] = {}
-    for candidate in found:
-        key = repr(candidate.parallel)
-        if candidate.plan.memory.fits(gpu_bytes) and (key not in best or candidate.plan.step_s < best[key].plan.step_s):
-            best[key] = candidate
-    fitting = sorted(best.values(), key=lambda one: (one.plan.step_s, one.plan.memory.total))
-    return LayoutSearch(fitting, smallest, len(found))
+    for candidate in sorted(found, key=lambda one: (one.plan.step_s, one.plan.memory.total)):
+        if candidate.plan.memory.fits(gpu_bytes):
+            best.setdefault(repr(candidate.parallel), candidate)
+    return LayoutSearch(list(best.values()), smallest, len(found))
 
 
 def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
