@@ -1,7 +1,4 @@
-"""Plan a run from its settings and the lengths of its data: memory of a GPU, microbatches, tokens and time.
-
-`harness.plan.memory` counts the memory; the needs of the allocator, NCCL and CUDA themselves are covered by `ROOM`.
-"""
+"""Plan a run from its settings and the lengths of its data: memory of a GPU, microbatches, tokens and time."""
 
 from __future__ import annotations
 
