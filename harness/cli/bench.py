@@ -74,9 +74,6 @@ def run_bench(
         raise typer.Exit(1)
 
 
-run_bench.__doc__ = HELP
-
-
 def run_measurement(measure: Callable[[Progress], BenchReport], *, as_json: bool) -> BenchReport:
     """Run a measurement and print its report, as tables or as JSON."""
     from harness.bench.figures import render_report
@@ -104,4 +101,4 @@ def _to_json(report: BenchReport) -> str:
 
 
 bench_app = typer.Typer()
-bench_app.command(name="bench", no_args_is_help=True)(run_bench)
+bench_app.command(name="bench", no_args_is_help=True, help=HELP)(run_bench)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from harness.checks import CheckedSettings, bounded
-from harness.cli.indexed import describe_pair_checks, find_checks
+from harness.cli.indexed import find_checks
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats import FORMATS, convert_dataset, load_manifest, open_dataset, repair_manifest, verify_dataset
@@ -27,6 +27,7 @@ from harness.formats.inspect import (
     render_summary,
 )
 from harness.formats.verify import describe_checks, diff_datasets
+from harness.indexed.verify import verify_indexed
 from harness.prep import TokenizerConfig
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
@@ -195,7 +196,11 @@ def _own_checks(path: str, notes: list[str]) -> list[tuple[str, Callable[..., li
 
     run_check = find_run_check(path)
     checks = [(path, run_check)] if run_check is not None else find_checks(path)
-    notes += describe_pair_checks(checks)
+    if any(check is verify_indexed for _, check in checks):
+        notes.append(
+            "a pair contains no checksums, so a changed token or a moved document bound is not detected; `harness "
+            "indexed family` writes a record with hashes, which `harness verify NAME.json` compares"
+        )
     if not checks and not Path(path).exists():
         # A path that names nothing is not a damaged dataset; a prefix or a pattern opens.
         open_dataset(path).close()

@@ -212,8 +212,8 @@ def _report(out: Path, exported: Path, commands: Sequence[Sequence[str]]) -> str
         "validation loss": [*validated[:1], *validated[1:][-1:]],
     }
     lines = [
-        f"# {escape_markdown(out.name)}",
-        "![loss](run/loss.png)",
+        f"# {escape_markdown(out.name)}\n",
+        "![loss](run/loss.png)\n",
         *(f"- {name}: {' to '.join(f'{loss:.4f}' for loss in values)}" for name, values in losses.items() if values),
         "- [dataset](data/report.md)",
         f"- [run](run/report.md): {count_of(steps[-1].step, 'step')}",
@@ -221,6 +221,6 @@ def _report(out: Path, exported: Path, commands: Sequence[Sequence[str]]) -> str
         "",
         "```shell",
         *(shlex.join(["harness", *redact_all(list(command))]) for command in commands),
-        "```",
+        "```\n",
     ]
-    return "\n".join([*lines[:1], "", lines[1], "", *lines[2:], ""])
+    return "\n".join(lines)

@@ -172,18 +172,6 @@ def find_checks(path: str) -> list[tuple[str, Callable[..., list[Problem]]]]:
     return [(path, verify_indexed)] if any(there[:2]) and not there[2] else []
 
 
-def describe_pair_checks(checks: list[tuple[str, Callable[..., list[Problem]]]]) -> list[str]:
-    """Return what checks that `find_checks` returned cannot know, as sentences."""
-    from harness.indexed.verify import verify_indexed
-
-    if not any(check is verify_indexed for _, check in checks):
-        return []
-    return [
-        "a pair contains no checksums, so a changed token or a moved document bound is not detected; `harness indexed "
-        "family` writes a record with hashes, which `harness verify NAME.json` compares"
-    ]
-
-
 def _counted(advance: Callable[..., None]) -> Callable[[int], None]:
     """Turn numbers of further documents into the total that a progress bar shows."""
     done = 0

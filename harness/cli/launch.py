@@ -18,7 +18,7 @@ from harness.cli.settings import AsJson, class_of, complete_names, list_experime
 from harness.errors import ConfigError, os_errors_as
 from harness.launch.cluster import SubmitConfig
 from harness.printing import count_of, open_console, print_line, print_text
-from harness.settings import explain_settings, render_settings, to_plain
+from harness.settings import explain_settings, render_settings
 from harness.tables import Table
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def plan(
     planned = plan_run(config, mfu=settings.mfu, places=settings.waves is not None, **inputs)
     file_system = settings.file_system_gb_s and settings.file_system_gb_s * 1e9
     open_console().print(planned.render(gpu_bytes=gpu_bytes, file_system_bytes_per_s=file_system))
-    fits = planned.fits(gpu_bytes)
+    fits = planned.memory.fits(gpu_bytes)
     if gpu_bytes is not None and not fits:
         _suggest(config, planned.ranks, gpu_bytes, settings.mfu, inputs)
     _draw_waves(planned, settings.waves)
@@ -216,7 +216,7 @@ def _savings(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None,
     from harness.plan.search import suggest_settings
 
     print_line("searching for settings and layouts that fit ...", file=sys.stderr)
-    return suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).fits(gpu_bytes))
+    return suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).memory.fits(gpu_bytes))
 
 
 def _print_suggestions(lines: list[str]) -> None:
@@ -321,7 +321,7 @@ def submit(
         print_text(render_settings(job_settings) + render_settings(run.config), end="")
         return
     nodes, run_dir = job_settings.nodes, job_settings.run_dir
-    job = plan_job(run.module, run.arguments, to_plain(run.config), nodes=nodes, cluster=cluster, run_dir=run_dir)
+    job = plan_job(run.module, run.arguments, run.config, nodes=nodes, cluster=cluster, run_dir=run_dir)
     # What so many ranks, or their GPUs, cannot hold is refused here, and not after hours in a queue.
     ranks = nodes * cluster.ranks_per_node
     run.config.check(ranks)

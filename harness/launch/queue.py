@@ -109,13 +109,10 @@ def cancel_jobs(jobs: Sequence[QueuedJob]) -> None:
 
 def read_excluded(run_dir: Path) -> dict[str, str]:
     """Return the nodes that jobs of a run leave out because they failed, and why; the last reason counts."""
-    excluded: dict[str, str] = {}
     with suppress(OSError):
-        for line in (run_dir / EXCLUDED_FILE).read_text(errors="replace").splitlines():
-            node, _, reason = line.partition(" ")
-            if node:
-                excluded[node] = reason
-    return excluded
+        lines = (run_dir / EXCLUDED_FILE).read_text(errors="replace").splitlines()
+        return {node: reason for node, _, reason in (line.partition(" ") for line in lines) if node}
+    return {}
 
 
 def ask_slurm(*command: str) -> str:

@@ -16,8 +16,9 @@ from harness.launch.cluster import ClusterConfig, check_quoted
 from harness.launch.preflight.probe import code_digest
 from harness.launch.queue import ask_slurm, jobs_of_run
 from harness.launch.script import Job
-from harness.loader import corpus_paths
+from harness.loader import CorpusConfig, DataConfig, corpus_paths
 from harness.paths import numbered_runs
+from harness.settings import to_plain
 
 # As in docker/Dockerfile.
 _IMAGE_WORKDIR = "/opt/harness"
@@ -35,38 +36,43 @@ def check_arguments(arguments: Sequence[str]) -> None:
 def plan_job(
     module: str,
     arguments: Sequence[str],
-    settings: dict[str, Any],
+    config: Any,
     *,
     nodes: int,
     cluster: ClusterConfig,
-    run_dir: str | None = None,
+    run_dir: str | None,
 ) -> Job:
-    """Plan the job that runs a recipe; ConfigError for a missing run, a path that no mount shows, or other ranks."""
-    _check_ranks(settings, nodes, cluster)
-    weights, live = _folder_of(settings["model"]["init_from"]), tuple(live_paths(settings))
+    """Plan the job that runs a recipe with the settings `config`.
+
+    ConfigError for a missing run, a path that no mount shows, or other ranks.
+    """
+    _check_ranks(config, nodes, cluster)
+    is_corpus = isinstance(config.data, CorpusConfig)
+    weights, live = _folder_of(config.model.init_from), () if is_corpus else tuple(config.data.live.folders)
     if run_dir is not None and not Path(run_dir).is_dir():
         raise ConfigError("there is no run to resume", where=run_dir, fix="omit run_dir to start a new one")
-    fresh = next_run_dir(Path(settings["runs"]), settings["name"])  # which checks the name, of logs too
-    folder = Path(run_dir).absolute() if run_dir else fresh
-    data = (*dataset_paths(settings), *(settings["data"].get("evaluation") or {}).values())
+    runs = numbered_runs(Path(config.runs), config.name)  # which checks the name, of logs too
+    folder = Path(run_dir or f"{config.runs}/{config.name}-{max(runs, default=0) + 1:03d}").absolute()
+    datasets = dataset_paths(config.data)
+    data = datasets if is_corpus else (*datasets, *config.data.evaluation.values())
     if cluster.image:
         named = {"data.path, data.evaluation": data, "model.init_from": [weights], "data.live.path": live}
         listed = ("per_split_data_args_path", "per_dataset_sequences_path")  # of a corpus
-        named |= {f"data.{name}": [settings["data"].get(name)] for name in listed}
-        named["data.live.tokenizer.name"] = [_folder_of(settings["data"]["live"]["tokenizer"]["name"])] if live else []
+        named |= {f"data.{name}": [getattr(config.data, name, None)] for name in listed}
+        named["data.live.tokenizer.name"] = [_folder_of(config.data.live.tokenizer.name)] if live else []
         _check_mounts({**named, "runs": [str(folder)]}, cluster)
     return Job(
         # A singleton waits for all jobs of its name: only those of the same run may have it.
-        name=folder.name if cluster.successor == "singleton" else settings["name"],
+        name=folder.name if cluster.successor == "singleton" else config.name,
         nodes=nodes,
         module=module,
         overrides=tuple(arguments),
         run_dir=str(folder),
         workdir=cluster.workdir or (_IMAGE_WORKDIR if cluster.image else str(Path.cwd())),
         python=cluster.python or ("python3" if cluster.image else sys.executable),
-        data=dataset_paths(settings),
+        data=datasets,
         # Megatron's indices of a corpus have the paths of its pairs in them.
-        copied=() if "blend_per_split" in settings["data"] else data,
+        copied=() if is_corpus else data,
         weights=weights,
         live=live,
         code=code_digest() if cluster.image and cluster.preflight.same_code else "",
@@ -78,11 +84,11 @@ def _folder_of(name: str | None) -> str | None:
     return name if name and (Path(name).is_dir() or Path(name).is_absolute()) else None
 
 
-def _check_ranks(settings: dict[str, Any], nodes: int, cluster: ClusterConfig) -> None:
-    ranks, planned = nodes * cluster.ranks_per_node, settings["parallel"]["ranks"]
+def _check_ranks(config: Any, nodes: int, cluster: ClusterConfig) -> None:
+    ranks, planned = nodes * cluster.ranks_per_node, config.parallel.ranks
     if planned in (None, ranks):
         return
-    name, (whole, rest) = settings["name"], divmod(planned, cluster.ranks_per_node)
+    name, (whole, rest) = config.name, divmod(planned, cluster.ranks_per_node)
     by_nodes = f"nodes={whole} on nodes of {cluster.ranks_per_node} or " if not rest else ""
     what = f"{name} is planned for {planned} ranks, and {nodes} node{'s' * (nodes > 1)} of {cluster.ranks_per_node} "
     what += f"ha{'ve' if nodes > 1 else 's'} {ranks}"
@@ -125,25 +131,12 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
                     raise ConfigError(what, where=f"{setting}, cluster.mounts", fix=fix)
 
 
-def next_run_dir(runs: Path, name: str) -> Path:
-    """Return `<runs>/<name>-NNN` with the next free number, without creating it."""
-    return runs.absolute() / f"{name}-{max(numbered_runs(runs, name), default=0) + 1:03d}"
-
-
-def live_paths(settings: dict[str, Any]) -> list[str]:
-    """Return the folders of live chunks of a run with these settings."""
-    live = settings["data"].get("live") or {}
-    return [source["path"] for source in live.get("blend") or [live] if source.get("path")]
-
-
-def dataset_paths(settings: dict[str, Any]) -> tuple[str, ...]:
+def dataset_paths(data: DataConfig | CorpusConfig) -> tuple[str, ...]:
     """Return the datasets that a run opens: no live chunks, which may not exist yet, and no corpus in a bucket."""
-    data = settings["data"]
-    if "blend_per_split" in data:
-        return tuple(dict.fromkeys(path for path in corpus_paths(data) if path and "://" not in path))
-    paths = [source["path"] for source in data["blend"]] or ([] if live_paths(settings) else [data["path"]])
-    paths += [data["validation_path"]] if data["validation_path"] else []
-    return tuple(paths)
+    if isinstance(data, CorpusConfig):
+        return tuple(dict.fromkeys(path for path in corpus_paths(to_plain(data)) if "://" not in path))
+    paths = [source.path for source in data.blend] or ([] if data.live.folders else [data.path])
+    return (*paths, *filter(None, [data.validation_path]))
 
 
 def refuse_second_job(run_dir: Path) -> None:

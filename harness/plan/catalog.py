@@ -121,12 +121,8 @@ def describe_model(model: str) -> ModelReport:
             raise error from None
         refusals: list[str] = []
         with suppress(LookupError, TypeError, ValueError, AttributeError):  # `error` names it
-            for refusal in list_odd_features(values, FAMILIES[model_type]):
-                refusals.append(refusal)
+            refusals.extend(list_odd_features(values, FAMILIES[model_type]))
         return ModelReport(model, model_type, architecture, list(dict.fromkeys([*refusals, error.what])))
     total = count_weights(config, ParallelConfig(), stage=0, vocab_size=stored.vocab_size)
-    family = config.traits
-    name, architecture = family.name, family.architecture
-    if config.media is not None:
-        name, architecture = config.media.name, config.media.architecture
-    return ModelReport(model, name, architecture, [], sizes, total, total - count_idle(config), stored.mtp_layers)
+    kind, active = config.media or config.traits, total - count_idle(config)
+    return ModelReport(model, kind.name, kind.architecture, [], sizes, total, active, stored.mtp_layers)

@@ -286,9 +286,8 @@ def check_exported(model: ModelConfig) -> None:
     found = _convert(to_hf_config(model, vocab_size=model.vocab_size or 1), Path("config.json"))
     back = found.settings | {"max_sequence_length": found.max_positions, "mtp_layers": found.mtp_layers}
     names = [one.name for one in fields(model) if one.name not in _OF_TRAINING.split()]
-    own, read = {}, {}
-    for name in names:
-        own[name], read[name] = getattr(model, name), back.get(name, getattr(type(model), name))
+    own = {name: getattr(model, name) for name in names}
+    read = {name: back.get(name, getattr(type(model), name)) for name in names}
     for values in (own, read):
         if model.num_experts:
             values["expert_ffn_hidden_size"] = values["expert_ffn_hidden_size"] or values["ffn_hidden_size"]

@@ -20,8 +20,6 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2", "out_proj")
 # Every tensor-parallel rank has all of these.
 ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
-# Parts of layers that can be computed again one by one, by Megatron's names. Its others require Transformer Engine.
-RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts")
 # Bytes of one number.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # Tokens and features of a matrix that a product in 8 bits divides into blocks, by recipe.

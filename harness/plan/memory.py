@@ -73,9 +73,9 @@ class Memory:
     def total(self) -> int:
         return sum(self.parts.values())
 
-    def fits(self, gpu_bytes: float) -> bool:
-        """Return True if a GPU has this memory, with room for CUDA, NCCL and the allocator."""
-        return self.total <= (1 - ROOM) * gpu_bytes
+    def fits(self, gpu_bytes: float | None) -> bool:
+        """Return True if a GPU, None for any, has this memory, with room for CUDA, NCCL and the allocator."""
+        return gpu_bytes is None or self.total <= (1 - ROOM) * gpu_bytes
 
     def explain(self, gpu_bytes: float) -> str:
         """Return the arithmetic of this memory beside what a GPU has for tensors."""

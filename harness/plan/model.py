@@ -10,8 +10,8 @@ from harness.checks import CheckedSettings, bounded, one_of
 from harness.plan.encoders import MediaModel, deep_layers, read_encoder, rope_axes
 from harness.plan.families import FAMILIES
 from harness.plan.families.base import SCANS, Family
-from harness.plan.layout import DTYPE_BYTES, FP8_BLOCKS, LORA_TARGETS, ParallelConfig
-from harness.plan.model_checks import LAYOUT_RULES, RULES, check_division, check_fields
+from harness.plan.layout import DTYPE_BYTES, FP8_BLOCKS, LORA_TARGETS
+from harness.plan.model_checks import LAYOUT_RULES, RULES, check_fields
 
 _SWITCH = ("auto", "on", "off")
 
@@ -191,10 +191,6 @@ class ModelConfig(CheckedSettings, section="model"):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self)
-
-    def check(self, parallel: ParallelConfig) -> None:
-        """Raise ConfigError, with the arithmetic, if this model cannot be divided over the layout."""
-        check_division(self, parallel)
 
     def on(self, device: str) -> ModelConfig:
         """Return the model with the dtype that `auto` is on a device, `cpu` or `cuda`."""

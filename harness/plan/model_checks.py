@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING
 from harness.checks import NOT_SET, SET, Rule, check_rules, includes, other_than, show_value
 from harness.errors import ConfigError
 from harness.plan.encoders import MROPE, read_encoder
-from harness.plan.layout import (
-    FP8_BLOCKS,
-    LORA_TARGETS,
-    ON_EVERY_RANK,
-    RECOMPUTED,
-    VOCAB_MULTIPLE,
-    ParallelConfig,
-    sizes_on_rank,
-)
+from harness.plan.layout import FP8_BLOCKS, LORA_TARGETS, ON_EVERY_RANK, VOCAB_MULTIPLE, ParallelConfig, sizes_on_rank
 from harness.plan.stages import balance_stages, read_stages
 
 if TYPE_CHECKING:
@@ -137,12 +129,10 @@ def check_fields(model: ModelConfig) -> None:
 def _check_recomputed(model: ModelConfig) -> None:
     chosen, where = model.recompute_modules, "model.recompute_modules"
     parts = {part for layer in set(model.all_parts[: model.num_layers]) for part in layer}
-    known = set(RECOMPUTED)
-    known -= set() if "-" in parts else {"mlp"}
-    known -= set() if "E" in parts else {"moe"}
-    known -= set() if model.shared_ffn_hidden_size else {"shared_experts"}
-    if model.fp8 != "off":
-        known = {"core_attn"}
+    known = {"core_attn"}  # by Megatron's names; parts that are left out here require Transformer Engine
+    if model.fp8 == "off":
+        has = {"mlp": "-" in parts, "moe": "E" in parts, "shared_experts": model.shared_ffn_hidden_size}
+        known |= {name for name, there in has.items() if there}
     if chosen != ["core_attn"] and (model.recompute != "selective" or not chosen or not set(chosen) <= known):
         what = f"recompute_modules are {', '.join(map(str, chosen)) or 'none'}, with recompute={model.recompute}"
         fix = f"model.recompute=selective with some of {', '.join(sorted(known))}, which this model can recompute"

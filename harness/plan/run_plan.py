@@ -1,7 +1,4 @@
-"""Plan a run from its settings and the lengths of its data: memory of a GPU, microbatches, tokens and time.
-
-`harness.plan.memory` counts the memory; the needs of the allocator, NCCL and CUDA themselves are covered by `ROOM`.
-"""
+"""Plan a run from its settings and the lengths of its data: memory of a GPU, microbatches, tokens and time."""
 
 from __future__ import annotations
 
@@ -100,10 +97,6 @@ class RunPlan:
     context: dict[str, float] = field(default_factory=dict)
     batch: PlacedBatch | None = None
 
-    def fits(self, gpu_bytes: float | None) -> bool:
-        """Return True if the fullest rank fits a GPU, with room for CUDA, NCCL and the allocator."""
-        return gpu_bytes is None or self.memory.fits(gpu_bytes)
-
     def render(self, *, gpu_bytes: float | None, file_system_bytes_per_s: float | None = None) -> RenderableType:
         """Return the plan as a table.
 
@@ -126,10 +119,10 @@ class RunPlan:
         if gpu_bytes is not None:
             usable = (1 - ROOM) * gpu_bytes
             misfit = f"does NOT fit, {(memory.total - usable) / gib:,.2f} GiB too much"
-            verdict = "fits" if self.fits(gpu_bytes) else misfit
+            verdict = "fits" if memory.fits(gpu_bytes) else misfit
             yield "GPU", f"{verdict}: {usable / gib:,.1f} of {gpu_bytes / gib:,.0f} GiB are available to tensors"
         if other is not None:
-            is_misfit = gpu_bytes is not None and self.fits(gpu_bytes) and not other.fits(gpu_bytes)
+            is_misfit = memory.fits(gpu_bytes) and not other.fits(gpu_bytes)
             size = f"{other.total / gib:,.2f} GiB on the fullest rank"
             yield "without Transformer Engine", size + ", which does NOT fit" * is_misfit
         own, whole = self.checkpoint.own_bytes, self.checkpoint.total_bytes

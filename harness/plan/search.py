@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
-from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -48,7 +47,6 @@ _SAVINGS: tuple[tuple[str, object], ...] = (
     ("optimizer.offload", 1.0),
 )
 _ADAPTERS = ("model.lora_rank", 16)
-C = TypeVar("C", bound=RunConfig)
 # Rows hold one pack, or as many.
 _PACKS_A_ROW = (1, 2, 4)
 # Model chunks of a stage, where layers do not divide over the stages.
@@ -178,12 +176,10 @@ def search_layouts(
         raise refused[0]
     smallest = min(found, key=lambda one: one.plan.memory.total)
     best: dict[str, Candidate] = {}
-    for candidate in found:
-        key = repr(candidate.parallel)
-        if candidate.plan.fits(gpu_bytes) and (key not in best or candidate.plan.step_s < best[key].plan.step_s):
-            best[key] = candidate
-    fitting = sorted(best.values(), key=lambda one: (one.plan.step_s, one.plan.memory.total))
-    return LayoutSearch(fitting, smallest, len(found))
+    for candidate in sorted(found, key=lambda one: (one.plan.step_s, one.plan.memory.total)):
+        if candidate.plan.memory.fits(gpu_bytes):
+            best.setdefault(repr(candidate.parallel), candidate)
+    return LayoutSearch(list(best.values()), smallest, len(found))
 
 
 def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
@@ -209,7 +205,7 @@ def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
     )
 
 
-def suggest_settings(config: C, fits: Callable[[C], bool]) -> list[str]:
+def suggest_settings(config: RunConfig, fits: Callable[[RunConfig], bool]) -> list[str]:
     """Return changes to a run that does not fit its GPUs, each a line of settings with which it does.
 
     The fewest savings that suffice on the same layout, and LoRA adapters with as few.
@@ -234,7 +230,7 @@ def suggest_settings(config: C, fits: Callable[[C], bool]) -> list[str]:
     return lines
 
 
-def _changed(config: C, changes: Sequence[tuple[str, object]]) -> C:
+def _changed(config: RunConfig, changes: Sequence[tuple[str, object]]) -> RunConfig:
     for key, value in changes:
         section, _, name = key.partition(".")
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})

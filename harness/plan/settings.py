@@ -33,7 +33,7 @@ from harness.loader import CorpusConfig, DataConfig, LoaderConfig
 from harness.plan.hf_config import check_exported
 from harness.plan.layout import DTYPE_BYTES, ParallelConfig, fp8_rank_multiple, fp8_row_multiple
 from harness.plan.model import ModelConfig
-from harness.plan.model_checks import check_scan_offsets, scan_numbers
+from harness.plan.model_checks import check_division, check_scan_offsets, scan_numbers
 from harness.printing import count_of
 from harness.schedule import DYNAMIC, ScheduleConfig
 from harness.thd import LOSS_AVERAGES, shared_multiple
@@ -376,7 +376,7 @@ class RunConfig(CheckedSettings, ABC):
 
     def check_layout(self, world_size: int) -> None:
         """Raise ConfigError if this many ranks cannot hold the model, the batch or the rows."""
-        self.model.check(self.parallel)
+        check_division(self.model, self.parallel)
         self.parallel.check(
             world_size, global_batch_size=self.loader.global_batch_size, max_tokens_per_rank=self.max_tokens_per_rank
         )

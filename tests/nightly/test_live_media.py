@@ -71,7 +71,7 @@ def test_balanced_steps_of_a_stream_train_on_every_layout_what_packs_train_where
         *("schedule.max_tokens_per_rank=368", "loader.global_batch_size=8", "trainer.device=cpu", "trainer.steps=4"),
         *("trainer.epochs=null", "optimizer.lr=1e-3", "trainer.checkpoint_interval=100"),
     ]
-    produce = [sys.executable, "-m", "harness.cli", "live", "produce", str(chats)]
+    produce = [sys.executable, "-m", "harness", "live", "produce", str(chats)]
     found = {}
     for name in ("as_packed", *(name for name in LAYOUTS if kind == "audio" or "ep2" not in name)):
         stream, run = tmp_path / name / "live", tmp_path / name / "run"
@@ -99,7 +99,7 @@ def test_ranks_that_are_killed_train_every_sound_of_a_stream_as_an_undisturbed_r
     metrics = {}
     for schedule, name in itertools.product(("as_packed", "cost_balanced"), ("whole", "killed")):
         stream, run = tmp_path / schedule / name / "live", tmp_path / schedule / name / "run"
-        produce = [sys.executable, "-m", "harness.cli", "live", "produce", str(chats), str(stream)]
+        produce = [sys.executable, "-m", "harness", "live", "produce", str(chats), str(stream)]
         code, output = run_command([*produce, "chunks.rows=10", "chunks.max_waiting=64"])
         assert code == 0, output
         own = [f"data.live.path={stream}", f"run_dir={run}", f"schedule={schedule}"]

@@ -221,13 +221,10 @@ def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: fl
         return _connect(address, port, place, timeout_s=timeout_s)
     deadline = time.monotonic() + timeout_s
     is_dual = socket.has_dualstack_ipv6()
-    try:
+    fix = "submit again: another process has taken the port since the job began"
+    with os_errors_as(HarnessError, f"rank 0 cannot listen on port {port}", where=socket.gethostname(), fix=fix):
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         server = socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
-    except OSError as error:
-        what = f"rank 0 cannot listen on port {port}: {error.strerror}"
-        fix = "submit again: another process has taken the port since the job began"
-        raise HarnessError(what, where=socket.gethostname(), fix=fix) from None
     with server:
         server_thread = threading.Thread(target=_serve, args=(server, place, deadline), daemon=True)
         server_thread.start()

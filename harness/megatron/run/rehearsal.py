@@ -26,6 +26,7 @@ from harness.megatron.state.checkpoint import count_sharded_tensors
 from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.memory import plan_stage_memory
+from harness.plan.model_checks import check_division
 from harness.records import SequenceView
 from harness.schedule.batch import largest_share
 from harness.thd import ThdBatch, build_thd_batch, shared_multiple
@@ -89,7 +90,7 @@ def rehearse(
     # Sizes of rows that ranks would exchange come from nobody.
     static = parallel.static_rows or parallel.pipeline_parallel_size > 1
     parallel = replace(parallel, static_rows=static, cuda_graphs=False, overlap_tensor_parallel=False, ranks=None)
-    small.check(parallel)
+    check_division(small, parallel)
     parallel.dp_size(world_size)
     optimizer = replace(optimizer or OptimizerConfig(), moments_dtype="float32")
     return [

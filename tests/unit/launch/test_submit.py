@@ -9,7 +9,11 @@ import pytest
 from harness.config import compose_config
 from harness.errors import ConfigError
 from harness.launch.script import Job
-from harness.launch.submit import check_arguments, dataset_paths, live_paths, next_run_dir, submit_job
+from harness.launch.submit import check_arguments, dataset_paths, submit_job
+from harness.loader import CorpusConfig, DataConfig
+from harness.loader.corpus import CorpusSource, SplitSources
+from harness.loader.datasets import BlendSource, LiveConfig, LiveSource
+from harness.paths import numbered_runs
 from harness.plan import SftConfig
 
 
@@ -65,29 +69,21 @@ def test_settings_that_the_job_sets_itself_are_refused(argument):
 
 def test_a_name_that_cannot_name_a_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not a valid name for a run's folder"):
-        next_run_dir(tmp_path, "../x")
+        numbered_runs(tmp_path, "../x")
 
 
 def test_every_dataset_of_a_run_is_listed(tmp_path):
-    single = {"path": "data/a", "blend": [], "validation_path": "s3://b/v", "live": {"path": ""}}
-    assert dataset_paths({"data": single}) == ("data/a", "s3://b/v")
-    blended = {"path": "", "blend": [{"path": "a"}, {"path": "b"}], "validation_path": None, "live": {"path": ""}}
-    assert dataset_paths({"data": blended}) == ("a", "b")
-    live = {"path": "data/pydoc", "blend": [], "validation_path": None, "live": {"path": "not/yet"}}
-    assert dataset_paths({"data": live}) == ()
-    assert live_paths({"data": live}) == ["not/yet"]
-    several = {**live, "live": {"path": "unused", "blend": [{"path": "a"}, {"path": "b"}]}}
-    assert (dataset_paths({"data": several}), live_paths({"data": several})) == ((), ["a", "b"])
-    none = {"train": [], "valid": [], "test": []}
-    corpus = {"path": "c", "blend": [], "blend_per_split": none, "per_split_data_args_path": None}
-    assert dataset_paths({"data": corpus}) == ("c",)
-    blended = {**corpus, "blend": [{"path": "a"}, {"path": "s3://b/c"}]}
-    assert dataset_paths({"data": blended}) == ("a",)
-    split = {**corpus, "blend_per_split": {**none, "train": [{"path": "a"}], "valid": [{"path": "a"}, {"path": "b"}]}}
-    assert dataset_paths({"data": split}) == ("a", "b")
+    assert dataset_paths(DataConfig(path="data/a", validation_path="s3://b/v")) == ("data/a", "s3://b/v")
+    assert dataset_paths(DataConfig(path="", blend=[BlendSource("a"), BlendSource("b")])) == ("a", "b")
+    assert dataset_paths(DataConfig(path="data/pydoc", live=LiveConfig(path="not/yet"))) == ()
+    several = LiveConfig(path="unused", blend=[LiveSource("a"), LiveSource("b")])
+    assert dataset_paths(DataConfig(path="data/pydoc", live=several, validation_path="v")) == ("v",)
+    assert dataset_paths(CorpusConfig(path="c")) == ("c",)
+    assert dataset_paths(CorpusConfig(blend=[CorpusSource("a"), CorpusSource("s3://b/c")])) == ("a",)
+    split = SplitSources(train=[CorpusSource("a")], valid=[CorpusSource("a"), CorpusSource("b")])
+    assert dataset_paths(CorpusConfig(blend_per_split=split)) == ("a", "b")
     (tmp_path / "splits.json").write_text('{"train": ["0.5", "x", "0.5", "y"], "valid": null}')
-    named = {**corpus, "per_split_data_args_path": str(tmp_path / "splits.json")}
-    assert dataset_paths({"data": named}) == ("x", "y")
+    assert dataset_paths(CorpusConfig(per_split_data_args_path=str(tmp_path / "splits.json"))) == ("x", "y")
 
 
 IN_CONTAINER = ("sft_tiny", "name=tiny", "cluster=h100_pyxis", "runs=/shared/runs", "data.path=/shared/data")

@@ -13,6 +13,7 @@ from harness.errors import ConfigError
 from harness.megatron.model import gpt
 from harness.plan import ModelConfig, ParallelConfig
 from harness.plan.layout import fp8_row_multiple
+from harness.plan.model_checks import check_division
 from harness.plan.settings import SftConfig, TrainerConfig
 from harness.records import SequenceView
 from harness.schedule import ScheduleConfig
@@ -77,9 +78,9 @@ def test_runs_that_cannot_multiply_in_8_bits_are_refused_by_their_settings(chang
 
 def test_sizes_that_are_no_whole_blocks_are_refused_with_their_numbers() -> None:
     model = replace(HALF, hidden_size=192, num_attention_heads=4, fp8="tensorwise")
-    model.check(ParallelConfig())
+    check_division(model, ParallelConfig())
     with pytest.raises(ConfigError, match="blocks are 128 wide, and the inputs of linear_qkv on a rank are 192"):
-        replace(model, fp8="blockwise").check(ParallelConfig())
+        check_division(replace(model, fp8="blockwise"), ParallelConfig())
     config = SftConfig(model=replace(HALF, fp8="blockwise"), schedule=ScheduleConfig(max_tokens_per_rank=4000))
     with pytest.raises(ConfigError, match="pads rows to a multiple of 128 tokens, but the largest row has 4,000"):
         config.check_layout(1)

@@ -49,7 +49,7 @@ def test_an_experiment_fits_its_number_of_ranks_alone_and_its_file_quotes_the_pl
     sequence_tokens = int((re.findall(r"sequence_tokens=(\d+)", text) or [1024])[0])
     planned = plan_run(config, packs=AssumedPacks(100_000, pack_size, sequence_tokens))
     assert planned.ranks == 8 * int(re.findall(r"(\d+)nodes?$", name)[0])
-    assert planned.fits(80 * 2**30)
+    assert planned.memory.fits(80 * 2**30)
     # A batch is whole rows on every rank.
     assert config.loader.global_batch_size * pack_size % (planned.ranks * config.schedule.max_tokens_per_rank) == 0
     assert planned.work is not None

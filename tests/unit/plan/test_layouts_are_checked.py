@@ -10,6 +10,7 @@ from harness.errors import ConfigError
 from harness.loader import CorpusConfig
 from harness.plan.layout import ParallelConfig, padded_vocab_size
 from harness.plan.model import ModelConfig
+from harness.plan.model_checks import check_division
 from harness.plan.settings import PretrainConfig, SftConfig, TrainerConfig
 from harness.plan.work import sequence_cost
 from harness.schedule import ScheduleConfig
@@ -203,9 +204,9 @@ INTERLEAVED = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}
 )
 def test_a_model_that_a_layout_cannot_divide_or_capture_is_refused(model, parallel, message) -> None:
     made = ModelConfig(**{"hidden_size": 512, "ffn_hidden_size": 768, "num_attention_heads": 4, **model})
-    made.check(ParallelConfig())
+    check_division(made, ParallelConfig())
     with pytest.raises(ConfigError, match=message):
-        made.check(ParallelConfig(**parallel))
+        check_division(made, ParallelConfig(**parallel))
 
 
 def test_ranks_that_cannot_hold_whole_experts_are_refused_with_the_arithmetic() -> None:

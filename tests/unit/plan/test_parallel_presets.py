@@ -11,6 +11,7 @@ from harness.recipes.parity import ParityConfig
 
 from harness.config import CONFIGS, compose_config
 from harness.parity.cells import KIND, parse_case
+from harness.plan.model_checks import check_division
 from harness.plan.settings import SftConfig
 
 PARITY = compose_config("parity", ParityConfig)
@@ -36,7 +37,7 @@ def test_a_preset_composes_and_its_name_says_its_ranks(name) -> None:
     )
     assert (config.parallel.virtual_pipeline_parallel_size is not None) == ("vpp" in name)
     assert config.parallel.sequence_parallel or "_sp" not in name
-    config.model.check(config.parallel)
+    check_division(config.model, config.parallel)
 
 
 @pytest.mark.submission
@@ -52,4 +53,4 @@ def test_the_parity_cases_use_every_preset_on_at_least_sixteen_layouts() -> None
         kind = PARITY.kinds[case.value_of(KIND) or ""].split() if case in experts else []
         config = composed(*PARITY.sft, *kind, *case.settings)
         config.parallel.dp_size(case.ranks)
-        config.model.check(config.parallel)
+        check_division(config.model, config.parallel)

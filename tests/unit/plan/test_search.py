@@ -61,7 +61,7 @@ def test_a_layout_of_the_search_is_planned_alike_by_its_settings(layers: int) ->
     base = ["model=llama3_8b", "model.vocab_size=128256", "loader.global_batch_size=64", f"model.num_layers={layers}"]
     found = search(*base)
     assert found.fitting == sorted(found.fitting, key=lambda one: one.plan.step_s)
-    assert all(one.plan.fits(GPU) for one in found.fitting)
+    assert all(one.plan.memory.fits(GPU) for one in found.fitting)
     interleaved = [one for one in found.fitting if one.parallel.virtual_pipeline_parallel_size]
     uneven = [one for one in found.fitting if one.parallel.pipeline_layout]
     assert bool(uneven) == (layers == 31)
@@ -180,11 +180,11 @@ def test_a_run_that_does_not_fit_is_offered_the_fewest_savings_with_which_it_doe
 
     def fits(*further: str) -> bool:
         run = compose_config("sft", SftConfig, [*settings, *further])
-        return plan_run(run, packs=packs).fits(GPU)
+        return plan_run(run, packs=packs).memory.fits(GPU)
 
     assert not fits()
     config = compose_config("sft", SftConfig, settings)
-    lines = suggest_settings(config, lambda run: plan_run(run, packs=packs).fits(GPU))
+    lines = suggest_settings(config, lambda run: plan_run(run, packs=packs).memory.fits(GPU))
     assert lines == ["parallel.distributed_optimizer=true model.recompute=full", "model.lora_rank=16"]
     assert all(fits(*line.split()) for line in lines)
     assert not any(fits(one) for one in lines[0].split())

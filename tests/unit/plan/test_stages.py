@@ -13,7 +13,7 @@ from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig
 from harness.plan.memory import count_weights, plan_memory, plan_stage_memory
 from harness.plan.model import ModelConfig
-from harness.plan.model_checks import balanced_layout
+from harness.plan.model_checks import balanced_layout, check_division
 from harness.plan.settings import SftConfig
 from harness.plan.stages import balance_stages, read_stages
 
@@ -72,7 +72,7 @@ def test_a_layout_of_one_stage_and_more_chunks_than_layers_are_refused() -> None
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 1: a single stage contains all layers"):
         ParallelConfig(pipeline_layout="EttL")
     with pytest.raises(ConfigError, match="2 layers cannot be cut into 4 equal") as refused:
-        ModelConfig(num_layers=2).check(ParallelConfig(pipeline_parallel_size=4))
+        check_division(ModelConfig(num_layers=2), ParallelConfig(pipeline_parallel_size=4))
     assert refused.value.fix.startswith("fewer stages")
 
 
@@ -87,11 +87,11 @@ def test_a_layout_of_one_stage_and_more_chunks_than_layers_are_refused() -> None
 def test_the_error_of_layers_that_do_not_fit_has_a_setting_with_which_they_do(model, settings, message) -> None:
     layout = ParallelConfig(pipeline_parallel_size=2, **settings)
     with pytest.raises(ConfigError, match=message) as refused:
-        ModelConfig(**model).check(layout)
+        check_division(ModelConfig(**model), layout)
     line = refused.value.fix.split(", ")[0]
     name, _, value = line.partition("=")
     assert name == "parallel.pipeline_layout"
-    ModelConfig(**model).check(replace(layout, pipeline_layout=value.strip("'")))
+    check_division(ModelConfig(**model), replace(layout, pipeline_layout=value.strip("'")))
     # As Hydra and a shell read it, which strips the quotes.
     for text in (line, line.replace("'", "")):
         composed = compose_config("sft", SftConfig, [text, "parallel.pipeline_parallel_size=2"])
@@ -152,8 +152,8 @@ def test_a_stage_without_adapters_is_refused_where_they_alone_are_trained(layout
     kind = {"family": "nemotron_h", "layer_pattern": "-***", **sizes} if targets == ["linear_fc1"] else {}
     model = ModelConfig(num_layers=4, lora_rank=2, lora_targets=targets, **kind)
     with pytest.raises(ConfigError, match=f"no layer of pipeline stage {stage} has an adapter"):
-        model.check(parallel)
-    replace(model, lora_rank=0).check(parallel)
+        check_division(model, parallel)
+    check_division(replace(model, lora_rank=0), parallel)
 
 
 def test_the_balanced_last_stage_of_adapters_has_a_layer_also_where_a_large_vocabulary_is_work_for_many() -> None:
