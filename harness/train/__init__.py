@@ -7,8 +7,6 @@ about a restart, `progress.py` shows the run in a terminal, `stragglers.py` name
 folder and `verify.py` checks it. Nothing here imports torch or Megatron-Core.
 """
 
-from __future__ import annotations
-
 from harness.train.checkpoints import Progress
 from harness.train.digests import DigestWriter, merge_ranks
 from harness.train.folder import alone_in

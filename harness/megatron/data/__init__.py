@@ -4,5 +4,3 @@
 the same for live chunks. `corpus` checks the sources and builds Megatron's datasets; `samples` reads them.
 Read `feed` first.
 """
-
-from __future__ import annotations

@@ -4,5 +4,3 @@
 names the rank that holds the others up; `waits` measures exchanges with other ranks; `all_reduce` is the
 preflight's check of the links.
 """
-
-from __future__ import annotations

@@ -4,5 +4,3 @@
 `training` takes it from the meeting of the ranks to the last step, and `records` writes what each step leaves behind.
 `rehearsal` is a step of single ranks of a job that does not run. Read `training.py` first.
 """
-
-from __future__ import annotations

@@ -3,5 +3,3 @@
 `checkpoint.py` writes and reads them; `loading.py` makes sure that reading runs no code of theirs; `optimizer.py` gives
 the optimizer's state one form on disk.
 """
-
-from __future__ import annotations
