@@ -88,7 +88,7 @@ def test_replayed_rows_give_the_losses_and_gradient_norms_of_computed_ones(chang
         replayed = train(model, graphs=True)
         (graph,) = graphs  # one, of the second step, for rows of any lengths
         assert graph.replays == sum(len(rows) for rows in LENGTHS[1:])
-        with mock.patch.object(RowGraph, "end_step"):
+        with mock.patch.object(RowGraph, "_capture"):
             computed = train(model, graphs=True)
         assert len(graphs) == 1
     assert replayed == computed
