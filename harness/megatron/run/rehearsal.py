@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from harness.megatron.job import runtime
 from harness.megatron.model.router import routers
 from harness.megatron.state.checkpoint import count_sharded_tensors
+from harness.megatron.state.optimizer import adams, parts_of
 from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.memory import plan_stage_memory
@@ -226,7 +228,7 @@ def _rehearse_rank(
         found = {
             "weights": sum(weight.numel() * weight.element_size() for weight in weights),
             "gradients": sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained),
-            "optimizer": _optimizer_bytes(step),
+            "optimizer": _optimizer_bytes(step, offloads=optimizer.offload > 0),
             "activations": kept.peak,
         }
         return RankRehearsal(
@@ -240,17 +242,15 @@ def _rehearse_rank(
         )
 
 
-def _optimizer_bytes(step: MegatronStep) -> int:
+def _optimizer_bytes(step: MegatronStep, *, offloads: bool) -> int:
     """Return the bytes of main weights and moments, and with `optimizer.offload` of gradients, that are no model's."""
     weights = [weight for chunk in step.chunks for weight in chunk.parameters() if weight.requires_grad]
     model = {one.untyped_storage().data_ptr() for weight in weights for one in (weight, weight.main_grad)}
     total = 0
-    for part in getattr(step.optimizer, "chained_optimizers", [step.optimizer]):
-        is_offloaded = hasattr(part.optimizer, "sub_optimizers")
-        for adam in part.optimizer.sub_optimizers if is_offloaded else [part.optimizer]:
-            for main, state in adam.state.items():
-                gradients = [main.grad] if is_offloaded else []
-                tensors = {value.data_ptr(): value for value in (main, *gradients, *state.values()) if value.dim()}
-                own = [one for one in tensors.values() if one.untyped_storage().data_ptr() not in model]
-                total += sum(one.nbytes for one in own)
+    for adam in chain.from_iterable(map(adams, parts_of(step.optimizer))):
+        for main, state in adam.state.items():
+            values = (main, main.grad, *state.values()) if offloads else (main, *state.values())
+            tensors = {value.data_ptr(): value for value in values if value.dim()}
+            own = [one for one in tensors.values() if one.untyped_storage().data_ptr() not in model]
+            total += sum(one.nbytes for one in own)
     return total
