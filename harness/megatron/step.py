@@ -113,7 +113,6 @@ class MegatronStep:
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         max_sequences: the most that a row has; needed for `parallel.cuda_graphs`, as is `pad_rows_to`.
         fill: replaces the random weights, before the optimizer copies them.
-        loss_average: as of `TrainerConfig`.
 
     Attributes:
         sources: the datasets of a blend, whose losses are summed apart, and whose tokens the routers of experts count
