@@ -157,9 +157,7 @@ class JoinedReader:
     is not forked.
 
     Attributes:
-        path: of all datasets, for messages.
         pack_size: the largest.
-        readers: of the datasets, in order.
         max_weight: the largest of the datasets; masks of 0 and 1 are scaled to it.
         has_media: whether packs of any dataset have images or sounds.
         pack_offsets: int64 [packs + 1], as of `PackReader`.

@@ -301,7 +301,6 @@ def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_p
     """Finish the rows of a worker's message.
 
     Args:
-        raw, layout: from `BatchReader.read`, and as there.
         before: any state of the run; the position of the step replaces its own.
         num_packs: packs of one epoch; None for a stream without end.
     """

@@ -43,10 +43,6 @@ class StepShares:
     evenly in every folder. Where a rank has read all of its chunks, the other ranks take over (schedules that balance
     only: tokens can go anywhere), and where all have, the other folders do, so that all steps but the last are full.
 
-    Args:
-        plan: size of a step, and weights.
-        positions: of all folders before the step.
-
     Attributes:
         requested: int64 [folders, ranks].
         drawn, ended: of each folder, as in `LivePosition`, after the step.
