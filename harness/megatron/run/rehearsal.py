@@ -64,11 +64,6 @@ class RankRehearsal:
         return f"rank {self.rank} ({place}): {parts}; of the plan: {shares}"
 
 
-def usual_ranks(world_size: int) -> list[int]:
-    """Return the first, the middle and the last rank of a job."""
-    return sorted({0, world_size // 2, world_size - 1})
-
-
 def rehearse(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -96,7 +91,7 @@ def rehearse(
     optimizer = replace(optimizer or OptimizerConfig(), moments_dtype="float32")
     return [
         _rehearse_rank(small, parallel, optimizer, rank, world_size, shares_rows)
-        for rank in (usual_ranks(world_size) if ranks is None else ranks)
+        for rank in (sorted({0, world_size // 2, world_size - 1}) if ranks is None else ranks)
     ]
 
 
