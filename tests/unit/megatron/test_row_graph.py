@@ -54,7 +54,6 @@ def make(job: runtime.Runtime, model: ModelConfig = MODEL, *, graphs: bool = Tru
         device=job.device,
         vocab_size=VOCAB,
         optimizer=OptimizerConfig(lr=0.01, min_lr_ratio=1, warmup_steps=0),
-        decay_steps=10,
         pad_rows_to=TOTAL,
         max_sequences=MOST,
     )
