@@ -28,7 +28,6 @@ RESUME = ("false", "true", "auto")
 SETTINGS_FILE = "config.yaml"
 # A run of any recipe has these.
 _SECTIONS = ("model", "data", "loader", "optimizer", "parallel", "trainer")
-# Answers to `trainer.sample_prompts`.
 SAMPLES_FILE = "samples.jsonl"
 # Locked while a run writes to its folder; a killed run leaves it behind unlocked.
 _RUNNING = "_running"

@@ -35,8 +35,7 @@ class StepMetrics:
     """One line of `metrics.jsonl`.
 
     Attributes:
-        step: 1 for the first.
-        epoch: 0 for the first.
+        step, epoch: 1 and 0 for the first.
         loss: mean over the trained tokens, in nats.
         validation_loss: the same over the validation set; None if no validation followed this step.
         learning_rate, grad_norm: of this step; the norm before clipping.

@@ -50,7 +50,6 @@ class BatchPlan:
     """The division of a step into rows.
 
     Attributes:
-        global_batch_size: packs of a step.
         schedule: a key of `SCHEDULERS`. `as_packed` trains a pack where it is read; the others place the sequences of
             all ranks' packs, and tokens go to the rank that trains them.
         window_sequences: sequences of a step, read one by one in place of packs; None for packs.
@@ -151,7 +150,6 @@ class FolderReader:
         tokenizer: for chunks of conversations.
         position: position to resume from; open chunks go to the ranks of now, whichever ranks read them before.
         stream: name of the stream that the position belongs to; empty to accept any.
-        features: as of `harness.loader.Loader`.
     """
 
     def __init__(

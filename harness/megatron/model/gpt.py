@@ -446,7 +446,6 @@ def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.de
         what += "of Transformer Engine that rows are padded, so it checks on the host"
         fix = "megatron-core 0.19, Transformer Engine 2.19, or parallel.cuda_graphs=false"
         raise ConfigError(what, where="parallel.cuda_graphs", fix=fix)
-    # Torch reads both names.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     grows = next((name for name in names if "expandable_segments:True" in os.environ.get(name, "")), None)
     if grows is not None and (registers := os.environ.get("NCCL_GRAPH_REGISTER", "1")) != "0":

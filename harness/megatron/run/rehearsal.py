@@ -124,7 +124,6 @@ class KeptBytes:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count in this block."""
         with torch.autograd.graph.saved_tensors_hooks(partial(_Kept, self), lambda kept: kept.tensor):
             yield
 
