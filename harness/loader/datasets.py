@@ -307,6 +307,10 @@ class LiveData:
     def vocab_size(self) -> int | None:
         return self.tokenizer.vocab_size if self.tokenizer is not None else None
 
+    @property
+    def media_rules(self) -> MediaRules | None:
+        return self.tokenizer.media_rules if self.tokenizer is not None else None
+
     def describe(self) -> str:
         """Return one line about the training data."""
         weights = f", weights {', '.join(f'{weight:g}' for weight in self.train.weights)}" if self.train.blend else ""
@@ -341,6 +345,12 @@ class RunData:
     @property
     def sources(self) -> tuple[PackReader, ...]:
         return self.train.readers if isinstance(self.train, JoinedReader) else (self.train,)
+
+    @property
+    def media_rules(self) -> MediaRules | None:
+        """The rules by which the media of the data were made; None for text."""
+        text = next(filter(None, map(_media_rules, self.sources)), "")
+        return MediaRules.from_text(text) if text else None
 
     @property
     def named_sources(self) -> Sources | None:
@@ -464,13 +474,6 @@ def _tokenizer_of(reader: PackReader) -> tuple[str, str]:
     """Return the hash and name of the tokenizer that made a dataset; empty where it is not recorded."""
     provenance = reader.manifest.provenance if reader.manifest is not None else Provenance()
     return provenance.tokenizer_hash, provenance.tokenizer
-
-
-def media_rules(data: PackReader | JoinedReader) -> MediaRules | None:
-    """Return the rules by which the media of a dataset, or of several, were made; None for text."""
-    found = (_media_rules(reader) for reader in (data.readers if isinstance(data, JoinedReader) else (data,)))
-    text = next(filter(None, found), "")
-    return MediaRules.from_text(text) if text else None
 
 
 def _media_rules(reader: PackReader) -> str:

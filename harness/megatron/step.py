@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -317,8 +317,7 @@ class MegatronStep:
         """Return the sums of `sum_loss` over the whole job, which start on the last pipeline stage."""
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         share_last_stage(sums)
-        values: list[float] = sums.tolist()
-        return values
+        return cast(list[float], sums.tolist())
 
 
 def share_last_stage(values: torch.Tensor) -> None:
