@@ -237,8 +237,7 @@ def _gather_heads(scanned: torch.Tensor, group: Any, order: torch.Tensor | None)
 
 def _exchange(of_ranks: torch.Tensor, group: Any) -> torch.Tensor:
     """Send part r of [cp, ...] to context-parallel rank r; return what they sent, by rank."""
-    sent: torch.Tensor = all_to_all(group, of_ranks.contiguous().flatten(0, 1))
-    return sent.view(of_ranks.shape)
+    return cast(torch.Tensor, all_to_all(group, of_ranks.contiguous().flatten(0, 1))).view(of_ranks.shape)
 
 
 def only(part: str, layer: ModuleSpec, *, is_whole: bool) -> ModuleSpec:
