@@ -159,7 +159,6 @@ class JoinedReader:
     Attributes:
         pack_size: the largest.
         max_weight: the largest of the datasets; masks of 0 and 1 are scaled to it.
-        has_media: whether packs of any dataset have images or sounds.
         pack_offsets: int64 [packs + 1], as of `PackReader`.
         sequence_lengths: int32 [sequences], as of `PackReader`.
 
@@ -382,7 +381,6 @@ class RunData:
         return packs
 
     def describe(self) -> str:
-        """Return one line about the training data."""
         return (
             f"{self.train.path} ({len(self.train):,} packs of up to {self.train.pack_size:,} tokens, "
             f"fingerprint {self.train.fingerprint})"

@@ -100,7 +100,6 @@ class RawBatch:
         row_lengths: int64, one array per microbatch: tokens of each sequence; empty for a row of zero loss.
         shared_by: data-parallel ranks that share each row, one number per microbatch; empty where none is shared.
         media: of each row; empty where no row has any.
-        step, pack_ids, sequence_ids, num_sequences, num_tokens, imbalance: as in RankBatch.
     """
 
     step: BatchRange

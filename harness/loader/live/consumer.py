@@ -107,7 +107,6 @@ class LiveLoader:
         features: as of `harness.loader.Loader`, for the same schedules.
         state: position to resume from, or the state of a new run, whose `live` is empty.
         timeout_s: the longest wait for a chunk.
-        folders: for messages.
         report: called at each look with the positions in all folders and the offers, for `harness live status` and
             for producers.
 

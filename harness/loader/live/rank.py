@@ -146,8 +146,6 @@ class FolderReader:
     """Reads the chunks of one folder whose index, modulo `dp_size`, is `dp_rank`.
 
     Args:
-        source: number of the folder.
-        tokenizer: for chunks of conversations.
         position: position to resume from; open chunks go to the ranks of now, whichever ranks read them before.
         stream: name of the stream that the position belongs to; empty to accept any.
     """

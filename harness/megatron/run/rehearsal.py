@@ -57,7 +57,6 @@ class RankRehearsal:
     planned: dict[str, int]
 
     def describe(self) -> str:
-        """Return a line about this rank."""
         place = " ".join(f"{name} {number}" for name, number in self.place.items())
         shares = ", ".join(f"{name} {self.found[name] / max(1, planned):.1%}" for name, planned in self.planned.items())
         parts = f"{self.layers} layers, {self.microbatches} microbatches, {self.sharded_tensors:,} sharded tensors"
