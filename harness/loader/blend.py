@@ -94,7 +94,6 @@ class Blend:
 
         Args:
             counts: packs drawn so far from each source; updated in place.
-            num_packs: packs to draw.
 
         Source: `build_blending_indices` and, without weights, `build_exhaustive_blending_indices` of Megatron-Core,
         `core/datasets/helpers.cpp`; equal to the last tie, which rounding decides.

@@ -56,9 +56,7 @@ class RankLayout:
     Attributes:
         dp_rank, dp_size: data parallelism: which rows of a global batch this rank trains.
         cp_rank, cp_size: context parallelism: ranks that share a row.
-        tp_rank, tp_size: tensor parallelism.
         pp_rank: stage of the pipeline.
-        is_first_stage, is_last_stage: of the pipeline.
         pad_to_multiple: every sequence is padded to a multiple of this (`harness.thd.padding_multiple`).
         group_size: the number of microbatches of a step is a multiple of this.
         shares_rows: True for a trainer that runs rows which several data-parallel ranks share (`ThdBatch.shared_by`),

@@ -14,7 +14,6 @@ from harness.loader.blend import check_sources
 from harness.settings import load
 from harness.storage import is_uri
 
-# Names of Megatron.
 SPLITS = ("train", "valid", "test")
 Sources = list["CorpusSource"]
 _WINDOW_BLOCKS = 16

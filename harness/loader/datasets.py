@@ -157,11 +157,8 @@ class JoinedReader:
     is not forked.
 
     Attributes:
-        path: of all datasets, for messages.
         pack_size: the largest.
-        readers: of the datasets, in order.
         max_weight: the largest of the datasets; masks of 0 and 1 are scaled to it.
-        has_media: whether packs of any dataset have images or sounds.
         pack_offsets: int64 [packs + 1], as of `PackReader`.
         sequence_lengths: int32 [sequences], as of `PackReader`.
 
@@ -309,6 +306,10 @@ class LiveData:
     def vocab_size(self) -> int | None:
         return self.tokenizer.vocab_size if self.tokenizer is not None else None
 
+    @property
+    def media_rules(self) -> MediaRules | None:
+        return self.tokenizer.media_rules if self.tokenizer is not None else None
+
     def describe(self) -> str:
         """Return one line about the training data."""
         weights = f", weights {', '.join(f'{weight:g}' for weight in self.train.weights)}" if self.train.blend else ""
@@ -345,6 +346,12 @@ class RunData:
         return self.train.readers if isinstance(self.train, JoinedReader) else (self.train,)
 
     @property
+    def media_rules(self) -> MediaRules | None:
+        """The rules by which the media of the data were made; None for text."""
+        text = next(filter(None, map(_media_rules, self.sources)), "")
+        return MediaRules.from_text(text) if text else None
+
+    @property
     def named_sources(self) -> Sources | None:
         """The datasets of a blend by the paths in its settings; None without several."""
         if self.blend is None or len(self.sources) < 2:
@@ -374,7 +381,6 @@ class RunData:
         return packs
 
     def describe(self) -> str:
-        """Return one line about the training data."""
         return (
             f"{self.train.path} ({len(self.train):,} packs of up to {self.train.pack_size:,} tokens, "
             f"fingerprint {self.train.fingerprint})"
@@ -466,13 +472,6 @@ def _tokenizer_of(reader: PackReader) -> tuple[str, str]:
     """Return the hash and name of the tokenizer that made a dataset; empty where it is not recorded."""
     provenance = reader.manifest.provenance if reader.manifest is not None else Provenance()
     return provenance.tokenizer_hash, provenance.tokenizer
-
-
-def media_rules(data: PackReader | JoinedReader) -> MediaRules | None:
-    """Return the rules by which the media of a dataset, or of several, were made; None for text."""
-    found = (_media_rules(reader) for reader in (data.readers if isinstance(data, JoinedReader) else (data,)))
-    text = next(filter(None, found), "")
-    return MediaRules.from_text(text) if text else None
 
 
 def _media_rules(reader: PackReader) -> str:

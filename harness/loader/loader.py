@@ -26,7 +26,6 @@ class Loader(BatchStream[RawBatch]):
 
     Args:
         reader: an open dataset; pickled to workers that are not forked.
-        config: see LoaderConfig.
         schedule: settings of how sequences become rows; None for the defaults of ScheduleConfig.
         layout: the place of this rank; None for data parallelism alone, as `dp_rank` and `dp_size` give it.
         dp_rank, dp_size: rank and number of ranks, without a layout; optional in a job of one rank.

@@ -100,7 +100,6 @@ class RawBatch:
         row_lengths: int64, one array per microbatch: tokens of each sequence; empty for a row of zero loss.
         shared_by: data-parallel ranks that share each row, one number per microbatch; empty where none is shared.
         media: of each row; empty where no row has any.
-        step, pack_ids, sequence_ids, num_sequences, num_tokens, imbalance: as in RankBatch.
     """
 
     step: BatchRange
@@ -301,7 +300,6 @@ def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_p
     """Finish the rows of a worker's message.
 
     Args:
-        raw, layout: from `BatchReader.read`, and as there.
         before: any state of the run; the position of the step replaces its own.
         num_packs: packs of one epoch; None for a stream without end.
     """

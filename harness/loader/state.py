@@ -15,10 +15,8 @@ class LoaderState:
     """The whole state of a loader, valid for any number of ranks and workers and any global batch size.
 
     Attributes:
-        seed: of the order.
         epoch: from 0.
         packs_consumed: packs of this epoch that are trained.
-        fingerprint: of the dataset.
         order: `LoaderConfig.order_signature`; another shuffle would repeat some packs of the epoch and skip others.
         tokenizer: hash of the tokenizer that made the dataset; empty, and not compared, where it is unknown.
         live: JSON of the `LivePosition` of a run on live chunks; empty for other runs.

@@ -50,8 +50,6 @@ class _Worker:
 class BatchStream(Generic[T]):
     """Reads batches in `config.num_workers` processes, ahead of training, and yields them in order.
 
-    Use it as a context manager around the training loop: on exit it ends the workers.
-
     Args:
         read_batch: reads one batch; pickled to workers that are not forked.
         config: the number of workers and how long to wait for them.

@@ -266,6 +266,11 @@ def engine_compares_bounds() -> bool:
     return not _HAS_PADDING_FIELD and not utils.is_te_min_version("2.19.0")
 
 
+def has_streams(device: torch.device) -> bool:
+    """Return True where graphs can be captured, and exchanges between ranks run while the device computes."""
+    return device.type == "cuda"
+
+
 def accepts(function: Any, name: str) -> bool:
     """Return True if `function` (or the constructor of a class) has a parameter `name`."""
     return name in inspect.signature(function).parameters

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -108,12 +108,9 @@ class MegatronStep:
 
     Args:
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
-        decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
-            a rate that stays at `lr` after the warm-up.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         max_sequences: the most that a row has; needed for `parallel.cuda_graphs`, as is `pad_rows_to`.
         fill: replaces the random weights, before the optimizer copies them.
-        loss_average: as of `TrainerConfig`.
 
     Attributes:
         sources: the datasets of a blend, whose losses are summed apart, and whose tokens the routers of experts count
@@ -129,7 +126,6 @@ class MegatronStep:
         device: torch.device,
         vocab_size: int,
         optimizer: OptimizerConfig | None = None,
-        decay_steps: int | None = None,
         pad_rows_to: int | None = None,
         max_sequences: int | None = None,
         fill: Callable[[list[GPTModel]], None] | None = None,
@@ -143,7 +139,7 @@ class MegatronStep:
         self.vocab_size, self.pad_rows_to, self.loss_average = vocab_size, pad_rows_to, loss_average
         self.config = get_model_config(chunks[0])
         self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
-        settings = (optimizer or OptimizerConfig()).resolved(model, decay_steps)
+        settings = (optimizer or OptimizerConfig()).resolved(model, None)
         self.optimizer, self.scheduler = _build_optimizer(chunks, settings, parallel, device)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.has_experts = self.config.num_moe_experts is not None
@@ -321,8 +317,7 @@ class MegatronStep:
         """Return the sums of `sum_loss` over the whole job, which start on the last pipeline stage."""
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         share_last_stage(sums)
-        values: list[float] = sums.tolist()
-        return values
+        return cast(list[float], sums.tolist())
 
 
 def share_last_stage(values: torch.Tensor) -> None:

@@ -101,10 +101,6 @@ class TensorShard:
     expert_rank: int = 0
     expert_size: int = 1
 
-    @property
-    def of_experts(self) -> TensorShard:
-        return TensorShard(self.expert_rank, self.expert_size)
-
     def of(self, count: int) -> tuple[int, int]:
         """Return the bounds of this rank's share of `count` rows or columns."""
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
@@ -334,7 +330,7 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
         target.copy_(_from_stack(expert, layer, weights, model))
     else:
         tensors, dim = _tensors_of(end, model)
-        part = shard.of_experts if expert else shard
+        part = TensorShard(shard.expert_rank, shard.expert_size) if expert else shard
         for own, tensor in zip(target.chunk(len(tensors)), tensors, strict=True):
             bounds = () if dim is None else part.of(weights.shape(layer + tensor)[dim])
             own.copy_((weights.columns if dim == 1 else weights.rows)(layer + tensor, *bounds))

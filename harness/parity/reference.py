@@ -20,7 +20,6 @@ import torch
 
 from harness.errors import ConfigError
 from harness.loader import Loader, open_datasets
-from harness.loader.datasets import media_rules
 from harness.loader.plan import Features
 from harness.plan import OptimizerConfig, SftConfig, read_hf_config
 from harness.plan.encoders import MEDIA_MODELS
@@ -90,7 +89,7 @@ def train_reference(config: SftConfig) -> int:
     config.optimizer = optimizer = config.optimizer.resolved(config.model, config.trainer.steps)
     trainer, data = config.trainer, open_datasets(config.data)
     name = "AutoModelForCausalLM" if config.model.media is None else config.model.media.architecture
-    rules = media_rules(data.train)
+    rules = data.media_rules
     features = None if rules is None else rules.features
     model = getattr(_transformers(), name).from_pretrained(
         config.model.init_from, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False

@@ -1,13 +1,7 @@
 """The trainer without a framework: the loop, and the files of a run's folder.
 
-Read `loop.py` first. `folder.py` chooses and locks the run's folder, `checkpoints.py` finds and checks its
-checkpoints, `metrics.py` and `digests.py` record each step in the files of `lines.py`, `trackers.py` feeds services
-from the metrics, `identity.py` distinguishes a run from its copies, `attempts.py` records how a run ended and decides
-about a restart, `progress.py` shows the run in a terminal, `stragglers.py` names slow ranks, `status.py` summarizes a
-folder and `verify.py` checks it. Nothing here imports torch or Megatron-Core.
+Read `loop.py` first, then `folder.py`. Nothing here imports torch or Megatron-Core.
 """
-
-from __future__ import annotations
 
 from harness.train.checkpoints import Progress
 from harness.train.digests import DigestWriter, merge_ranks

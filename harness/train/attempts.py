@@ -135,11 +135,6 @@ def record_resume(
     file.close()
 
 
-def forget_stop(folder: Path) -> None:
-    """Remove the reason of the previous attempt, which does not apply to the next one."""
-    (folder / STOPPED_FILE).unlink(missing_ok=True)
-
-
 def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = False) -> Decision:
     """Record how this attempt ended, and decide whether to start the run again.
 
@@ -164,7 +159,7 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = Fa
     decision = _judge(stop, [*earlier, stop], 1 + len([*same]), max_same)
     again = (IN_JOB if in_job else THROUGH_SLURM) if decision.requeue else None
     _append(folder, [stop], exit_code, job=os.environ.get("SLURM_JOB_ID"), again=again)
-    forget_stop(folder)
+    (folder / STOPPED_FILE).unlink(missing_ok=True)
     return decision
 
 
@@ -197,7 +192,7 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
     earlier = read_attempts(folder)
     recorded = sum(attempt.job == job and attempt.again != IN_JOB for attempt in earlier)
     newest = read_stop(folder)
-    forget_stop(folder)
+    (folder / STOPPED_FILE).unlink(missing_ok=True)
     if restarts <= recorded:
         done = steps_done(folder)
         own = [attempt.step for attempt in earlier if attempt.job == predecessor]

@@ -170,10 +170,7 @@ def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepD
 
 
 class DigestWriter(LineFile):
-    """Appends to `digests.jsonl` in a run's folder, one line per step.
-
-    Lines of `first_step` and later ones, left by a stopped run, are removed: they are trained again.
-    """
+    """Appends to `digests.jsonl` in a run's folder, one line per step, after those before `first_step`."""
 
     def __init__(self, folder: Path, *, first_step: int = 1, log: Log = print_line) -> None:
         self._folder, path = folder, folder / DIGESTS_FILE

@@ -19,7 +19,7 @@ from harness.plan import PretrainConfig, SftConfig
 from harness.printing import count_of
 from harness.settings import find_odd, to_plain
 from harness.storage import Marker, make_folder, write_atomically
-from harness.train.attempts import Stop, forget_stop, steps_done, write_stop
+from harness.train.attempts import STOPPED_FILE, Stop, steps_done, write_stop
 from harness.train.checkpoints import CHECKPOINTS, UnreadableError, whole_checkpoints
 from harness.train.identity import Identity, begin_attempt
 from harness.train.lines import MISREAD
@@ -28,7 +28,6 @@ RESUME = ("false", "true", "auto")
 SETTINGS_FILE = "config.yaml"
 # A run of any recipe has these.
 _SECTIONS = ("model", "data", "loader", "optimizer", "parallel", "trainer")
-# Answers to `trainer.sample_prompts`.
 SAMPLES_FILE = "samples.jsonl"
 # Locked while a run writes to its folder; a killed run leaves it behind unlocked.
 _RUNNING = "_running"
@@ -136,7 +135,7 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool, trains: bool 
                     if not newest.exists() or newest.read_bytes() != before:
                         write_atomically(folder / f"config.before-{number + 1}.yaml", before)
                 write_atomically(path, settings.encode())
-            forget_stop(folder)
+            (folder / STOPPED_FILE).unlink(missing_ok=True)  # of the attempt before
             identity = begin_attempt(folder)
         yield identity
 

@@ -97,14 +97,15 @@ def keep_lines_before(path: Path, first_step: int) -> list[int]:
     and HarnessError if the disk refuses; the file is then as it was.
     """
     with os_errors_as(HarnessError, f"{path.name} cannot be written", where=path, fix=ROOM_FIX):
-        lines = list(whole_lines(path)) if path.exists() else []
-        steps = []
-        for number, line in enumerate(lines, start=1):
+        kept, steps = [], []
+        for number, line in enumerate(whole_lines(path) if path.exists() else (), start=1):
             what = f"line {number} is not a record of a step"
-            steps.append(load(StepLine, line, where=path, fix=DAMAGED_FIX, what=what, lenient=True).step)
-        kept = [line for line, step in zip(lines, steps, strict=True) if step < first_step]
+            step = load(StepLine, line, where=path, fix=DAMAGED_FIX, what=what, lenient=True).step
+            if step < first_step:
+                kept.append(line)
+                steps.append(step)
         write_atomically(path, "".join(kept).encode(errors="surrogateescape"))
-    return [step for step in steps if step < first_step]
+    return steps
 
 
 def describe_hole(path: Path, steps: Sequence[int], expected: Iterable[int]) -> str:

@@ -35,8 +35,7 @@ class StepMetrics:
     """One line of `metrics.jsonl`.
 
     Attributes:
-        step: 1 for the first.
-        epoch: 0 for the first.
+        step, epoch: 1 and 0 for the first.
         loss: mean over the trained tokens, in nats.
         validation_loss: the same over the validation set; None if no validation followed this step.
         learning_rate, grad_norm: of this step; the norm before clipping.
@@ -145,13 +144,10 @@ class MetricsWriter(LineFile):
         super().__init__(path, "the run's metrics")
         self._log = log
         self._events: EventFile | None = None
-        with self._may_fail("tensorboard"):
+        with self._events_may_fail():
             if "tensorboard" in trackers:
                 self._events = EventFile(folder / "tensorboard", first_step=first_step)
-        self._trackers: list[Tracker] = []
-        for name in filter(SERVICES.__contains__, trackers):
-            with self._may_fail(name):
-                self._trackers.append(Tracker(name, folder))
+        self._trackers = [Tracker(name, folder) for name in trackers if name in SERVICES]
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step; raises HarnessError if the disk refuses."""
@@ -160,7 +156,7 @@ class MetricsWriter(LineFile):
         line = json.loads(json.dumps(values), parse_constant=lambda constant: None)
         self.append(json.dumps(line) + "\n")
         steps = curves_of(values)
-        with self._may_fail("tensorboard"):
+        with self._events_may_fail():
             if self._events is not None:
                 for step, curves in steps:
                     self._events.add(curves, step)
@@ -171,7 +167,7 @@ class MetricsWriter(LineFile):
     def close(self, status: str = "finished") -> None:
         """Close the files, and pass the run's status, `finished` or `stopped`, to the trackers; may take seconds."""
         super().close()
-        with self._may_fail("tensorboard"):
+        with self._events_may_fail():
             if self._events is not None:
                 self._events.close()
         for tracker in self._trackers:
@@ -180,13 +176,14 @@ class MetricsWriter(LineFile):
         self._report(tracker.wait(deadline) for tracker in self._trackers)
 
     @contextmanager
-    def _may_fail(self, name: str) -> Iterator[None]:
+    def _events_may_fail(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # whatever its package raises
-            self._events = None if name == "tensorboard" else self._events
+            self._events = None
             fix = how_to_install(error) if isinstance(error, ModuleNotFoundError) else ""
-            self._log(f"{name} receives no more metrics of this run ({error}{fix and f'; {fix}'}); training continues")
+            why = f"({error}{fix and f'; {fix}'})"
+            self._log(f"tensorboard receives no more metrics of this run {why}; training continues")
 
     def _report(self, problems: Iterable[str]) -> None:
         for problem in filter(None, problems):

@@ -17,7 +17,6 @@ from harness.train.checkpoints import CHECKPOINTS, whole_checkpoints
 from harness.train.lines import MISREAD, StepLine, read_sound_lines
 from harness.train.metrics import METRICS_FILE, REPORT_FILE
 
-# The speed of a run is the median of so many newest steps.
 _RECENT = 20
 
 

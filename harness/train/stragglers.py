@@ -158,19 +158,19 @@ def _medians_of_others(values: Float64Array) -> Float64Array:
     return (first + second) / 2
 
 
-def find_slow_nodes_file(folder: Path) -> Path | None:
-    """Return the file in which the batch script of `harness submit` finds nodes to leave out; None without one."""
-    job, logs = os.environ.get("SLURM_JOB_ID"), folder / "logs"
-    return logs / f"straggler-{job}.failed" if job and logs.is_dir() else None
+def write_slow_nodes(folder: Path, stragglers: Sequence[Straggler], steps: int) -> list[str]:
+    """Write the nodes of stragglers and the reasons for the batch script of `harness submit` in a run's folder.
 
-
-def write_slow_nodes(path: Path, stragglers: Sequence[Straggler], steps: int) -> list[str]:
-    """Write the nodes of stragglers and the reasons for the batch script; return their names, none if all are kept."""
-    kept: set[str] = set()
+    Return their names; none if the script keeps them all, or there is no such script.
+    """
+    job, logs, kept = os.environ.get("SLURM_JOB_ID"), folder / "logs", set[str]()
+    if not job or not logs.is_dir():
+        return []
     with suppress(OSError):
-        kept = {line.partition(" ")[0] for line in (path.parent.parent / KEPT_FILE).read_text().splitlines()}
+        kept = {line.partition(" ")[0] for line in (folder / KEPT_FILE).read_text().splitlines()}
     nodes = {straggler.node: straggler.describe(steps) for straggler in stragglers if straggler.rank is not None}
     nodes = {node: reason for node, reason in nodes.items() if node not in kept}
     if nodes:
-        path.write_text("".join(f"{node} {reason}\n" for node, reason in nodes.items()))
+        lines = [f"{node} {reason}\n" for node, reason in nodes.items()]
+        (logs / f"straggler-{job}.failed").write_text("".join(lines))
     return list(nodes)

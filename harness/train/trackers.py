@@ -200,10 +200,8 @@ class Mlflow:
 
     def send(self, steps: Steps) -> None:
         now = int(time.time() * 1000)
-        points = [(mlflow_name(curve), value, step) for step, values in steps for curve, value in values.items()]
-        self._client.log_batch(
-            self._run, metrics=[self._metric(name, value, now, step) for name, value, step in points]
-        )
+        points = [(mlflow_name(curve), value, now, step) for step, values in steps for curve, value in values.items()]
+        self._client.log_batch(self._run, metrics=[self._metric(*point) for point in points])
 
     def finish(self, status: str) -> None:
         self._client.set_tag(self._run, "end", status)

@@ -53,7 +53,6 @@ def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None 
     parts: list[Callable[[], list[Problem]]] = [
         lambda: list(_settings_problems(folder, checkpoints)),
         lambda: list(_step_problems(folder, checkpoints)),
-        lambda: list(_identity_problems(folder)),
         *(lambda place=place: verify_checkpoint(place) for place in checkpoints),
         *(lambda place=place: verify_folder(place) for place in exports),
     ]
@@ -102,14 +101,12 @@ def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | No
     return problems
 
 
-def _identity_problems(run: Path) -> Iterator[Problem]:
+def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
+    """Yield the problems of the run's identity and of its settings, also in its newest checkpoint."""
     try:
-        read_identity(run)
+        read_identity(folder)
     except CheckpointError as error:
         yield Problem(error.what, error.where)
-
-
-def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
     path = folder / SETTINGS_FILE
     if not path.exists():
         yield Problem("the run's settings are missing", str(path))

@@ -62,9 +62,8 @@ def main(folder: Path) -> None:
         layout = join(split, job.world_size)
 
         def make(optimizer: OptimizerConfig, parallel: ParallelConfig = split) -> MegatronStep:
-            return MegatronStep(
-                MODEL, parallel, layout, device=job.device, vocab_size=64, optimizer=optimizer, decay_steps=20
-            )
+            optimizer = replace(optimizer, decay_steps=20)
+            return MegatronStep(MODEL, parallel, layout, device=job.device, vocab_size=64, optimizer=optimizer)
 
         def train(step: MegatronStep, *seeds: int) -> list[float]:
             results = []

@@ -56,8 +56,7 @@ from torch.distributed import PrefixStore
 
 from harness.checks import choices_of
 from harness.formats import open_dataset
-from harness.loader import Loader, RankLayout
-from harness.loader.datasets import media_rules
+from harness.loader import Loader, RankLayout, RunData
 from harness.megatron import prepare_process
 from harness.megatron.data.feed import Feed, readable
 from harness.megatron.job import runtime
@@ -703,7 +702,7 @@ class Run:
         )
 
         def load() -> Loader:
-            rules = media_rules(reader)
+            rules = RunData(reader, None, None).media_rules
             features = None if rules is None else rules.features_at(is_first_stage=layout.is_first_stage)
             settings = {"schedule": config.schedule, "layout": layout, "features": features}
             return Loader(readable(reader, layout), config.loader, num_steps=2, **settings)

@@ -52,7 +52,7 @@ def make(job: runtime.Runtime, *, overlaps: bool) -> MegatronStep:
     parallel = ParallelConfig(distributed_optimizer=True)
     layout = join(parallel, job.world_size)
     optimizer = OptimizerConfig(lr=0.05, min_lr_ratio=1, warmup_steps=0)
-    with mock.patch.object(gpt, "_runs_behind", return_value=overlaps):
+    with mock.patch.object(gpt.compat, "has_streams", return_value=overlaps):
         step = MegatronStep(MODEL, parallel, layout, device=job.device, vocab_size=128, optimizer=optimizer)
     assert step.chunks[0].ddp_config.overlap_param_gather is overlaps
     return step

@@ -67,7 +67,6 @@ def train(job: runtime.Runtime, *, graphs: bool, **layout: Any) -> list[list[flo
         device=job.device,
         vocab_size=128,
         optimizer=OptimizerConfig(lr=0.01, min_lr_ratio=1, warmup_steps=0),
-        decay_steps=10,
         pad_rows_to=64,
         max_sequences=5,
     )

@@ -95,7 +95,7 @@ def main(file: Path) -> None:
         # The layers of a wheel refuse to be made without a GPU.
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
         found["on a cpu"] = refused()
-        stack.enter_context(mock.patch.object(user_buffers, "_has_user_buffers", return_value=True))
+        stack.enter_context(mock.patch.object(user_buffers, "has_streams", return_value=True))
         found["on two nodes"] = refused(LOCAL_WORLD_SIZE="1")
         found["made before"] = len(made)
         build()

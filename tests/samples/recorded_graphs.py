@@ -142,7 +142,7 @@ def recorded_graphs() -> Iterator[list[RecordedGraph]]:
     with (
         mock.patch.object(torch.cuda, "CUDAGraph", RecordedGraph),
         mock.patch.object(torch.cuda, "graph", _capture),
-        mock.patch.object(gpt, "_has_graphs", return_value=True),
+        mock.patch.object(gpt.compat, "has_streams", return_value=True),
     ):
         yield RecordedGraph.made
 

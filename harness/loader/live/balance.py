@@ -35,7 +35,6 @@ class Placement:
     """The sequences of one step, in the order of their packs, and where they are read and trained.
 
     Attributes:
-        placed: their rows.
         ids: int64 [sequences], ids of the sequences.
         lengths: int64 [sequences], stored tokens.
         media_bytes, media_cost: as in `Offer.media`; the cost is None if there are no media.

@@ -43,10 +43,6 @@ class StepShares:
     evenly in every folder. Where a rank has read all of its chunks, the other ranks take over (schedules that balance
     only: tokens can go anywhere), and where all have, the other folders do, so that all steps but the last are full.
 
-    Args:
-        plan: size of a step, and weights.
-        positions: of all folders before the step.
-
     Attributes:
         requested: int64 [folders, ranks].
         drawn, ended: of each folder, as in `LivePosition`, after the step.
@@ -111,7 +107,6 @@ class LiveLoader:
         features: as of `harness.loader.Loader`, for the same schedules.
         state: position to resume from, or the state of a new run, whose `live` is empty.
         timeout_s: the longest wait for a chunk.
-        folders: for messages.
         report: called at each look with the positions in all folders and the offers, for `harness live status` and
             for producers.
 

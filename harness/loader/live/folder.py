@@ -133,10 +133,6 @@ class LiveFolder:
     """A folder of live chunks on a shared file system or in S3, which need not exist yet.
 
     Raises ConfigError for other object storage.
-
-    Attributes:
-        files: of the folder.
-        where: its path or URI.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -266,11 +262,9 @@ class LiveChunk:
     """An open chunk, checked against its record once, then read row by row.
 
     Args:
-        path: its file, on this machine.
         record: its expected contents; None accepts any.
         place: its path or URI in the folder, for messages.
         kept: what keeps the file, until the chunk is closed.
-        reader: parser of conversations.
 
     Raises:
         FormatError: the file differs from its record, or is not a chunk.

@@ -58,7 +58,6 @@ class LivePosition:
 
         Args:
             parts: for each rank, what is in its own chunks, and the rows that it read since the step before.
-            drawn, ended: see the attributes.
         """
         return replace(
             self._finish(*(part.finished for part in parts)),

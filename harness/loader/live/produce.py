@@ -43,9 +43,7 @@ class Item:
 
     Attributes:
         line: bytes that identify it; JSON for a conversation.
-        where: its place, for messages.
         pack: the pack if it is one.
-        reader: parser of the conversation.
     """
 
     line: bytes

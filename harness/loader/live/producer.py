@@ -50,7 +50,6 @@ class LiveProducer:
         rows_per_chunk: a chunk is written when it has that many rows, 64 MiB, or is `flush_s` seconds old.
         max_waiting: unread chunks at which `add` blocks until one is read.
         keep: number of the newest completed chunks to keep.
-        log: called with lines for the log.
 
     Attributes:
         ended: the stream has its END record, so nothing can be added.

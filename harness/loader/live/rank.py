@@ -50,10 +50,6 @@ class BatchPlan:
     """The division of a step into rows.
 
     Attributes:
-        layout: the place of this rank.
-        global_batch_size: packs of a step.
-        max_tokens_per_row: tokens that one row holds.
-        cost: of training a sequence.
         schedule: a key of `SCHEDULERS`. `as_packed` trains a pack where it is read; the others place the sequences of
             all ranks' packs, and tokens go to the rank that trains them.
         window_sequences: sequences of a step, read one by one in place of packs; None for packs.
@@ -150,13 +146,8 @@ class FolderReader:
     """Reads the chunks of one folder whose index, modulo `dp_size`, is `dp_rank`.
 
     Args:
-        config: names the folders.
-        plan: the rows to fill, and the place of this rank.
-        source: number of the folder.
-        tokenizer: for chunks of conversations.
         position: position to resume from; open chunks go to the ranks of now, whichever ranks read them before.
         stream: name of the stream that the position belongs to; empty to accept any.
-        features: as of `harness.loader.Loader`.
     """
 
     def __init__(
@@ -450,7 +441,11 @@ class FolderReader:
         return f"{self._folder.where} is empty: check its name, and that its producer is running"
 
     def _live_pack(self, members: list[Member[Place]]) -> LivePack:
-        ids = np.array([self._id(*member.key) for member in members], np.int64)
+        ids = [
+            # Chunks of several folders take turns.
+            ((chunk * self._num_sources + self._source) << _ROW_BITS | row) << _SEQUENCE_BITS | sequence
+            for chunk, row, sequence in (member.key for member in members)
+        ]
         of_sequences = [member.sequence.media for member in members]
         if any(of_sequences) and self._features is None:
             raise ConfigError(
@@ -461,8 +456,4 @@ class FolderReader:
             )
         # Where sequences are placed first, the rank that trains them decodes their media.
         features = None if self._plan.is_balanced else self._features
-        return LivePack(pack_of(members), ids, features and row_media(of_sequences, features))
-
-    def _id(self, chunk: int, row: int, sequence: int) -> int:
-        # Chunks of several folders take turns.
-        return ((chunk * self._num_sources + self._source) << _ROW_BITS | row) << _SEQUENCE_BITS | sequence
+        return LivePack(pack_of(members), np.array(ids, np.int64), features and row_media(of_sequences, features))

@@ -27,9 +27,7 @@ class LiveStatus:
     Attributes:
         producer, consumer: `none`, `alive`, `silent`, `gone` or `ended`.
         producer_seen_s, consumer_seen_s: seconds since each was last active; None for never.
-        producer_status, consumer_status: the status that each wrote.
-        chunks: written so far.
-        rows, tokens: in them; None where chunks have no records, or are not tokenized.
+        rows, tokens: in all chunks so far; None where chunks have no records, or are not tokenized.
         waiting: whole chunks that are unread.
         completed: chunks in the folder that a checkpoint covers.
         rows_per_s, chunks_per_min: of the newest chunks; None for fewer than two.

@@ -65,7 +65,6 @@ class LengthsOnly:
     pack_offsets = property(lambda self: self._source.pack_offsets)
     sequence_lengths = property(lambda self: self._source.sequence_lengths)
     fingerprint = property(lambda self: self._source.fingerprint)
-    # Of errors, and of refusals.
     path = property(lambda self: getattr(self._source, "path", ""))
     max_weight = property(lambda self: getattr(self._source, "max_weight", 1))
     # Grids of images decide positions, which every stage needs.

@@ -2,5 +2,3 @@
 
 Read `folder` first: it writes the folder. `data` finds what the run was trained on, and `card` writes the card.
 """
-
-from __future__ import annotations

@@ -1,3 +1,1 @@
 """Build Megatron-Core's GPTModel from a `ModelConfig`: `gpt.py`, with packed attention, RMSNorm, a router and LoRA."""
-
-from __future__ import annotations

@@ -436,13 +436,9 @@ def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:
     chunk.output_layer.register_forward_hook(hide)
 
 
-def _has_graphs(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> None:
     """Raise ConfigError where the pass of a row cannot be captured; variables are read when NCCL connects."""
-    if not _has_graphs(device):
+    if not compat.has_streams(device):
         what = f"parallel.cuda_graphs is true, but the device is {device.type}"
         raise ConfigError(what, where="parallel.cuda_graphs", fix="parallel.cuda_graphs=false")
     if engine_layers(model, parallel, device) and compat.engine_compares_bounds():
@@ -450,18 +446,12 @@ def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.de
         what += "of Transformer Engine that rows are padded, so it checks on the host"
         fix = "megatron-core 0.19, Transformer Engine 2.19, or parallel.cuda_graphs=false"
         raise ConfigError(what, where="parallel.cuda_graphs", fix=fix)
-    # Torch reads both names.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     grows = next((name for name in names if "expandable_segments:True" in os.environ.get(name, "")), None)
     if grows is not None and (registers := os.environ.get("NCCL_GRAPH_REGISTER", "1")) != "0":
         what = f"{grows} has expandable_segments:True, and NCCL_GRAPH_REGISTER is {registers}: replayed collectives "
         what += "would use memory that was moved"
         raise ConfigError(what, where="environment, NCCL_GRAPH_REGISTER", fix="NCCL_GRAPH_REGISTER=0")
-
-
-def _runs_behind(device: torch.device) -> bool:
-    """Return True where exchanges between ranks run while the device computes."""
-    return device.type == "cuda"
 
 
 def build_model(
@@ -478,7 +468,7 @@ def build_model(
         fill(chunks)
     config = chunks[0].config
     # A replayed graph calls none of the functions that begin an exchange.
-    overlaps = _runs_behind(device) and parallel.overlap_gradients and not parallel.cuda_graphs
+    overlaps = compat.has_streams(device) and parallel.overlap_gradients and not parallel.cuda_graphs
     # A step whose rows have no media gives the encoder no gradient, for which an exchange would wait.
     overlaps = overlaps and not model.train_encoder
     ddp = DistributedDataParallelConfig(

@@ -155,8 +155,7 @@ class Adapter(torch.nn.Module):
 
     def weight(self) -> torch.Tensor:
         """Return [outputs, inputs], the addition to the layer's weight, on a rank that has all of it."""
-        whole: torch.Tensor = torch.cat(list(self.b)).float() @ self.a.float() * self.scale
-        return whole
+        return torch.cat(list(self.b)).float() @ self.a.float() * self.scale
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

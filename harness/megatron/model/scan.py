@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel import all_to_all, copy_to_tensor_model_parallel_region, get_cuda_rng_tracker
@@ -29,6 +29,7 @@ from harness.megatron.model import delta_reference, mamba_reference
 from harness.plan.families.base import SCANS
 from harness.plan.model_checks import check_scan_offsets
 
+Mixed = tuple[torch.Tensor, torch.Tensor | None]
 _mamba, _delta = compat.import_scans(mamba_reference)
 
 
@@ -47,7 +48,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRow, **unused: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Mixed:
         """Return [T / cp, 1, hidden_size] for the same, as attention does; with sequence parallelism, T / cp / tp."""
         cp = self._division(packed_seq_params.cp_group)
         _, owners, order = packed_seq_params.scan_order(cp.cp_size)
@@ -74,8 +75,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
             seq_idx=owners,
         )
         scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), cp.cp_group, order)
-        output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(self.norm(scanned))
-        return output
+        return cast(Mixed, self.out_proj(self.norm(scanned)))
 
     def _division(self, group: Any) -> Any:
         """Return Megatron's division of heads and parameters over the ranks of a row, None for those of the layout."""
@@ -109,7 +109,7 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRow, **unused: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Mixed:
         """Return [T / cp, 1, hidden_size] for the same, as attention does; with sequence parallelism, T / cp / tp."""
         group = packed_seq_params.cp_group or self.pg_collection.cp
         bounds, _, order = packed_seq_params.scan_order(group.size())
@@ -141,8 +141,7 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
         )
         scanned = delta_reference.gate(self.out_norm(scanned), torch.unflatten(gate, -1, (heads, -1))).flatten(2)
         scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), group, order)
-        output: tuple[torch.Tensor, torch.Tensor | None] = self.out_proj(scanned)
-        return output
+        return cast(Mixed, self.out_proj(scanned))
 
     def use_plain_scan(self) -> None:
         """Scan in PyTorch, whatever is installed."""
@@ -238,8 +237,7 @@ def _gather_heads(scanned: torch.Tensor, group: Any, order: torch.Tensor | None)
 
 def _exchange(of_ranks: torch.Tensor, group: Any) -> torch.Tensor:
     """Send part r of [cp, ...] to context-parallel rank r; return what they sent, by rank."""
-    sent: torch.Tensor = all_to_all(group, of_ranks.contiguous().flatten(0, 1))
-    return sent.view(of_ranks.shape)
+    return cast(torch.Tensor, all_to_all(group, of_ranks.contiguous().flatten(0, 1))).view(of_ranks.shape)
 
 
 def only(part: str, layer: ModuleSpec, *, is_whole: bool) -> ModuleSpec:

@@ -14,12 +14,11 @@ from harness.checks import memory_bytes
 from harness.errors import ConfigError, HarnessError, reason_of_memory
 from harness.formats import PackReader
 from harness.loader import JoinedReader, RunData
-from harness.loader.datasets import LiveData, media_rules
+from harness.loader.datasets import LiveData
 from harness.megatron.job.runtime import place_in_job
 from harness.megatron.pretrained import Pretrained
 from harness.plan import RunConfig, SftConfig, plan_memory
 from harness.plan.encoders import read_encoder
-from harness.prep.media import MediaRules
 from harness.printing import count_of
 from harness.train.folder import leave_refusal
 from harness.train.loop import OWN_VALIDATION
@@ -28,16 +27,9 @@ from harness.train.loop import OWN_VALIDATION
 _NO_MEMORY = "can't allocate memory"
 
 
-def rules_of(data: RunData | LiveData) -> MediaRules | None:
-    """Return the rules by which the media of the data were prepared; None for text."""
-    if isinstance(data, LiveData):
-        return None if data.tokenizer is None else data.tokenizer.media_rules
-    return media_rules(data.train)
-
-
 def check_media(config: SftConfig, data: RunData | LiveData) -> None:
     """Refuse data whose media were prepared for another model."""
-    rules = rules_of(data)
+    rules = data.media_rules
     if rules is None or config.model.encoder is None:
         return
     media, values = read_encoder(config.model.encoder)

@@ -15,7 +15,7 @@ from harness.megatron.data.feed import Feed, readable
 from harness.megatron.data.live_feed import LiveFeed
 from harness.megatron.job import runtime
 from harness.megatron.pretrained import find_pretrained
-from harness.megatron.run.checks import check, check_media, check_weights, list_warnings, rules_of
+from harness.megatron.run.checks import check, check_media, check_weights, list_warnings
 from harness.megatron.run.sampling import find_tokenizer
 from harness.megatron.run.training import Task
 from harness.plan import SftConfig, sequence_cost
@@ -90,7 +90,7 @@ def make_feeds(
 ) -> tuple[Feed, dict[str, Feed]]:
     """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
     state = progress.loader if progress is not None else None
-    rules = None if config.model.encoder is None else rules_of(data)
+    rules = None if config.model.encoder is None else data.media_rules
     features = None if rules is None else rules.features
     cost = sequence_cost(config.model, config.parallel, on_gpu=ranks.device.type == "cuda")
     hash = data.tokenizer_hash if isinstance(data, RunData) else ""

@@ -23,7 +23,7 @@ from harness.train.attempts import read_attempts
 from harness.train.digests import rank_rows
 from harness.train.metrics import plot_experts, plot_loss, step_metrics, write_report
 from harness.train.progress import RunProgress
-from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, find_slow_nodes_file, write_slow_nodes
+from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, write_slow_nodes
 
 
 class RunRecords:
@@ -119,12 +119,7 @@ class RunRecords:
         is_new, self._named = not named <= self._named, named
         if not is_new or self._trainer.on_straggler != "exclude" or not self._is_on_many_nodes:
             return
-
-        def leave_out() -> list[str]:
-            path = find_slow_nodes_file(self._folder)
-            return write_slow_nodes(path, stragglers, steps) if path is not None else []
-
-        if nodes := runtime.on_rank_0(leave_out):
+        if nodes := runtime.on_rank_0(lambda: write_slow_nodes(self._folder, stragglers, steps)):
             self.leaving = f"{', '.join(nodes)} excluded as too slow"
 
     def close(self, status: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from harness.megatron.job import runtime
 from harness.megatron.model.router import routers
 from harness.megatron.state.checkpoint import count_sharded_tensors
+from harness.megatron.state.optimizer import adams, parts_of
 from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
 from harness.plan.memory import plan_stage_memory
@@ -56,16 +58,10 @@ class RankRehearsal:
     planned: dict[str, int]
 
     def describe(self) -> str:
-        """Return a line about this rank."""
         place = " ".join(f"{name} {number}" for name, number in self.place.items())
         shares = ", ".join(f"{name} {self.found[name] / max(1, planned):.1%}" for name, planned in self.planned.items())
         parts = f"{self.layers} layers, {self.microbatches} microbatches, {self.sharded_tensors:,} sharded tensors"
         return f"rank {self.rank} ({place}): {parts}; of the plan: {shares}"
-
-
-def usual_ranks(world_size: int) -> list[int]:
-    """Return the first, the middle and the last rank of a job."""
-    return sorted({0, world_size // 2, world_size - 1})
 
 
 def rehearse(
@@ -95,7 +91,7 @@ def rehearse(
     optimizer = replace(optimizer or OptimizerConfig(), moments_dtype="float32")
     return [
         _rehearse_rank(small, parallel, optimizer, rank, world_size, shares_rows)
-        for rank in (usual_ranks(world_size) if ranks is None else ranks)
+        for rank in (sorted({0, world_size // 2, world_size - 1}) if ranks is None else ranks)
     ]
 
 
@@ -128,7 +124,6 @@ class KeptBytes:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count in this block."""
         with torch.autograd.graph.saved_tensors_hooks(partial(_Kept, self), lambda kept: kept.tensor):
             yield
 
@@ -227,7 +222,7 @@ def _rehearse_rank(
         found = {
             "weights": sum(weight.numel() * weight.element_size() for weight in weights),
             "gradients": sum(one.main_grad.numel() * one.main_grad.element_size() for one in trained),
-            "optimizer": _optimizer_bytes(step),
+            "optimizer": _optimizer_bytes(step, offloads=optimizer.offload > 0),
             "activations": kept.peak,
         }
         return RankRehearsal(
@@ -241,17 +236,15 @@ def _rehearse_rank(
         )
 
 
-def _optimizer_bytes(step: MegatronStep) -> int:
+def _optimizer_bytes(step: MegatronStep, *, offloads: bool) -> int:
     """Return the bytes of main weights and moments, and with `optimizer.offload` of gradients, that are no model's."""
     weights = [weight for chunk in step.chunks for weight in chunk.parameters() if weight.requires_grad]
     model = {one.untyped_storage().data_ptr() for weight in weights for one in (weight, weight.main_grad)}
     total = 0
-    for part in getattr(step.optimizer, "chained_optimizers", [step.optimizer]):
-        is_offloaded = hasattr(part.optimizer, "sub_optimizers")
-        for adam in part.optimizer.sub_optimizers if is_offloaded else [part.optimizer]:
-            for main, state in adam.state.items():
-                gradients = [main.grad] if is_offloaded else []
-                tensors = {value.data_ptr(): value for value in (main, *gradients, *state.values()) if value.dim()}
-                own = [one for one in tensors.values() if one.untyped_storage().data_ptr() not in model]
-                total += sum(one.nbytes for one in own)
+    for adam in chain.from_iterable(map(adams, parts_of(step.optimizer))):
+        for main, state in adam.state.items():
+            values = (main, main.grad, *state.values()) if offloads else (main, *state.values())
+            tensors = {value.data_ptr(): value for value in values if value.dim()}
+            own = [one for one in tensors.values() if one.untyped_storage().data_ptr() not in model]
+            total += sum(one.nbytes for one in own)
     return total

@@ -96,15 +96,10 @@ def report_resume(
     if written_by != identity.run:
         was = f"this folder was copied, moved or restored: its checkpoint belongs to run {written_by}"
         log(f"{was}, and the resumed run is {identity.run}")
-    for note in notes_of_moments(newest, config.optimizer):
-        log(note)
+    stored, now = stored_moments(newest), config.optimizer.moments_dtype
+    if stored not in (None, now):
+        log(f"its optimizer moments were stored as {stored} and converted to {now}")
     if done >= last:
         more = f"to train more, resume with a higher number, such as trainer.steps={2 * last}"
         log(f"nothing to train: step {last:,} of {last:,} is complete; {more}")
     record_resume(folder, identity, done, newest, passed_over)
-
-
-def notes_of_moments(checkpoint: Path, optimizer: OptimizerConfig) -> list[str]:
-    """Return what the log of a run says of a checkpoint's moments that have another dtype than its own."""
-    stored, now = stored_moments(checkpoint), optimizer.moments_dtype
-    return [] if stored in (None, now) else [f"its optimizer moments were stored as {stored} and converted to {now}"]

@@ -51,8 +51,7 @@ class Task:
     Attributes:
         feeds: returns the training batches after a progress, None for the start, and the validation sets by name, each
             read once per validation; every rank takes part.
-        pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
-        max_sequences: the most that a row has, for `parallel.cuda_graphs`; None without.
+        pad_rows_to, max_sequences: as of `MegatronStep`.
         length: the run's steps in epochs, for its log; empty where the data has none.
     """
 

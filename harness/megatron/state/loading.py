@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -68,8 +68,7 @@ def load_tree(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
             metadata = read_metadata(file, path)
         _check_all_wanted(wanted, metadata)
         with compat.checkpoints_read_by(lambda place: _Reader(place, metadata)):
-            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
-            return loaded
+            return cast(dict[str, Any], dist_checkpointing.load(wanted, str(path)))
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, HarnessError):

@@ -61,7 +61,7 @@ def put_back(part: Any, values: list[torch.Tensor], loaded: dict[str, torch.Tens
     for number, value in enumerate(values):
         if (source := loaded[str(number)]).data_ptr() != value.data_ptr():  # mostly they are loaded in place
             value.copy_(source)
-    for adam in _adams(part):
+    for adam in adams(part):
         if _counts_by_weight(adam):
             for state in adam.state.values():
                 state["step"] = torch.tensor(float(steps))
@@ -73,13 +73,13 @@ def put_back(part: Any, values: list[torch.Tensor], loaded: dict[str, torch.Tens
 def steps_taken(part: Any) -> int:
     """Return the number of updates, wherever the implementation counts them."""
     counts = set()
-    for adam in _adams(part):
+    for adam in adams(part):
         counts |= {int(state["step"]) for state in adam.state.values() if "step" in state}
         counts |= {int(group["step"]) for group in adam.param_groups if "step" in group and group["params"]}
     return max(counts, default=0)
 
 
-def _adams(part: Any) -> list[torch.optim.Optimizer]:
+def adams(part: Any) -> list[torch.optim.Optimizer]:
     """Return the implementations of Adam in an optimizer: one, or with `optimizer.offload` the host's and the GPU's."""
     inner = part.optimizer
     return list(inner.sub_optimizers) if isinstance(inner, HybridDeviceOptimizer) else [inner]
@@ -96,7 +96,7 @@ def _make_empty_state(part: Any) -> None:
         if isinstance(part, DistributedOptimizer):
             part.load_state_dict(part.state_dict())
         return
-    for adam in _adams(part):
+    for adam in adams(part):
         for weight in chain.from_iterable(group["params"] for group in adam.param_groups):
             if not adam.state[weight]:
                 moments = {name: torch.zeros_like(weight.data) for name in ("exp_avg", "exp_avg_sq")}

@@ -47,13 +47,9 @@ class RowGraph:
             arrays, row = copied.take()
             step.check_tokens(arrays)
             sums += self._run(row)
-        self.end_step()
+        self._is_warm = True  # the next row is captured, if none is
         step.config.finalize_model_grads_func(step.chunks, sums[1].to(torch.int))
         return sums
-
-    def end_step(self) -> None:
-        """Capture the next row, if none is captured."""
-        self._is_warm = True
 
     def _run(self, row: RowTensors) -> torch.Tensor:
         """Compute a row; the tensor returned is overwritten by the next."""

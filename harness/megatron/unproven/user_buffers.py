@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from harness.errors import ConfigError
-from harness.megatron.compat import accepts
+from harness.megatron.compat import accepts, has_streams
 from harness.plan import ModelConfig, ParallelConfig
 
 
@@ -18,7 +18,7 @@ def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, device: torc
     Layers look for them when they first compute. Those of a model before are given back.
     """
     ranks, here = parallel.tensor_parallel_size, os.environ.get("LOCAL_WORLD_SIZE")
-    reason = "" if _has_user_buffers(device) else f"the device is {device.type}"
+    reason = "" if has_streams(device) else f"the device is {device.type}"
     if here is not None and ranks > int(here):
         reason = f"{ranks} tensor-parallel ranks are on several nodes of {here}, which NVLink does not connect"
     if reason:
@@ -44,7 +44,3 @@ def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, device: torc
         what = f"Transformer Engine cannot create communication buffers here: {str(error).strip().splitlines()[0]}"
         fix = "parallel.overlap_tensor_parallel=false; where multicast is missing, UB_SKIPMC=1 disables its use"
         raise ConfigError(what, where="parallel.overlap_tensor_parallel", fix=fix) from error
-
-
-def _has_user_buffers(device: torch.device) -> bool:
-    return device.type == "cuda"

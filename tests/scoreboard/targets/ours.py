@@ -91,7 +91,6 @@ class Trainer:
             device=self._ranks.device,
             vocab_size=weights.vocab_size,
             optimizer=OptimizerConfig(lr=layout.learning_rate or 1e-30, decay="constant", warmup_steps=0),
-            decay_steps=1000,
             fill=weights.filler(self._place),
             loss_average=layout.loss_average,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 from harness.errors import ConfigError
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
-from harness.megatron.run.resuming import notes_of_moments
+from harness.megatron.run.resuming import report_resume
 from harness.megatron.state.checkpoint import load_checkpoint, stored_moments
 from harness.megatron.step import MegatronStep
-from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig
+from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig, TrainerConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
+from harness.train.identity import Identity
 from tests.distributed.checkpoint_ranks import save
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=64, dtype="bfloat16")
@@ -80,13 +82,16 @@ def test_moments_of_another_dtype_are_converted_and_the_log_says_so(make, tmp_pa
     assert sorted(moment.sum().item() for moment in loaded) == sorted(moment.sum().item() for moment in rounded)
     assert any(not torch.equal(one, other) for one, other in zip(moments, rounded, strict=True))
     small = OptimizerConfig(moments_dtype="bfloat16")
-    notes = [notes_of_moments(one, config) for one in (whole, path) for config in (OptimizerConfig(), small)]
+    lines: list[str] = []
+    for one, optimizer in product((whole, path), (OptimizerConfig(), small)):
+        config = SftConfig(optimizer=optimizer, trainer=TrainerConfig(steps=9))
+        report_resume(config, tmp_path, Identity("run", "attempt", "here"), one, [], lines.append)
     start = "its optimizer moments were stored as"
-    assert notes == [
-        [],
-        [f"{start} float32 and converted to bfloat16"],
-        [f"{start} bfloat16 and converted to float32"],
-        [],
+    assert [line if start in line else "resumed" for line in lines] == [
+        "resumed",
+        *("resumed", f"{start} float32 and converted to bfloat16"),
+        *("resumed", f"{start} bfloat16 and converted to float32"),
+        "resumed",
     ]
 
 

@@ -13,7 +13,8 @@ from harness.config import CONFIGS, compose_config
 from harness.errors import ConfigError
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
-from harness.megatron.run.rehearsal import RankRehearsal, narrow, rehearse, usual_ranks
+from harness.megatron.run import rehearsal
+from harness.megatron.run.rehearsal import RankRehearsal, narrow, rehearse
 from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
 from harness.thd import ThdBatch
@@ -109,8 +110,10 @@ def test_ranks_of_a_large_job_share_rows_and_have_groups_of_every_size(monkeypat
     assert groups == [{size: size for size in (1, 2, 4, 8, 16)}] * 2
 
 
-def test_a_rehearsal_is_of_the_first_the_middle_and_the_last_rank() -> None:
-    assert (usual_ranks(1), usual_ranks(2), usual_ranks(512)) == ([0], [0, 1], [0, 256, 511])
+def test_a_rehearsal_is_of_the_first_the_middle_and_the_last_rank(monkeypatch) -> None:
+    monkeypatch.setattr(rehearsal, "_rehearse_rank", lambda *arguments: arguments[3])
+    done = [rehearse(ModelConfig(), ParallelConfig(), world_size=size) for size in (1, 2, 512)]
+    assert done == [[0], [0, 1], [0, 256, 511]]
 
 
 def test_a_layout_that_megatron_or_the_ranks_refuse_is_refused_here() -> None:

@@ -54,7 +54,6 @@ def make(job: runtime.Runtime, model: ModelConfig = MODEL, *, graphs: bool = Tru
         device=job.device,
         vocab_size=VOCAB,
         optimizer=OptimizerConfig(lr=0.01, min_lr_ratio=1, warmup_steps=0),
-        decay_steps=10,
         pad_rows_to=TOTAL,
         max_sequences=MOST,
     )
@@ -88,7 +87,7 @@ def test_replayed_rows_give_the_losses_and_gradient_norms_of_computed_ones(chang
         replayed = train(model, graphs=True)
         (graph,) = graphs  # one, of the second step, for rows of any lengths
         assert graph.replays == sum(len(rows) for rows in LENGTHS[1:])
-        with mock.patch.object(RowGraph, "end_step"):
+        with mock.patch.object(RowGraph, "_capture"):
             computed = train(model, graphs=True)
         assert len(graphs) == 1
     assert replayed == computed
@@ -163,7 +162,6 @@ def test_gradient_functions_are_made_on_the_stream_of_the_capture(monkeypatch) -
     with runtime.start("cpu") as job, recorded_graphs():
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or mock.MagicMock())
         monkeypatch.setattr(gpt, "DistributedDataParallel", Wrapped)
-        monkeypatch.setattr(gpt, "_runs_behind", lambda _: True)
         step = make(job)
     assert entered == [step.chunks[0].capture_stream, "wrap"]
     # Nothing that Python decides row by row: exchanges behind layers, and what Transformer Engine does in a first row.
@@ -214,7 +212,7 @@ def test_runs_without_a_graph_are_refused_before_they_start(monkeypatch) -> None
     build = partial(gpt.build_chunks, MODEL, parallel, vocab_size=VOCAB, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"cuda_graphs is true, but the device is cpu"):
         build()
-    monkeypatch.setattr(gpt, "_has_graphs", lambda _: True)
+    monkeypatch.setattr(gpt.compat, "has_streams", lambda _: True)
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "expandable_segments:True")

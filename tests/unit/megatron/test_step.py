@@ -22,8 +22,8 @@ from .conftest import one_rank
 def test_a_skipped_step_leaves_the_learning_rate_where_it_was() -> None:
     batch = [build_thd_batch([SequenceView(np.arange(17, dtype=np.int32), np.ones(17, np.uint8))])]
     model = ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=16)
-    optimizer = OptimizerConfig(lr=0.4, min_lr_ratio=0, warmup_steps=4)
-    with one_rank(model, vocab_size=32, optimizer=optimizer, decay_steps=100) as step:
+    optimizer = OptimizerConfig(lr=0.4, min_lr_ratio=0, warmup_steps=4, decay_steps=100)
+    with one_rank(model, vocab_size=32, optimizer=optimizer) as step:
         results = [step.train(batch) for _ in range(2)]
         # As Megatron answers where gradients are not finite.
         with mock.patch.object(step.optimizer, "step", return_value=(False, float("inf"), None)):
@@ -39,7 +39,7 @@ def test_steps_are_those_of_adamw_with_the_settings() -> None:
     model = ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=16, init_std=0.3)
     betas, rates = (0.8, 0.7), {"lr": 0.02, "min_lr_ratio": 0.25, "warmup_steps": 2, "decay": "linear"}
     others = {"weight_decay": 0.5, "beta1": betas[0], "beta2": betas[1], "eps": 1e-2, "clip_grad": 0.5}
-    with one_rank(model, vocab_size=32, optimizer=OptimizerConfig(**rates, **others), decay_steps=6) as step:
+    with one_rank(model, vocab_size=32, optimizer=OptimizerConfig(decay_steps=6, **rates, **others)) as step:
         weight = step.chunks[0].module.decoder.layers[0].mlp.linear_fc2.weight
         moments = [torch.zeros_like(weight) for _ in betas]
         for number, row in enumerate(rows):
@@ -96,7 +96,7 @@ def test_without_a_last_step_the_rate_stays_after_the_warm_up_and_a_fill_replace
         assert results[0].loss == pytest.approx(math.log(128), rel=1e-5)
         np.testing.assert_allclose([result.learning_rate for result in results], expected, rtol=1e-6)
     # A warm-up that is longer than the run ends a step before it.
-    long = OptimizerConfig(lr=0.4, min_lr_ratio=0, warmup_steps=9)
-    with one_rank(model, vocab_size=128, optimizer=long, decay_steps=3) as step:
+    long = OptimizerConfig(lr=0.4, min_lr_ratio=0, warmup_steps=9, decay_steps=3)
+    with one_rank(model, vocab_size=128, optimizer=long) as step:
         rates = [step.train(batch).learning_rate for _ in range(4)]
     np.testing.assert_allclose(rates, [0, 0.2, 0.4, 0], atol=1e-9)

@@ -7,7 +7,7 @@ from itertools import repeat
 
 import pytest
 
-from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, find_slow_nodes_file, write_slow_nodes
+from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, write_slow_nodes
 
 # A step of 1 s, of which 0.2 s are exchanges.
 USUAL = RankTimes(compute_s=0.7, data_s=0.1, wait_s=0.2, running_s=0.75, queued_s=0.05)
@@ -118,16 +118,15 @@ def test_one_long_step_names_nobody():
 def test_the_batch_script_gets_the_nodes_to_leave_out_but_for_those_that_it_kept(tmp_path, monkeypatch):
     found = [Straggler("data", 3.0, 2, "b"), Straggler("core", 2.0, 5, "c"), Straggler("network", 4.0)]
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert find_slow_nodes_file(tmp_path) is None
+    path = tmp_path / "logs" / "straggler-42.failed"
+    assert write_slow_nodes(tmp_path, found, 10) == []
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    assert find_slow_nodes_file(tmp_path) is None
+    assert write_slow_nodes(tmp_path, found, 10) == []
     (tmp_path / "logs").mkdir()
-    path = find_slow_nodes_file(tmp_path)
-    assert write_slow_nodes(path, found[2:], 10) == []
+    assert write_slow_nodes(tmp_path, found[2:], 10) == []
     assert not path.exists()
-    assert path == tmp_path / "logs" / "straggler-42.failed"
     (tmp_path / "kept_nodes").write_text("c too few others\n")
-    assert write_slow_nodes(path, found, 10) == ["b"]
+    assert write_slow_nodes(tmp_path, found, 10) == ["b"]
     (line,) = path.read_text().splitlines()
     assert line.startswith(
         "b rank 2 on b has taken 3.0 times as long as the others for 10 steps: it waits for its data"
