@@ -114,9 +114,7 @@ class PrepareReport(Counts):
     reused: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = to_plain(self)
-        del values["reused"]
-        return values
+        return {name: value for name, value in to_plain(self).items() if name != "reused"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, path: str) -> PrepareReport:
@@ -137,7 +135,6 @@ class PrepareReport(Counts):
             setattr(source, name, getattr(source, name) + getattr(receipt, name))
 
     def add_split(self, name: str, split: Split) -> None:
-        """Add the counts of a split's sequences, in place of earlier ones."""
         counts = (split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens)
         self.splits[name] = SplitReport(*counts)
 

@@ -364,11 +364,7 @@ def _as_json(raw: object) -> str:
     """Return a record as its file has it in JSON on one line; its text as a JSON string if it is none."""
     try:
         value = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
-        return json.dumps(value, default=_describe_value)
+        # What JSON cannot hold of a Parquet row.
+        return json.dumps(value, default=lambda odd: f"{len(odd):,} bytes" if isinstance(odd, bytes) else str(odd))
     except (ValueError, TypeError, RecursionError):  # of a row, also for keys that are no text
         return json.dumps(raw.decode(errors="backslashreplace").rstrip("\r\n") if isinstance(raw, bytes) else str(raw))
-
-
-def _describe_value(value: object) -> str:
-    """Return text for a value of a Parquet row that JSON cannot hold."""
-    return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)

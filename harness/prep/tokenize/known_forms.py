@@ -62,12 +62,8 @@ class KnownForms:
         """Return how the template takes conversations of this shape."""
         tags = self._template.tags
         is_as_given = self._trusts_plain and _is_plain(conversation, tags)
-        shape: Any = (
-            tuple((turn.role, bool(turn.text.strip())) for turn in conversation.messages)
-            if is_as_given
-            else shape_of(conversation, tags)
-        )
-        shape = hash(shape)
+        texts = ((turn.role, bool(turn.text.strip())) for turn in conversation.messages)
+        shape = hash(tuple(texts) if is_as_given else shape_of(conversation, tags))
         known = self._known.get(shape)
         if known is None:
             known = self._probe(conversation)
