@@ -185,8 +185,7 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
                 break
             except OSError:
                 # There is one without a valid receipt, or another attempt has just finished.
-                with suppress(OSError):
-                    shutil.rmtree(final)
+                shutil.rmtree(final, ignore_errors=True)
         else:
             fix = "remove the folder, then try again"
             raise PrepError("the shard cannot be moved into place", where=str(final), fix=fix)

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
 from harness.prep.chat.records import part_for_template
+from harness.prep.chat.turns import REASONING_FIELDS
 from harness.prep.tokenize.offsets import Span
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
 
-# Names under which templates read the reasoning of a turn.
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Variables by which templates switch a model's thinking on and off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _OTHER_ANSWER = Message("assistant", "zq0wz")
@@ -44,7 +43,7 @@ class Form:
     def turn(self, message: Message) -> dict[str, Any]:
         turn = message.as_dict()
         if message.reasoning:
-            turn |= dict.fromkeys(REASONING_KEYS, message.reasoning)
+            turn |= dict.fromkeys(REASONING_FIELDS, message.reasoning)
         if self.content == "parts" or (self.content == "text" and message.media):
             turn["content"] = [part_for_template(part) for part in message.parts]
         elif self.content == "text":

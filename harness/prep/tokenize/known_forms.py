@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
 from harness.prep.chat.tools import map_schemas
-from harness.prep.tokenize.chats import FORMS, REASONING_KEYS, Form, RenderedChat, as_object, template_failure
+from harness.prep.chat.turns import REASONING_FIELDS
+from harness.prep.tokenize.chats import FORMS, Form, RenderedChat, as_object, template_failure
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
@@ -28,7 +29,7 @@ _MAX_SHAPES = 8192
 _THINK_TAGS = re.compile(r"</?think>")
 _SHOWN_CHARACTERS = 40
 # What a conversation is still one without, and the fields of records that hold it.
-_OPTIONAL = {"tools": ("tools",), "reasoning": REASONING_KEYS}
+_OPTIONAL = {"tools": ("tools",), "reasoning": REASONING_FIELDS}
 # A word of `with_unique_words`; after \" the template has written JSON text as a JSON string of that text.
 _WORD = re.compile(r'(\\")?(zq\d+wz)')
 
