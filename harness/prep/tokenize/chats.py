@@ -191,10 +191,9 @@ class RenderedChat:
         return self._render([self.form.turn(message) for message in bare], prompt=True)
 
     def marked(self, num_turns: int) -> tuple[str, list[Span]]:
-        given = {"tools": self.conversation.tools, "variables": self._variables}
-        render = partial(self._template.render_marked, self.messages[:num_turns], **given)
+        render = partial(self._template.render_marked, tools=self.conversation.tools, variables=self._variables)
         try:
-            made: tuple[str, list[Span]] = self._once("marked", num_turns, render)
+            made: tuple[str, list[Span]] = self._once("marked", num_turns, lambda: render(self.messages[:num_turns]))
         except Exception as error:
             raise template_failure(error) from error
         self._kept["text", num_turns - 1] = made[0]
