@@ -261,7 +261,6 @@ class StreamPacker(Generic[Key]):
 
 
 def pack_of(members: Sequence[Member[Key]]) -> Pack:
-    """Join the members end to end."""
     return join([member.sequence for member in members])
 
 

@@ -466,7 +466,7 @@ class Preparation:
                 format = config.packed_storage
                 with open_writer(path, format=format, pack_size=config.pack_size, provenance=provenance) as writer:
                     for index in range(plan.num_packs):
-                        writer.append(sequences.pack(plan.pack(index)))
+                        writer.append(sequences.spool.pack(sequences.ids[plan.pack(index)]))
                         if index % 64 == 63:
                             stage.advance(64)
                     stage.advance(plan.num_packs % 64)
@@ -486,7 +486,7 @@ class Preparation:
         stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
         with open_writer(store, format="virtual", pack_size=pack_size, provenance=stored) as writer:
             for number in range(len(split)):
-                writer.append(split.pack(np.array([number])))
+                writer.append(split.spool.pack(split.ids[number : number + 1]))
                 if number % 256 == 255:
                     advance(256 * num_packs / len(split))
         settings = self.config.data

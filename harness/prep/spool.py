@@ -109,10 +109,6 @@ class Split:
     def num_trained_tokens(self) -> int:
         return int(self.spool.column("trained", self.ids).sum(dtype=np.int64))
 
-    def pack(self, numbers: Int64Array) -> Pack:
-        """Join sequences of the split, given by their number in it, end to end in the given order."""
-        return self.spool.pack(self.ids[numbers])
-
 
 def divide(
     spool: Spool, shares: Mapping[str, float], *, rest: str, drop_duplicates: bool

@@ -170,8 +170,7 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
                 raise PrepError(what, where=str(root / str(above)) if above.name else str(root), fix=fix)
             names = [other for other in names if not _is_below(other, above) or _is_below(other, above / split)]
             return replace(_choose(root, names, replace(source, split=""), stamp), facts={"split": split})
-    data = data_files(names, (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES))
-    data = _without_caches(root, names, data)
+    data = _without_caches(root, names, data_files(names, (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES)))
     unsure = [name for name in data if suffix_of(Path(name)) in (JSON, *SEPARATORS)]
     others = {name for name in unsure if not holds_chats(root / name, source)}
     # A folder of CSV files alone is refused with the names of their columns.

@@ -55,9 +55,7 @@ class KnownForms:
         self._template, self._trusts_plain = template, trusts_plain
         # By hashes: the shape of a long conversation, and the JSON of some tools, take many kilobytes.
         self._known: dict[int, KnownForm | BadRecordError] = {}
-        # What is left out of tools; and those that were looked up last.
-        self._tried_tools: dict[int, BadRecordError | None] = {}
-        self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
+        self._tried_tools: dict[int, BadRecordError | None] = {}  # what is left out of tools
 
     def find(self, conversation: Conversation) -> KnownForm:
         """Return how the template takes conversations of this shape."""
@@ -81,9 +79,6 @@ class KnownForms:
 
     def _check_tools(self, conversation: Conversation, known: KnownForm) -> KnownForm | BadRecordError:
         """Return `known`, or the error about what the template leaves out of these tools, tried once for each list."""
-        # Nearly always the tools of the conversation before.
-        if conversation.tools is self._tools[0]:
-            return self._tools[1] or known
         spelled = hash(json.dumps(conversation.tools))
         if spelled not in self._tried_tools:
             probe, words = with_unique_words(conversation, self._template.tags)
@@ -91,8 +86,7 @@ class KnownForms:
             if len(self._tried_tools) >= _MAX_SHAPES:
                 self._tried_tools.clear()
             self._tried_tools[spelled] = self._try_form(RenderedChat(self._template, probe, known.form, {}), of_tools)
-        self._tools = conversation.tools, self._tried_tools[spelled]
-        return self._tools[1] or known
+        return self._tried_tools[spelled] or known
 
     def _probe(self, conversation: Conversation) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:
