@@ -229,11 +229,6 @@ def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
     return stamps
 
 
-def _remove(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @dataclass
 class Preparation:
     """One run, stage by stage; fills in `report`."""
@@ -429,7 +424,9 @@ class Preparation:
 
         folder = Path(job.folder)
         folder.mkdir(exist_ok=True)
-        _remove(entry for entry in folder.iterdir() if "." in entry.name and not (entry / PARTIAL).exists())
+        for entry in folder.iterdir():
+            if "." in entry.name and not (entry / PARTIAL).exists():
+                shutil.rmtree(entry, ignore_errors=True)
         stage.watch(lambda: bytes_in_progress(folder))
         engine, num_workers, done = self.config.engine, self.config.data.num_workers, []
         made = do_shards(job, shards(), engine=engine, num_workers=num_workers, source_bytes=text_bytes)
@@ -437,7 +434,8 @@ class Preparation:
             shard, of = cut[number]
             done.append((shard, job.shard_folder(number), receipt, of))
             stage.advance(shard.num_bytes, is_earlier=receipt.was_there)
-        _remove(set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done})  # of other settings
+        for entry in set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done}:  # of other settings
+            shutil.rmtree(entry, ignore_errors=True)
         # Between the cutting and the reading of a shard, too.
         for place, before, after in zip(self.files, stamps, _stamps(self.files), strict=True):
             if before != after:

@@ -20,11 +20,11 @@ from rich.text import Text
 from harness.errors import PrepError
 from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
-from harness.prep.shards import Receipt, read_samples
+from harness.prep.shards import SAMPLES, Receipt
 from harness.prep.spool import Split
 from harness.printing import count_of, duration, escape_markdown, one_line
 from harness.records import Int32Array
-from harness.settings import from_plain, to_plain
+from harness.settings import from_plain, load, to_plain
 from harness.storage import join_path
 from harness.tables import Row, Table, TableCell, make_histogram, open_templates
 
@@ -288,7 +288,8 @@ def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
     for file, folder in shards:
         wanted = min(_MAX_SAMPLES_A_FILE - counts.get(file, 0), _MAX_SAMPLES - len(chosen))
         if wanted:
-            found = list(islice(read_samples(folder), wanted))
+            with (folder / SAMPLES).open("rb") as lines:
+                found = [load(Sample, line, where=folder / SAMPLES) for line in islice(lines, wanted)]
             counts[file] = counts.get(file, 0) + len(found)
             chosen += found
     return chosen

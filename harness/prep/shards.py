@@ -29,7 +29,7 @@ import numpy as np
 
 from harness.errors import FormatError, HarnessError, PrepError, os_errors_as
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.counts import Counts, Sample, make_sample
+from harness.prep.counts import Counts, make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
 from harness.prep.media import AudioSize, measure
@@ -201,11 +201,11 @@ def _resume(job: ShardJob, final: Path, folder: Path, shard: SourceShard) -> Rec
 
     A copy: the attempt may still be writing, and what it saved is needed again if this one is killed at once.
     """
-    saved = {path.parent: _read_receipt(path, job, shard) for path in final.parent.glob(f"{final.name}.*/{PARTIAL}")}
-    found = [(receipt.counts.records, old, receipt) for old, receipt in saved.items() if receipt is not None]
+    paths = final.parent.glob(f"{final.name}.*/{PARTIAL}")
+    found = [(path.parent, receipt) for path in paths if (receipt := _read_receipt(path, job, shard)) is not None]
     if not found:
         return None
-    _, old, receipt = max(found, key=lambda each: each[:2])
+    old, receipt = max(found, key=lambda each: (each[1].counts.records, each[0]))
     (old / _PROGRESS).unlink(missing_ok=True)
     for file in receipt.output:
         shutil.copyfile(old / file.path, folder / file.path)
@@ -352,11 +352,6 @@ def bytes_in_progress(folder: Path) -> int:
         with suppress(OSError, ValueError):  # it is renamed or written meanwhile
             total += int(file.read_text())
     return total
-
-
-def read_samples(folder: Path) -> Iterator[Sample]:
-    with (folder / SAMPLES).open("rb") as lines:
-        yield from (load(Sample, line, where=folder / SAMPLES) for line in lines)
 
 
 def _as_json(raw: object) -> str:

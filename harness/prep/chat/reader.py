@@ -183,8 +183,6 @@ class RecordReader:
         if not self.columns and not self.ignore_fields and not self.drop_media:
             return record
         record = self._renamed(record, {name: self.columns[name] for name in self.columns if name in _FIELDS})
-        if not self._turn_columns and not self.ignore_fields and not self.drop_media:
-            return record
         # Without a prompt, `chosen` holds turns.
         texts = [name for name in LISTS_OR_TEXTS if name != "chosen" or not is_empty(record.get("prompt"))]
         held = ((name, record[name]) for name in LISTS_OF_TURNS if not is_empty(record.get(name)))

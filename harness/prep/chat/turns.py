@@ -133,8 +133,7 @@ def first_turn(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def turns_or_text(record: Mapping[str, Any], name: str, role: str) -> list[Any]:
     """Return the turns of a field that holds turns, or one text of that role."""
-    value = record.get(name)
-    if isinstance(value, list):
+    if isinstance(record.get(name), list):
         return list_of_turns(record, name)
     return [{"role": role, "content": text_field(record, name)}]
 

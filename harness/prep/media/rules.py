@@ -82,7 +82,6 @@ class MediaRules:
         return rules
 
     def to_text(self) -> str:
-        """Return the rules as JSON, with sorted names."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def save(self, folder: Path, name: str) -> None:

@@ -100,11 +100,10 @@ class KnownForms:
         tried = set()
         has_tags = _has_tags(conversation, self._template.tags)
         for form in FORMS:
-            turns = [form.turn(message) for message in probe.messages]
-            if (key := json.dumps(turns)) in tried:
+            chat = RenderedChat(self._template, probe, form, {})
+            if (key := json.dumps(chat.messages)) in tried:
                 continue
             tried.add(key)
-            chat = RenderedChat(self._template, probe, form, {})
             refused = self._try_form(chat, words)
             if refused is None:
                 is_ordered = not unwritten_text(chat.whole, probe.messages, chat.upto, is_ordered=True)

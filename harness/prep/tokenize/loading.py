@@ -26,7 +26,6 @@ _FIX = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the fast tokenizer of a folder or hub id."""
     try:
         with _without_advice():
             from transformers import AutoTokenizer
