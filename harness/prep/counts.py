@@ -70,7 +70,6 @@ class Counts:
             places.append(place)
 
     def add(self, other: Counts) -> None:
-        """Add the counts of a later part of the source."""
         for name in (entry.name for entry in fields(Counts) if entry.name != "examples"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for kind, places in other.examples.items():

@@ -60,7 +60,6 @@ def fit_conversation(
     views = [one.view for one in sequences]
     if all(len(view) <= pack_size for view in views):
         return Fitted(tuple(views))
-    num_trained = sum(map(_count_trained, views))
     asked = over_long
     # Media are neither cut nor told apart by turns.
     over_long = "drop" if any(view.media for view in views) else over_long
@@ -72,7 +71,8 @@ def fit_conversation(
         fitted = [_fit(view, pack_size, over_long) for view in views]
         pieces = [piece for parts in fitted for piece in parts]
         is_cut = any(len(parts) == 1 and len(parts[0]) < len(view) for parts, view in zip(fitted, views, strict=True))
-    num_lost = max(0, num_trained - sum(map(_count_trained, pieces)))
+    trained = [sum(int(np.count_nonzero(one.loss_mask)) for one in some) for some in (views, pieces)]
+    num_lost = max(0, trained[0] - trained[1])
     if not pieces:
         reason = "untrained" if over_long != "drop" else "over_long" if asked == "drop" else "over_long_media"
         return Fitted((), reason, num_lost=num_lost)
@@ -101,10 +101,6 @@ def _fit(sequence: SequenceView, pack_size: int, over_long: str) -> list[Sequenc
         if mask.any():
             pieces.append(SequenceView(sequence.input_ids[piece], mask))
     return pieces
-
-
-def _count_trained(sequence: SequenceView) -> int:
-    return int(np.count_nonzero(sequence.loss_mask))
 
 
 @dataclass
@@ -194,13 +190,12 @@ class _Splitter:
 
     def _store(self, views: Sequence[SequenceView]) -> None:
         for view in views:
-            trained = view
+            mask = view.loss_mask.copy()
             if self._trains_all:  # not the beginning that an earlier piece has as well
                 repeated = max((_num_common(view, piece) for piece in self.pieces), default=0)
-                trained = SequenceView(view.input_ids, view.loss_mask.copy())
-                trained.loss_mask[: max(0, repeated - 1)] = 0
-            if trained.loss_mask.any():
-                self.pieces.append(trained)
+                mask[: max(0, repeated - 1)] = 0
+            if mask.any():
+                self.pieces.append(replace(view, loss_mask=mask))
 
 
 def _answered(messages: Messages) -> Messages:

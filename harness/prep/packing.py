@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from harness.checks import NOT_SET, CheckedSettings, Rule, bounded, one_of, require_at_least, require_choice
 from harness.errors import ConfigError, PrepError
-from harness.prep.placement import best_fit_decreasing, first_fit, next_fit
+from harness.prep.placement import best_fit_decreasing, first_fit, lay_out, next_fit
 from harness.records import Int64Array, Pack, SequenceView, moved
 
 Key = TypeVar("Key", bound=Hashable)
@@ -163,12 +164,16 @@ def _best_fit_decreasing(lengths: Int64Array, pack_size: int, seed: int) -> Pack
     order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
     counts = np.bincount(lengths)
     sizes = np.flatnonzero(counts)[::-1]
-    placed = best_fit_decreasing(sizes, counts[sizes], pack_size)
-    pack_of_place = shuffled(placed.total_bins, seed=seed, stream=_STREAM_PACKS)
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(placed.items_per_bin()[pack_of_place])])
-    bin_starts = np.empty(placed.total_bins, np.int64)
+    columns, num_packs = best_fit_decreasing(sizes, counts[sizes], pack_size)
+    first_bin, num_bins, per_bin, _ = columns
+    change = np.zeros(num_packs + 1, np.int64)
+    np.add.at(change, first_bin, per_bin)
+    np.subtract.at(change, first_bin + num_bins, per_bin)
+    pack_of_place = shuffled(num_packs, seed=seed, stream=_STREAM_PACKS)
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.cumsum(change[:-1])[pack_of_place])])
+    bin_starts = np.empty(num_packs, np.int64)
     bin_starts[pack_of_place] = offsets[:-1]
-    return PackPlan(offsets, placed.assign(_by_length(lengths, pack_size, order), bin_starts))
+    return PackPlan(offsets, lay_out(columns, _by_length(lengths, pack_size, order), bin_starts))
 
 
 def _first_fit(lengths: Int64Array, pack_size: int, seed: int, *, is_decreasing: bool = False) -> PackPlan:
@@ -256,16 +261,16 @@ class StreamPacker(Generic[Key]):
 
 
 def pack_of(members: Sequence[Member[Key]]) -> Pack:
-    """Join the members end to end."""
-    lengths = np.array([len(member.sequence) for member in members], np.int64)
-    starts = np.cumsum(lengths) - lengths
+    return join([member.sequence for member in members])
+
+
+def join(sequences: Sequence[SequenceView]) -> Pack:
+    """Join sequences end to end."""
+    starts = np.cumsum([0, *map(len, sequences[:-1])], dtype=np.int32)
+    media = (moved(one.media, start) for one, start in zip(sequences, starts.tolist(), strict=True))
     return Pack(
-        np.concatenate([member.sequence.input_ids for member in members]),
-        np.concatenate([member.sequence.loss_mask for member in members]),
+        np.concatenate([one.input_ids for one in sequences]),
+        np.concatenate([one.loss_mask for one in sequences]),
         starts,
-        tuple(
-            one
-            for member, start in zip(members, starts.tolist(), strict=True)
-            for one in moved(member.sequence.media, start)
-        ),
+        tuple(chain.from_iterable(media)),
     )

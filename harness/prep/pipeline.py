@@ -22,7 +22,7 @@ from harness.errors import ConfigError, PrepError, os_errors_as
 from harness.formats import Manifest, Provenance, open_dataset, open_writer
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.prep import folder as layout
-from harness.prep.chat import BadRecord
+from harness.prep.chat import BadRecord, RecordReader
 from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, settings_hash
@@ -34,6 +34,7 @@ from harness.prep.shards import PARTIAL, VERSION, Receipt, ShardJob, bytes_in_pr
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import PreparedSource, find_sources
 from harness.prep.sources.reading import SourceFiles, SourceShard, is_compressed
+from harness.prep.sources.schema import find_schema
 from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import count_of, open_console
@@ -187,7 +188,9 @@ def _settings(config: PrepareConfig, found: list[PreparedSource]) -> dict[str, A
         settings["python"] = sys.version
     # Of a dataset of the hub, with the commit that was read.
     for one, of_one in zip(found, source.get("mix", [source]), strict=True):
-        of_one.update(one.identity())
+        of_one.update(one.found.facts)
+        if digest := RecordReader(one.config.schema).function_digest:
+            of_one["schema_digest"] = digest
     settings["source_files"] = " ".join(one.found.digest for one in found)
     named = [Path(name).expanduser() for name in (config.tokenizer.name, config.tokenizer.chat_template) if name]
     inner = [file for path in named for file in ([path] if path.is_file() else sorted(path.glob("*")))]
@@ -226,11 +229,6 @@ def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
     return stamps
 
 
-def _remove(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @dataclass
 class Preparation:
     """One run, stage by stage; fills in `report`."""
@@ -263,7 +261,8 @@ class Preparation:
         schemas: dict[str, None] = {}
         unused: dict[str, None] = {}
         for source in self.sources:
-            unused |= dict.fromkeys(source.find_schema())
+            source.reader, fields = find_schema(source.found.files, source.config)
+            unused |= dict.fromkeys(fields)
             schemas |= dict.fromkeys([source.reader.schema])
             if source.reader.schema and not source.config.schema:
                 of = f" of {source.name}" if source.name else ""
@@ -272,8 +271,9 @@ class Preparation:
         if unused:
             self.stages.show(f"Ignored fields: {', '.join(unused)}")
         tokenizer = self._make_tokenizer()
-        for source in self.sources if tokenizer.media_rules is not None else ():
-            source.read_media()
+        for source in self.sources:
+            if tokenizer.media_rules is not None and not source.config.drop_media:
+                source.reader = replace(source.reader, media=source.config.media)
         self.report.vocab_size = tokenizer.vocab_size
         self.report.mask = tokenizer.mask_facts(self.report.schema)
         if digests := [one.reader.function_digest for one in self.sources if one.reader.function_digest]:
@@ -424,7 +424,9 @@ class Preparation:
 
         folder = Path(job.folder)
         folder.mkdir(exist_ok=True)
-        _remove(entry for entry in folder.iterdir() if "." in entry.name and not (entry / PARTIAL).exists())
+        for entry in folder.iterdir():
+            if "." in entry.name and not (entry / PARTIAL).exists():
+                shutil.rmtree(entry, ignore_errors=True)
         stage.watch(lambda: bytes_in_progress(folder))
         engine, num_workers, done = self.config.engine, self.config.data.num_workers, []
         made = do_shards(job, shards(), engine=engine, num_workers=num_workers, source_bytes=text_bytes)
@@ -432,7 +434,8 @@ class Preparation:
             shard, of = cut[number]
             done.append((shard, job.shard_folder(number), receipt, of))
             stage.advance(shard.num_bytes, is_earlier=receipt.was_there)
-        _remove(set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done})  # of other settings
+        for entry in set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done}:  # of other settings
+            shutil.rmtree(entry, ignore_errors=True)
         # Between the cutting and the reading of a shard, too.
         for place, before, after in zip(self.files, stamps, _stamps(self.files), strict=True):
             if before != after:
@@ -461,7 +464,7 @@ class Preparation:
                 format = config.packed_storage
                 with open_writer(path, format=format, pack_size=config.pack_size, provenance=provenance) as writer:
                     for index in range(plan.num_packs):
-                        writer.append(sequences.pack(plan.pack(index)))
+                        writer.append(sequences.spool.pack(sequences.ids[plan.pack(index)]))
                         if index % 64 == 63:
                             stage.advance(64)
                     stage.advance(plan.num_packs % 64)
@@ -481,7 +484,7 @@ class Preparation:
         stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
         with open_writer(store, format="virtual", pack_size=pack_size, provenance=stored) as writer:
             for number in range(len(split)):
-                writer.append(split.pack(np.array([number])))
+                writer.append(split.spool.pack(split.ids[number : number + 1]))
                 if number % 256 == 255:
                     advance(256 * num_packs / len(split))
         settings = self.config.data

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,50 +17,16 @@ from harness.records import Int64Array
 _EXPAND_ITEMS = 1 << 20
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class BinPlacement:
-    """Placement of items in bins, in the order of decreasing length.
-
-    A column (first_bin, num_bins, per_bin, before) of `columns`, int64 [4, columns], puts `per_bin` equal items into
-    each of the bins `first_bin ... first_bin + num_bins - 1`, after the `before` items that each of them already holds.
-    """
-
-    columns: Int64Array
-    total_bins: int
-
-    def items_per_bin(self) -> Int64Array:
-        """int64 [total_bins]."""
-        first_bin, num_bins, per_bin, _ = self.columns
-        change = np.zeros(self.total_bins + 1, np.int64)
-        np.add.at(change, first_bin, per_bin)
-        np.subtract.at(change, first_bin + num_bins, per_bin)
-        return np.cumsum(change[:-1])
-
-    def assign(self, items: Int64Array, bin_starts: Int64Array) -> Int64Array:
-        """Lay items, int64 [n] by decreasing length, out bin by bin, each bin from its `bin_starts`, int64 [bins]."""
-        placed = np.empty_like(items)
-        ends = np.cumsum(self.columns[1] * self.columns[2])
-        column = done = 0
-        while column < len(ends):
-            # About a million items at a time keep temporaries in the cache and memory small.
-            stop = max(int(np.searchsorted(ends, done + _EXPAND_ITEMS, side="right")), column + 1)
-            first_bin, num_bins, per_bin, before = self.columns[:, column:stop]
-            positions = bin_starts[np.repeat(first_bin, num_bins) + _ramps(num_bins)] + np.repeat(before, num_bins)
-            if per_bin.max() > 1:
-                repeats = np.repeat(per_bin, num_bins)
-                positions = np.repeat(positions, repeats) + _ramps(repeats)
-            end = int(ends[stop - 1])
-            placed[positions] = items[done:end]
-            column, done = stop, end
-        return placed
-
-
-def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> BinPlacement:
+def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -> tuple[Int64Array, int]:
     """Place every item into the fullest bin that has room for it, longest items first.
 
     Uses exactly as many bins as best-fit decreasing item by item: after an item of length s went into the bin with the
     least sufficient room r, that bin remains the tightest while it has room, so it takes r // s of them. `sizes` are
     decreasing and at most `pack_size`, and `counts` are the items of each, int64 [distinct].
+
+    Returns the columns of the placement, int64 [4, columns], and the number of bins. A column (first_bin, num_bins,
+    per_bin, before) puts `per_bin` equal items into each of the bins `first_bin ... first_bin + num_bins - 1`, after
+    the `before` items that each of them already holds.
     """
     # Room -> runs (first bin, bins, items already in each) with exactly that room.
     runs: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -111,7 +76,26 @@ def best_fit_decreasing(sizes: Int64Array, counts: Int64Array, pack_size: int) -
                 left = fill(room, size, left, waiting.pop())
             for run in waiting:
                 put(room, run)
-    return BinPlacement(np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 4).T), total_bins)
+    return np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 4).T), total_bins
+
+
+def lay_out(columns: Int64Array, items: Int64Array, bin_starts: Int64Array) -> Int64Array:
+    """Lay items, int64 [n] by decreasing length, out bin by bin, each bin from its `bin_starts`, int64 [bins]."""
+    placed = np.empty_like(items)
+    ends = np.cumsum(columns[1] * columns[2])
+    column = done = 0
+    while column < len(ends):
+        # About a million items at a time keep temporaries in the cache and memory small.
+        stop = max(int(np.searchsorted(ends, done + _EXPAND_ITEMS, side="right")), column + 1)
+        first_bin, num_bins, per_bin, before = columns[:, column:stop]
+        positions = bin_starts[np.repeat(first_bin, num_bins) + _ramps(num_bins)] + np.repeat(before, num_bins)
+        if per_bin.max() > 1:
+            repeats = np.repeat(per_bin, num_bins)
+            positions = np.repeat(positions, repeats) + _ramps(repeats)
+        end = int(ends[stop - 1])
+        placed[positions] = items[done:end]
+        column, done = stop, end
+    return placed
 
 
 def _ramps(counts: Int64Array) -> Int64Array:

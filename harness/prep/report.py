@@ -20,11 +20,11 @@ from rich.text import Text
 from harness.errors import PrepError
 from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
-from harness.prep.shards import Receipt, read_samples
+from harness.prep.shards import SAMPLES, Receipt
 from harness.prep.spool import Split
 from harness.printing import count_of, duration, escape_markdown, one_line
 from harness.records import Int32Array
-from harness.settings import from_plain, to_plain
+from harness.settings import from_plain, load, to_plain
 from harness.storage import join_path
 from harness.tables import Row, Table, TableCell, make_histogram, open_templates
 
@@ -114,9 +114,7 @@ class PrepareReport(Counts):
     reused: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = to_plain(self)
-        del values["reused"]
-        return values
+        return {name: value for name, value in to_plain(self).items() if name != "reused"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, path: str) -> PrepareReport:
@@ -137,7 +135,6 @@ class PrepareReport(Counts):
             setattr(source, name, getattr(source, name) + getattr(receipt, name))
 
     def add_split(self, name: str, split: Split) -> None:
-        """Add the counts of a split's sequences, in place of earlier ones."""
         counts = (split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens)
         self.splits[name] = SplitReport(*counts)
 
@@ -291,7 +288,8 @@ def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
     for file, folder in shards:
         wanted = min(_MAX_SAMPLES_A_FILE - counts.get(file, 0), _MAX_SAMPLES - len(chosen))
         if wanted:
-            found = list(islice(read_samples(folder), wanted))
+            with (folder / SAMPLES).open("rb") as lines:
+                found = [load(Sample, line, where=folder / SAMPLES) for line in islice(lines, wanted)]
             counts[file] = counts.get(file, 0) + len(found)
             chosen += found
     return chosen

@@ -29,7 +29,7 @@ import numpy as np
 
 from harness.errors import FormatError, HarnessError, PrepError, os_errors_as
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.counts import Counts, Sample, make_sample
+from harness.prep.counts import Counts, make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
 from harness.prep.media import AudioSize, measure
@@ -185,8 +185,7 @@ def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
                 break
             except OSError:
                 # There is one without a valid receipt, or another attempt has just finished.
-                with suppress(OSError):
-                    shutil.rmtree(final)
+                shutil.rmtree(final, ignore_errors=True)
         else:
             fix = "remove the folder, then try again"
             raise PrepError("the shard cannot be moved into place", where=str(final), fix=fix)
@@ -202,11 +201,11 @@ def _resume(job: ShardJob, final: Path, folder: Path, shard: SourceShard) -> Rec
 
     A copy: the attempt may still be writing, and what it saved is needed again if this one is killed at once.
     """
-    saved = {path.parent: _read_receipt(path, job, shard) for path in final.parent.glob(f"{final.name}.*/{PARTIAL}")}
-    found = [(receipt.counts.records, old, receipt) for old, receipt in saved.items() if receipt is not None]
+    paths = final.parent.glob(f"{final.name}.*/{PARTIAL}")
+    found = [(path.parent, receipt) for path in paths if (receipt := _read_receipt(path, job, shard)) is not None]
     if not found:
         return None
-    _, old, receipt = max(found, key=lambda each: each[:2])
+    old, receipt = max(found, key=lambda each: (each[1].counts.records, each[0]))
     (old / _PROGRESS).unlink(missing_ok=True)
     for file in receipt.output:
         shutil.copyfile(old / file.path, folder / file.path)
@@ -355,20 +354,11 @@ def bytes_in_progress(folder: Path) -> int:
     return total
 
 
-def read_samples(folder: Path) -> Iterator[Sample]:
-    with (folder / SAMPLES).open("rb") as lines:
-        yield from (load(Sample, line, where=folder / SAMPLES) for line in lines)
-
-
 def _as_json(raw: object) -> str:
     """Return a record as its file has it in JSON on one line; its text as a JSON string if it is none."""
     try:
         value = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
-        return json.dumps(value, default=_describe_value)
+        # What JSON cannot hold of a Parquet row.
+        return json.dumps(value, default=lambda odd: f"{len(odd):,} bytes" if isinstance(odd, bytes) else str(odd))
     except (ValueError, TypeError, RecursionError):  # of a row, also for keys that are no text
         return json.dumps(raw.decode(errors="backslashreplace").rstrip("\r\n") if isinstance(raw, bytes) else str(raw))
-
-
-def _describe_value(value: object) -> str:
-    """Return text for a value of a Parquet row that JSON cannot hold."""
-    return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)

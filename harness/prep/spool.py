@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, moved
+from harness.prep.packing import join
+from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, SequenceView
 
 SEQUENCES, INPUT_IDS, LOSS_MASK = "sequences.bin", "input_ids.bin", "loss_mask.bin"
 MEDIA, MEDIA_DATA = "media.bin", "media_data.bin"
@@ -58,25 +59,19 @@ class Spool:
     def pack(self, sequence_ids: Int64Array) -> Pack:
         """Join sequences end to end in the given order."""
         shards = np.searchsorted(self._first, sequence_ids, side="right") - 1
-        ids, masks = [], []
-        starts: list[int] = []
-        media: list[Medium] = []
-        end = 0
+        sequences = []
         for at, number in zip(shards.tolist(), (sequence_ids - self._first[shards]).tolist(), strict=True):
             offset, _, _, length, _ = self._sequences[at][number].item()
-            ids.append(self._input_ids[at][offset : offset + length])
-            masks.append(self._loss_mask[at][offset : offset + length])
-            media += moved(self._media_of(at, number), end)
-            starts.append(end)
-            end += length
-        return Pack(np.concatenate(ids), np.concatenate(masks), np.array(starts, np.int32), tuple(media))
+            tokens, media = slice(offset, offset + length), self._media_of(at, number)
+            sequences.append(SequenceView(self._input_ids[at][tokens], self._loss_mask[at][tokens], media))
+        return join(sequences)
 
-    def _media_of(self, shard: int, number: int) -> list[Medium]:
+    def _media_of(self, shard: int, number: int) -> tuple[Medium, ...]:
         low, high = np.searchsorted(self._with_media[shard], [number, number + 1])
-        return [
+        return tuple(
             Medium(MEDIA_KINDS[kind], start, tokens, self._media_data[shard][offset : offset + num_bytes].tobytes())
             for _, start, tokens, kind, offset, num_bytes in self._media[shard][low:high].tolist()
-        ]
+        )
 
     def column(self, name: str, ids: Int64Array) -> Int32Array:
         """Return `part`, `length` or `trained` of the sequences `ids` (int64 [n], ascending) as int32 [n]."""
@@ -113,10 +108,6 @@ class Split:
     @property
     def num_trained_tokens(self) -> int:
         return int(self.spool.column("trained", self.ids).sum(dtype=np.int64))
-
-    def pack(self, numbers: Int64Array) -> Pack:
-        """Join sequences of the split, given by their number in it, end to end in the given order."""
-        return self.spool.pack(self.ids[numbers])
 
 
 def divide(

@@ -29,11 +29,11 @@ _SOURCE_FIELDS = ("bytes", "data", "base64", "url", "path", "image", "audio", "i
 _PART_FIELDS = ("type", "source", "cache_control", "format", "mime_type", "media_type", "detail", "index")
 
 
-def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int | None]:
     """Return a record without media and the placeholders of their kinds, and how many of these were removed.
 
     Text is changed only where the record holds media, and only placeholders of these kinds: an HTML tag `<video>` in
-    a record with images stays. A record without media is returned itself; parts that are media count as placeholders.
+    a record with images stays. A record without media is returned itself, with None; parts that are media count, too.
     """
     removal = _Removal()
     kept: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
         else:
             kept[name] = value
     if not removal.kinds:
-        return record, 0
+        return record, None
     for name, value in kept.items():
         if isinstance(value, str) or (name in LISTS_OF_TURNS and isinstance(value, list)):
             kept[name] = removal.without_placeholders(value)

@@ -20,14 +20,11 @@ from harness.prep.chat.schemas import SCHEMAS
 from harness.prep.chat.schemas.batch import BATCH_FIELDS, REQUESTS, unwrapped
 from harness.prep.chat.schemas.sharegpt import CALL_ROLES
 from harness.prep.chat.turns import (
-    ANSWER_FIELDS,
-    CHAT_FIELDS,
     LISTS_OF_TURNS,
     LISTS_OR_TEXTS,
     TEXT_ALONE,
     TURN_FIELDS,
     as_list,
-    is_media_column,
     is_media_part,
 )
 from harness.prep.chat.values import MEDIA_FIELDS, SYSTEM_FIELDS, BadRecordError, decoded, is_empty, load_json
@@ -37,11 +34,6 @@ NUM_DETECTION_RECORDS = 100
 # Fields of a record that change what the model sees or writes, and that no schema reads.
 _UNREAD_FIELDS = frozenset((*MEDIA_FIELDS, "functions"))
 _FIELDS = frozenset().union(*(schema.fields for schema in SCHEMAS.values()))
-# Schemas that a field of a record may belong to; those of nearly all of them show nothing.
-_SCHEMAS_OF = {
-    name: tuple(key for key, schema in SCHEMAS.items() if name in schema.fields)
-    for name in _FIELDS.difference(CHAT_FIELDS, ANSWER_FIELDS)
-}
 
 
 @dataclass(frozen=True)
@@ -110,15 +102,10 @@ class RecordReader:
             record = self._rewritten(record)
             dropped = None
             if self.drop_media:
-                kept, removed = without_media(record)
-                dropped = None if kept is record else removed
-                record = kept
+                record, dropped = without_media(record)
             elif self.media is not None:
                 record = with_media(record, folder, self.media)
-            if not _UNREAD_FIELDS.isdisjoint(record):
-                _refuse_unread(record)
-            if any(key not in _FIELDS and isinstance(key, str) and is_media_column(key) for key in record):
-                self._refuse_media_columns(record)
+            _refuse_unread(record)
             schema = SCHEMAS["messages" if self._is_function else self.schema or _detect(record)]
             conversation = schema.parse(record, where)
             if self.tool_calls == "hermes":
@@ -130,15 +117,6 @@ class RecordReader:
             return BadRecord(where, bad.reason, bad.detail + mapped)
         except RecursionError:
             return BadRecord(where, BadReason.NOT_JSON, "nested too deeply")
-
-    def _refuse_media_columns(self, record: Mapping[str, Any]) -> None:
-        for name, value in record.items():
-            # A column that is read under another name is text.
-            if name in _FIELDS or not isinstance(name, str) or not is_media(name, value):
-                continue
-            detail = f"the record has `{name}`, which is media by its name; only text can be trained on; "
-            fix = f"to leave out: source.ignore_fields=[{name}], or all media: source.drop_media=true"
-            raise BadRecordError(BadReason.MEDIA, detail + fix)
 
     def parse_line(self, line: bytes, where: str, folder: str | None = None) -> Conversation | BadRecord:
         """Parse one line of JSONL (UTF-8), with or without its newline."""
@@ -205,13 +183,10 @@ class RecordReader:
         if not self.columns and not self.ignore_fields and not self.drop_media:
             return record
         record = self._renamed(record, {name: self.columns[name] for name in self.columns if name in _FIELDS})
-        if not self._turn_columns and not self.ignore_fields and not self.drop_media:
-            return record
-        names = [name for name in LISTS_OF_TURNS if not is_empty(record.get(name))]
         # Without a prompt, `chosen` holds turns.
         texts = [name for name in LISTS_OR_TEXTS if name != "chosen" or not is_empty(record.get("prompt"))]
-        names = [name for name in names if name not in texts or isinstance(record[name], list)]
-        made = {name: self._turns(record[name]) for name in names}
+        held = ((name, record[name]) for name in LISTS_OF_TURNS if not is_empty(record.get(name)))
+        made = {name: self._turns(value) for name, value in held if name not in texts or isinstance(value, list)}
         for name in SYSTEM_FIELDS.intersection(record):  # of Gemini a turn, of Anthropic parts
             value = record[name]
             made[name] = self._turn(value) if isinstance(value, Mapping) else self._parts(value)
@@ -262,17 +237,14 @@ class RecordReader:
         return turn
 
 
-_READER = RecordReader()
-
-
 def parse_record(record: object, where: str, **settings: Any) -> Conversation | BadRecord:
     """Parse one decoded record with a `RecordReader` of these settings."""
-    return (RecordReader(**settings) if settings else _READER).parse(record, where)
+    return RecordReader(**settings).parse(record, where)
 
 
 def parse_line(line: bytes, where: str, **settings: Any) -> Conversation | BadRecord:
     """Parse one line of JSONL with a `RecordReader` of these settings."""
-    return (RecordReader(**settings) if settings else _READER).parse_line(line, where)
+    return RecordReader(**settings).parse_line(line, where)
 
 
 def detect_schema(
@@ -318,27 +290,20 @@ def detect_schema(
     raise PrepError(f"{problem}; fields: {fields}", where=where or "source.path", fix=fix)
 
 
-def record_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of Parquet or Arrow without the fields that are null.
+def record_of_row(row: Any) -> Any:
+    """Return a row of Parquet or Arrow, or a value in it, without the fields that are null.
 
     All structs of a column share their fields, so those that a row lacks are null in it. An argument of a tool call
     that is null on purpose must be stored as JSON text.
     """
-    return {name: _without_nulls(value) for name, value in row.items() if value is not None}
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(row, dict):
+        return {name: record_of_row(value) for name, value in row.items() if value is not None}
+    return [record_of_row(value) for value in row] if isinstance(row, list) else row
 
 
 def _detect(record: Mapping[str, Any]) -> str:
     """Return the name of the only schema that fits a record; raise BadRecordError if there is none or a choice."""
-    possible = {name for key in record if key in _SCHEMAS_OF for name in _SCHEMAS_OF[key]}
-    fitting = [name for name in possible if SCHEMAS[name].fits(record)]
-    if len(fitting) > 1:
-        fitting = [name for name in SCHEMAS if name in fitting]
+    fitting = [name for name, schema in SCHEMAS.items() if schema.fits(record)]
     if len(fitting) > 1:
         fitting = [name for name in fitting if SCHEMAS[name].use != "last"] or fitting
     if len(fitting) == 1 and SCHEMAS[fitting[0]].use != "asked":
@@ -364,6 +329,12 @@ def _refuse_unread(record: Mapping[str, Any]) -> None:
             f"the record has `{held[0]}`, which no schema reads; to read it as tools: source.columns.tools={held[0]}"
         )
         raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{detail}; to leave out: source.ignore_fields=[{held[0]}]")
+    for name, value in record.items():
+        # A column that is read under another name is text.
+        if name not in _FIELDS and isinstance(name, str) and is_media(name, value):
+            detail = f"the record has `{name}`, which is media by its name; only text can be trained on; "
+            fix = f"to leave out: source.ignore_fields=[{name}], or all media: source.drop_media=true"
+            raise BadRecordError(BadReason.MEDIA, detail + fix)
 
 
 def _turn_field(name: str) -> str:

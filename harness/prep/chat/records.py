@@ -57,7 +57,6 @@ class ToolCall:
     id: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates take."""
         call = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
         return {"id": self.id, **call} if self.id else call
 

@@ -133,8 +133,7 @@ def first_turn(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def turns_or_text(record: Mapping[str, Any], name: str, role: str) -> list[Any]:
     """Return the turns of a field that holds turns, or one text of that role."""
-    value = record.get(name)
-    if isinstance(value, list):
+    if isinstance(record.get(name), list):
         return list_of_turns(record, name)
     return [{"role": role, "content": text_field(record, name)}]
 
@@ -263,32 +262,28 @@ def _parse_reasoning(turn: Mapping[str, Any], what: str) -> str:
     found = {field: check_text(turn[field], f"the {field} of {what}") for field in REASONING_FIELDS if field in turn}
     if len(set(found.values())) > 1:
         raise BadRecordError(BadReason.BAD_TURN, f"{what} has different texts in {' and '.join(found)}")
-    return next(iter(found.values()), "")
+    return next(iter(found.values()))
 
 
 def _parse_tool_calls(turn: Mapping[str, Any], what: str) -> tuple[ToolCall, ...]:
     calls = parse_calls(turn.get("tool_calls"), f"the tool_calls of {what}")
-    legacy = turn.get("function_call")
-    if is_empty(legacy):
+    if "function_call" not in turn:
         return calls
     if calls:
         raise BadRecordError(BadReason.BAD_TURN, f"{what} has both tool_calls and function_call")
-    return (parse_call(legacy, f"the function_call of {what}"),)
+    return (parse_call(turn["function_call"], f"the function_call of {what}"),)
 
 
-def _parse_weight(turn: Mapping[str, Any], what: str) -> int | None:
-    """Return the weight of a turn in hundredths; None if it has none. All fields must agree whether it is trained."""
-    weights = []
-    for field in WEIGHT_FIELDS:
-        value = turn.get(field)
-        if value is None:
-            continue
+def _parse_weight(turn: Mapping[str, Any], what: str) -> int:
+    """Return the weight of a turn in hundredths; all of its fields must agree whether it is trained."""
+    given = {field: turn[field] for field in WEIGHT_FIELDS if field in turn}
+    for field, value in given.items():
         if field != "weight" and not isinstance(value, bool):
             raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has the {field} {show(value)}, expected true or false")
-        weights.append(_hundredths(value, what))
+    weights = [_hundredths(value, what) for value in given.values()]
     if len(set(map(bool, weights))) > 1:
         raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has contradictory weights")
-    return weights[0] if weights else None
+    return weights[0]
 
 
 def _part_weights(content: list[Any], role: str, what: str) -> tuple[tuple[int | None, ...], list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import importlib
 import io
 import math
 import re
@@ -170,9 +171,8 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
     """Return the size of a medium from its header; raise PrepError if it is of another kind, damaged or too large."""
     limits = limits or _HIGHEST
     if (found := kind_of(data)) != kind:
-        raise _problem(
-            f"is {f'an {found}' if found else 'of no format that is read (' + _FORMATS + ')'}, not an {kind}"
-        )
+        what = f"an {found}" if found else f"of no format that is read ({_FORMATS})"
+        raise _problem(f"is {what}, not an {kind}")
     if kind == "image":
         with _opened_image(data) as image:
             size = ImageSize(*image.size)
@@ -344,14 +344,11 @@ def _opened_image(data: bytes) -> Iterator[Any]:
     except pillow.DecompressionBombError as error:
         raise _problem(f"has too many pixels: {error}") from error
     except Exception as error:  # EXIF data of strangers raise struct.error, TypeError and others
-        raise _problem(
-            f"is damaged: {error}".replace(" <_io.BytesIO object", " the image").split(" at 0x")[0]
-        ) from error
+        what = f"is damaged: {error}".replace(" <_io.BytesIO object", " the image").split(" at 0x")[0]
+        raise _problem(what) from error
 
 
 def _library(name: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:

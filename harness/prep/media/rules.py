@@ -82,7 +82,6 @@ class MediaRules:
         return rules
 
     def to_text(self) -> str:
-        """Return the rules as JSON, with sorted names."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def save(self, folder: Path, name: str) -> None:
@@ -214,12 +213,8 @@ def _audio_features(rules: MediaRules, media: Sequence[Medium]) -> dict[str, npt
     extractor = _extractor("WhisperFeatureExtractor", json.dumps(numbers))
     rate = numbers["sampling_rate"]
     form = {"padding": "max_length"} if rules.family == "qwen2_audio" else {"padding": True, "truncation": False}
-    made = [
-        extractor(
-            decode_audio(one.data, rate), sampling_rate=rate, return_attention_mask=True, return_tensors="np", **form
-        )
-        for one in media
-    ]
+    form |= {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "np"}
+    made = [extractor(decode_audio(one.data, rate), **form) for one in media]
     frames = max(one["input_features"].shape[2] for one in made)
     features = np.zeros((len(made), numbers["feature_size"], frames), np.float32)
     mask = np.zeros((len(made), frames), np.int32)
@@ -303,9 +298,7 @@ def _extractor(kind: str, numbers: str) -> Any:
 
 
 FAMILIES = {
-    "qwen2_audio": MediaFamily(
-        lambda name, config: _read_audio(name, config, "qwen2_audio"), _count_qwen2_audio, _audio_features
-    ),
+    "qwen2_audio": MediaFamily(partial(_read_audio, family="qwen2_audio"), _count_qwen2_audio, _audio_features),
     "qwen3_omni_moe": MediaFamily(
         lambda name, config: _read_audio(name, config.get("thinker_config") or config, "qwen3_omni_moe", n_window=50),
         _count_qwen3_omni,

@@ -36,8 +36,7 @@ class DelimitedReader:
         csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD_BYTES))
         self._place, self._stream, self._end = place, stream, end
         self._line, self._offset = first, stream.tell() if first > 1 else 0
-        self._row_line = self._row_offset = 0
-        self._problem = ""
+        self._row_line, self._row_offset, self._problem = first, self._offset, ""
         self._text: list[bytes] = []
         self._rows = csv.reader(self._lines(), delimiter=separator, strict=True)
 

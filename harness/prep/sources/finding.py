@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from harness.errors import ConfigError, PrepError
 from harness.paths import explain_path, is_run, is_there, near_paths
@@ -29,7 +28,7 @@ from harness.prep.sources.reading import (
     read_chunks,
     suffix_of,
 )
-from harness.prep.sources.schema import find_schema, holds_chats
+from harness.prep.sources.schema import holds_chats
 from harness.prep.sources.splits import SPLITS_FILE, STATE_FILE, choose_split, data_files, split_of
 from harness.prep.sources.text import COMPRESSED
 from harness.storage import ObjectPath, Place, is_uri, natural_key, stamp_of
@@ -52,16 +51,6 @@ class PreparedSource:
     name: str = ""
     reader: RecordReader = field(default_factory=RecordReader)
 
-    def find_schema(self) -> list[str]:
-        """Find the schema of the records; return their fields that are not read."""
-        self.reader, unused = find_schema(self.found.files, self.config)
-        return unused
-
-    def read_media(self) -> None:
-        """Read the media of the records, unless the settings leave them out."""
-        if not self.config.drop_media:
-            self.reader = replace(self.reader, media=self.config.media)
-
     def chunks(self, limit: int) -> Iterator[SourceChunk]:
         """Yield the records, at most `limit` and as many as the settings allow; 0 for all of these."""
         most = min(filter(None, (limit, self.config.limit)), default=0)
@@ -69,11 +58,6 @@ class PreparedSource:
 
     def shards(self, shard_bytes: int) -> Iterator[SourceShard]:
         return cut_shards(self.found.files, shard_bytes=shard_bytes, limit=self.config.limit, reader=self.reader)
-
-    def identity(self) -> dict[str, Any]:
-        """Return what the result depends on besides the settings and the files."""
-        digest = RecordReader(self.config.schema).function_digest
-        return {**self.found.facts, **({"schema_digest": digest} if digest else {})}
 
 
 def find_sources(source: SourceConfig, show: Show) -> list[PreparedSource]:
@@ -186,8 +170,7 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
                 raise PrepError(what, where=str(root / str(above)) if above.name else str(root), fix=fix)
             names = [other for other in names if not _is_below(other, above) or _is_below(other, above / split)]
             return replace(_choose(root, names, replace(source, split=""), stamp), facts={"split": split})
-    data = data_files(names, (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES))
-    data = _without_caches(root, names, data)
+    data = _without_caches(root, names, data_files(names, (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES)))
     unsure = [name for name in data if suffix_of(Path(name)) in (JSON, *SEPARATORS)]
     others = {name for name in unsure if not holds_chats(root / name, source)}
     # A folder of CSV files alone is refused with the names of their columns.

@@ -118,8 +118,7 @@ def _client(place: HubName) -> Any:
     try:
         import huggingface_hub
     except ImportError as error:
-        missing = f"there is no such local path, and {error.name} is not installed"
-        what = missing if place.is_id else f"{error.name} is not installed"
+        what = "there is no such local path, and " * place.is_id + f"{error.name} is not installed"
         fix = "check the path, or pip install 'megatron-sft-harness[tokenize]'"
         raise ConfigError(what, where=str(place), fix=fix) from error
     # Read by huggingface_hub when it is first imported, which may have been before it was set.

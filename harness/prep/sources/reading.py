@@ -40,10 +40,7 @@ def for_each_file(work: Callable[[Place], T], files: Iterable[Place]) -> Iterato
         yield from map(work, files)
         return
     with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            yield from pool.map(work, files)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        yield from pool.map(work, files)
 
 
 def suffix_of(file: Place) -> str:

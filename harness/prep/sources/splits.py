@@ -42,18 +42,14 @@ def split_of(name: str, *, loosely: bool = False) -> str | None:
         loosely: the split's name may be a part of the file's: `train_sft-00000-of-00002.parquet`, `chat-test.jsonl`.
     """
     path = PurePosixPath(name.lower())
-    stem = path.name.partition(".")[0]
     part = _PART.fullmatch(path.name)
-    stem = part[1] if part else stem
+    stem = part[1] if part else path.name.partition(".")[0]
     if stem in _SPLITS:
         return _SPLITS[stem]
-    if loosely:
-        words = [word for word in re.split(r"[-_ ]", stem) if word in _SPLITS]
-        if words:
-            # Of numbered parts the whole name is the split's: train_sft and train_gen are two.
-            return stem if part else _SPLITS[words[0]]
-    folders = [_SPLITS[folder] for folder in path.parts[:-1] if folder in _SPLITS]
-    return folders[-1] if folders else None
+    if loosely and (words := [word for word in re.split(r"[-_ ]", stem) if word in _SPLITS]):
+        # Of numbered parts the whole name is the split's: train_sft and train_gen are two.
+        return stem if part else _SPLITS[words[0]]
+    return next((_SPLITS[folder] for folder in reversed(path.parts[:-1]) if folder in _SPLITS), None)
 
 
 def choose_split(names: Sequence[str], split: str, *, where: str, loosely: bool = False) -> tuple[list[str], str]:

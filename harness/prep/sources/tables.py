@@ -51,19 +51,18 @@ def open_parquet(place: Place, *, as_dictionaries: Sequence[str] = ()) -> Iterat
         as_dictionaries: leaf columns of text to read as dictionaries, one row group at a time: Arrow cannot join those
             of several inside lists.
     """
-    source = open_source(place)
-    try:
-        with pq.ParquetFile(
+    with (
+        contextlib.closing(open_source(place)) as source,
+        pq.ParquetFile(
             source.for_arrow(),
             read_dictionary=as_dictionaries,
             page_checksum_verification=True,
             buffer_size=_BUFFER_BYTES,
             pre_buffer=False,
             **_OPTIONS,
-        ) as parquet:
-            yield parquet
-    finally:
-        source.close()
+        ) as parquet,
+    ):
+        yield parquet
 
 
 @contextlib.contextmanager

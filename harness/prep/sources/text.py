@@ -152,6 +152,7 @@ class _ItemScanner:
         self._decode = json.JSONDecoder(strict=False, parse_int=str, parse_float=str).raw_decode
 
     def scan(self) -> Iterator[tuple[int, bytes]]:
+        mark = ","
         if self._number == 0:
             self._fill()
             if self._window.startswith(BOM.decode("latin-1")):
@@ -159,27 +160,23 @@ class _ItemScanner:
             if self._next() != "[":
                 raise self._broken("no list starts here")
             self._at += 1
-            if self._next() == "]":
-                self._at += 1
-                self._finish()
-                return
-        while True:
+            mark = self._next()
+            self._at += mark == "]"
+        while mark != "]":
             start, stop = self._find_item()
-            offset, item = self._base + start, self._window[start:stop].encode("latin-1")
-            yield offset, item
+            yield self._base + start, self._window[start:stop].encode("latin-1")
             mark = self._next()
             if mark not in (",", "]"):
                 raise self._broken("expected `,` or `]` after the item")
             self._at += 1
             self._number += 1
-            if mark == "]":
-                self._finish()
-                return
             following = self._next()
-            if self._end is not None and self._base + self._at >= self._end:
+            if mark == "," and self._end is not None and self._base + self._at >= self._end:
                 return
-            if following == "]":
+            if mark == "," and following == "]":
                 raise self._broken("a comma follows the last item")
+        if self._next():
+            raise self._broken("text follows the end of the list")
 
     def _find_item(self) -> tuple[int, int]:
         """Return the bounds, in the window, of the item at the current place, and move past it."""
@@ -210,10 +207,6 @@ class _ItemScanner:
                 return found.group()
             if not self._fill():
                 return ""
-
-    def _finish(self) -> None:
-        if self._next():
-            raise self._broken("text follows the end of the list")
 
     def _fill(self) -> bool:
         """Read more and forget what was scanned; return whether there was more."""

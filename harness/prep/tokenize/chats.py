@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
 from harness.prep.chat.records import part_for_template
+from harness.prep.chat.turns import REASONING_FIELDS
 from harness.prep.tokenize.offsets import Span
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
 
-# Names under which templates read the reasoning of a turn.
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Variables by which templates switch a model's thinking on and off.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _OTHER_ANSWER = Message("assistant", "zq0wz")
@@ -44,7 +43,7 @@ class Form:
     def turn(self, message: Message) -> dict[str, Any]:
         turn = message.as_dict()
         if message.reasoning:
-            turn |= dict.fromkeys(REASONING_KEYS, message.reasoning)
+            turn |= dict.fromkeys(REASONING_FIELDS, message.reasoning)
         if self.content == "parts" or (self.content == "text" and message.media):
             turn["content"] = [part_for_template(part) for part in message.parts]
         elif self.content == "text":
@@ -110,12 +109,13 @@ class RenderedChat:
             del self._kept[next(iter(self._kept))]
         return made
 
-    def _with_last(self, turn: int, message: Message) -> str:
-        return self._render([*self.messages[:turn], self.form.turn(message)])
+    def _with(self, turn: int, message: Message, last: int) -> str:
+        """Return the text up to turn `last` with a message in place of another turn."""
+        return self._render([*self.messages[:turn], self.form.turn(message), *self.messages[turn + 1 : last + 1]])
 
     def served(self, turn: int, message: Message | None = None) -> str:
         """Return the text up to and with a turn, or a message in its place, begun and ended as the turn is served."""
-        text = self.upto(turn) if message is None else self._with_last(turn, message)
+        text = self.upto(turn) if message is None else self._with(turn, message, turn)
         beginning, replaced = self._beginnings.get(turn, ("", 0))
         end = self.added_ends.get(turn, "")
         return beginning + (text[replaced:].rstrip() + end if end else text[replaced:])
@@ -127,7 +127,7 @@ class RenderedChat:
         Returns the first character of the turn in `served`; None if its text does not have the end of any prompt.
         """
         before = self._render(self.messages[:turn])
-        shared = shared_length(self.upto(turn), self._with_last(turn, _OTHER_ANSWER))
+        shared = shared_length(self.upto(turn), self._with(turn, _OTHER_ANSWER, turn))
         for prompt in self.prompts(turn):
             header = prompt[len(before) :] if prompt.startswith(before) else ""
             place = self.upto(turn).rfind(header, 0, shared) if header.strip() else -1
@@ -155,14 +155,11 @@ class RenderedChat:
 
     def shared_after(self, turn: int, last: int) -> int:
         """Return the number of characters that follow the answer of a turn in the text up to turn `last`."""
-
-        def with_other(message: Message) -> str:
-            return self._render([*self.messages[:turn], self.form.turn(message), *self.messages[turn + 1 : last + 1]])
-
         try:
-            other = with_other(_OTHER_ANSWER)
+            other = self._with(turn, _OTHER_ANSWER, last)
         except BadRecordError:  # some templates refuse the result of a tool that nothing called
-            other = with_other(replace(_OTHER_ANSWER, tool_calls=self.conversation.messages[turn].tool_calls))
+            calling = replace(_OTHER_ANSWER, tool_calls=self.conversation.messages[turn].tool_calls)
+            other = self._with(turn, calling, last)
         return shared_length(self.upto(last)[::-1], other[::-1])
 
     def prompt(self, turn: int) -> str:

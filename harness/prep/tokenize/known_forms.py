@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
 from harness.prep.chat.tools import map_schemas
-from harness.prep.tokenize.chats import FORMS, REASONING_KEYS, Form, RenderedChat, as_object, template_failure
+from harness.prep.chat.turns import REASONING_FIELDS
+from harness.prep.tokenize.chats import FORMS, Form, RenderedChat, as_object, template_failure
 
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
@@ -28,7 +29,7 @@ _MAX_SHAPES = 8192
 _THINK_TAGS = re.compile(r"</?think>")
 _SHOWN_CHARACTERS = 40
 # What a conversation is still one without, and the fields of records that hold it.
-_OPTIONAL = {"tools": ("tools",), "reasoning": REASONING_KEYS}
+_OPTIONAL = {"tools": ("tools",), "reasoning": REASONING_FIELDS}
 # A word of `with_unique_words`; after \" the template has written JSON text as a JSON string of that text.
 _WORD = re.compile(r'(\\")?(zq\d+wz)')
 
@@ -54,20 +55,14 @@ class KnownForms:
         self._template, self._trusts_plain = template, trusts_plain
         # By hashes: the shape of a long conversation, and the JSON of some tools, take many kilobytes.
         self._known: dict[int, KnownForm | BadRecordError] = {}
-        # What is left out of tools; and those that were looked up last.
-        self._tried_tools: dict[int, BadRecordError | None] = {}
-        self._tools: tuple[Sequence[Any], BadRecordError | None] = (), None
+        self._tried_tools: dict[int, BadRecordError | None] = {}  # what is left out of tools
 
     def find(self, conversation: Conversation) -> KnownForm:
         """Return how the template takes conversations of this shape."""
         tags = self._template.tags
         is_as_given = self._trusts_plain and _is_plain(conversation, tags)
-        shape: Any = (
-            tuple((turn.role, bool(turn.text.strip())) for turn in conversation.messages)
-            if is_as_given
-            else shape_of(conversation, tags)
-        )
-        shape = hash(shape)
+        texts = ((turn.role, bool(turn.text.strip())) for turn in conversation.messages)
+        shape = hash(tuple(texts) if is_as_given else shape_of(conversation, tags))
         known = self._known.get(shape)
         if known is None:
             known = self._probe(conversation)
@@ -84,9 +79,6 @@ class KnownForms:
 
     def _check_tools(self, conversation: Conversation, known: KnownForm) -> KnownForm | BadRecordError:
         """Return `known`, or the error about what the template leaves out of these tools, tried once for each list."""
-        # Nearly always the tools of the conversation before.
-        if conversation.tools is self._tools[0]:
-            return self._tools[1] or known
         spelled = hash(json.dumps(conversation.tools))
         if spelled not in self._tried_tools:
             probe, words = with_unique_words(conversation, self._template.tags)
@@ -94,8 +86,7 @@ class KnownForms:
             if len(self._tried_tools) >= _MAX_SHAPES:
                 self._tried_tools.clear()
             self._tried_tools[spelled] = self._try_form(RenderedChat(self._template, probe, known.form, {}), of_tools)
-        self._tools = conversation.tools, self._tried_tools[spelled]
-        return self._tools[1] or known
+        return self._tried_tools[spelled] or known
 
     def _probe(self, conversation: Conversation) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:
@@ -109,11 +100,10 @@ class KnownForms:
         tried = set()
         has_tags = _has_tags(conversation, self._template.tags)
         for form in FORMS:
-            turns = [form.turn(message) for message in probe.messages]
-            if (key := json.dumps(turns)) in tried:
+            chat = RenderedChat(self._template, probe, form, {})
+            if (key := json.dumps(chat.messages)) in tried:
                 continue
             tried.add(key)
-            chat = RenderedChat(self._template, probe, form, {})
             refused = self._try_form(chat, words)
             if refused is None:
                 is_ordered = not unwritten_text(chat.whole, probe.messages, chat.upto, is_ordered=True)

@@ -26,7 +26,6 @@ _FIX = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the fast tokenizer of a folder or hub id."""
     try:
         with _without_advice():
             from transformers import AutoTokenizer
@@ -58,10 +57,8 @@ def load_tokenizer(name: str) -> Any:
 def _hub_source(name: str, folder: Path) -> str:
     """Return a hub id, or its folder in the hub's cache where the hub does not answer; refuse any other name."""
     if folder.exists():
-        what = "the tokenizer's name is a file, not a folder"
-        raise ConfigError(
-            what, where=name, fix=f"set tokenizer.name={folder.parent}" if "token" in folder.name else _FIX
-        )
+        fix = f"set tokenizer.name={folder.parent}" if "token" in folder.name else _FIX
+        raise ConfigError("the tokenizer's name is a file, not a folder", where=name, fix=fix)
     if not _HUB_ID.fullmatch(name) or name.endswith(".json"):
         raise ConfigError("the tokenizer folder does not exist", where=name, fix=_fix(folder))
     from huggingface_hub import constants, try_to_load_from_cache

@@ -77,7 +77,7 @@ class Masker:
         self._template, self._config = template, config
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._special_texts = tuple(special)
-        self._stock: StockRule | None = stock_rule(template.text)
+        self._stock = stock_rule(template.text) or StockRule("")
         self.rule, self.why = self._choose(config.mask, where)
         # A template with marks is used as it is.
         self._forms = KnownForms(template, trusts_plain=self.rule in ("marks", "assistant_turns", "all"))
@@ -93,12 +93,11 @@ class Masker:
             what = "the chat template has no {% generation %} that marks the assistant's tokens"
             fix = "set tokenizer.mask=auto, or set tokenizer.chat_template to a template with the tag"
             raise ConfigError(what, where=where, fix=fix)
-        if self._stock is not None and (self._stock.opens or self._stock.skips):
-            return "stock", f"the chat template is the published one of {self._stock.name}"
-        why = "each turn is trained from the generation prompt that a server renders for it"
-        if self._stock is not None:
-            return "served", f"the chat template is the published one of {self._stock.name}: {why}"
-        return "served", f"the chat template has no marks and is not a known one: {why}"
+        name, why = self._stock.name, "each turn is trained from the generation prompt that a server renders for it"
+        what = f"is the published one of {name}" if name else "has no marks and is not a known one"
+        if self._stock.opens or self._stock.skips:
+            return "stock", f"the chat template {what}"
+        return "served", f"the chat template {what}: {why}"
 
     def sequences(self, conversation: Conversation) -> list[Rendered]:
         """Return the sequences of a chat in the order of their trained turns; BadRecordError if it has none."""
@@ -223,12 +222,10 @@ class Masker:
                 raise BadRecordError(BadReason.NOT_AS_SERVED, detail)
             text = chat.served(turn)
         end = len(text.rstrip())
-        if self._stock is not None:
-            start += next((len(header) for header in self._stock.skips if text.startswith(header, start)), 0)
+        start += next((len(header) for header in self._stock.skips if text.startswith(header, start)), 0)
         return start, end
 
     def _start_of_stock_turn(self, chat: RenderedChat, turn: int) -> int | None:
-        assert self._stock is not None
         text = chat.upto(turn)
         for prompt in (chat.prompt(turn), chat.bare_prompt(turn)):
             start = self._stock.start(prompt)
@@ -295,10 +292,8 @@ class Masker:
         ends = self._special.match(own, core, end), self._special.match(text, core)
         if ends[0] is None and ends[1] is None:
             return [*others, (start, core)]
-        stops = self._stock.ends if self._stock is not None else ()
-        if ends[1] is not None and (ends[1].group() in stops or (ends[0] and ends[0].group() == ends[1].group())):
-            return [*others, (start, ends[1].end())]
-        return None
+        known = (*self._stock.ends, ends[0].group() if ends[0] else "")
+        return [*others, (start, ends[1].end())] if ends[1] and ends[1].group() in known else None
 
     def _kept(
         self, chat: RenderedChat, turn: int, spans: list[Span], text: str, shown_at: int
@@ -328,8 +323,8 @@ class Masker:
         *others, (start, end) = spans
         if self._has_end(own, start, end):
             return spans
-        stock = self._stock.last_ends if self._stock is not None else ()
-        token = self._config.end_of_last_turn or (stock[bool(message.tool_calls)] if stock else "")
+        stock = self._stock.last_ends or ("", "")
+        token = self._config.end_of_last_turn or stock[bool(message.tool_calls)]
         following = own[end:].strip()
         if token and following.startswith(token):
             return [*others, (start, own.index(token, end) + len(token))]
@@ -447,7 +442,7 @@ class Masker:
             tokens = self._special.findall(text, self._core_end(text, 0, len(text)))
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
         given = [self._config.end_of_last_turn] if self._config.end_of_last_turn else []
-        return tuple(dict.fromkeys([*(found or (self._stock.ends if self._stock else ())), *given]))
+        return tuple(dict.fromkeys([*(found or self._stock.ends), *given]))
 
 
 def _without_reasoning(content: str | tuple[str | MediaPart, ...] | None) -> str | tuple[str | MediaPart, ...] | None:

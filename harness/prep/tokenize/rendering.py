@@ -42,24 +42,15 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self, now: datetime | None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        self.now = now
         # First character and text of each marked part.
-        self.marked: list[tuple[int, str]] | None = None
+        self.marked: list[tuple[int, str]] = []
         self.written = 0
         # Of each tool of the conversation in hand, by identity: its JSON once it was written.
         self.tools: Sequence[Any] = ()
         self.tool_texts: dict[int, str] = {}
         self.filters["tojson"] = self._to_json
         self.globals["raise_exception"] = _raise
-        self.globals["strftime_now"] = self._format_now
-
-    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(function) is jinja2.runtime.Macro:  # safe to call, being the template's own
-            return context.call(function, *args, **kwargs)
-        return super().call(context, function, *args, **kwargs)
-
-    def _format_now(self, form: str) -> str:
-        return (self.now or datetime.now()).strftime(form)
+        self.globals["strftime_now"] = lambda form: datetime.strftime(now or datetime.now(), form)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # The turns of a conversation, of which everything is asked again and again.
@@ -107,8 +98,7 @@ class _Generation(jinja2.ext.Extension):
         text = str(caller())
         environment = self.environment
         assert isinstance(environment, _Environment)
-        if environment.marked is not None:
-            environment.marked.append((environment.written, text))
+        environment.marked.append((environment.written, text))
         return text
 
 
@@ -153,12 +143,7 @@ class Template:
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
         """Return the text of a conversation and the spans that the template marks."""
-        marked: list[tuple[int, str]] = []
-        self._environment.marked = marked
-        try:
-            text = self.render(messages, tools=tools, variables=variables)
-        finally:
-            self._environment.marked = None
+        text, marked = self.render(messages, tools=tools, variables=variables), self._environment.marked
         if any(not text.startswith(mark, start) for start, mark in marked):
             raise jinja2.TemplateError("it marks text with {% generation %} inside a block whose text is moved")
         return text, [(start, start + len(mark)) for start, mark in marked]
@@ -173,7 +158,7 @@ class Template:
     ) -> str:
         """Return the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
         environment, program = self._environment, self._program
-        environment.written = 0
+        environment.written, environment.marked = 0, []
         if tools is not environment.tools:
             environment.tools = tools
             environment.tool_texts = {id(tool): "" for tool in tools}

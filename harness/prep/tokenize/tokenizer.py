@@ -128,10 +128,9 @@ class ChatTokenizer:
         config = self._config
         weights = {"weights": "hundredths"} if config.train_on == "weighted" else {}
         if schema == "text":
-            ends = [self.hf.eos_token] if self.hf.eos_token else []
+            ends = json.dumps([self.hf.eos_token] if self.hf.eos_token else [], ensure_ascii=False)
             why = "the records are plain text, which is trained completely"
-            ends_of_text = json.dumps(ends, ensure_ascii=False)
-            return {"rule": "text", "why": why, "end_tokens": ends_of_text, "schema": schema, **weights}
+            return {"rule": "text", "why": why, "end_tokens": ends, "schema": schema, **weights}
         return {
             "rule": self._renderer.rule,
             "why": self._renderer.why,
