@@ -126,8 +126,7 @@ class ParityConfig(CheckedSettings):
     reference: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.checks if name not in CHECKS]
-        if unknown or not self.checks:
+        if not set(self.checks) <= set(CHECKS):
             what = f"check {self.check!r} is unknown"
             raise ConfigError(what, where="check", fix=f"one or more of {', '.join(CHECKS)}, or all")
         for text in (*self.sft, *self.sft_more):
@@ -199,9 +198,8 @@ def main(config: ParityConfig) -> int:
 
 def device_of(config: ParityConfig) -> str:
     """Return cpu or cuda; `auto` is refused, because tolerances depend on the device."""
-    given = [text.lstrip("+").partition("=") for text in (*config.sft, *config.sft_more)]
-    chosen = [value for name, _, value in given if name == "trainer.device"]
-    device = chosen[-1] if chosen else config.device
+    given = dict(text.lstrip("+").partition("=")[::2] for text in (*config.sft, *config.sft_more))
+    device = given.get("trainer.device", config.device)
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"trainer.device is {device}", where="sft, sft_more", fix="trainer.device=cpu or cuda")
     return device
@@ -285,11 +283,9 @@ def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) ->
         what = f"format {format!r} does not exist"
         raise ConfigError(what, where="format", fix=f"one of {', '.join(FORMATS)}, or specify its dataset")
     target = folder / "data" / format
-    splits = [split for split in ("train", "validation") if (source / split).exists()]
-    for split in splits:
-        convert_dataset(source / split, target / split, format=format)
-    if not splits:
-        convert_dataset(source, target / "train", format=format)
+    splits = {split: source / split for split in ("train", "validation") if (source / split).exists()}
+    for split, stored in (splits or {"train": source}).items():
+        convert_dataset(stored, target / split, format=format)
     return str(target)
 
 
