@@ -327,7 +327,6 @@ class RunData:
     """Open datasets of a run.
 
     Attributes:
-        validation: its validation set, if any.
         vocab_size: of the tokenizer; None where the datasets do not record it.
         tokenizer_hash: of the tokenizer that made `train`; empty where it is not recorded.
         blend: rule by which packs are drawn from `train`, then a JoinedReader; None for a single dataset.

@@ -101,7 +101,8 @@ def own_tokens(values: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
     """Return this rank's part of values by token, [..., T / cp], which sequence parallelism divides."""
     if not config.sequence_parallel:
         return values
-    return values.chunk(config.tensor_model_parallel_size, dim=-1)[parallel_state.get_tensor_model_parallel_rank()]
+    rank: int = parallel_state.get_tensor_model_parallel_rank()
+    return values.chunk(config.tensor_model_parallel_size, dim=-1)[rank]
 
 
 def predicting_layers(
