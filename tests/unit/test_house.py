@@ -41,28 +41,28 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 LINES = {
     "harness": 2_997,
     "harness/bench": 1_882,
-    "harness/cli": 2_699,
+    "harness/cli": 2_680,
     "harness/conformance": 1_770,
     "harness/formats": 5_768,
     "harness/indexed": 1_149,
     "harness/integrations": 2_679,
-    "harness/launch": 2_216,
-    "harness/loader": 4_707,
-    "harness/megatron": 10_172,
-    "harness/parity": 2_592,
-    "harness/plan": 5_587,
-    "harness/prep": 10_690,
+    "harness/launch": 2_203,
+    "harness/loader": 4_664,
+    "harness/megatron": 10_094,
+    "harness/parity": 2_591,
+    "harness/plan": 5_553,
+    "harness/prep": 10_538,
     "harness/recipes": 20,
     "harness/schedule": 1_168,
     "harness/storage": 2_540,
-    "harness/train": 2_560,
-    "recipes": 484,
-    "tests": 62_940,
+    "harness/train": 2_536,
+    "recipes": 480,
+    "tests": 62_937,
     "tests/benchmarks": 2_746,
 }
 SHAPE = {
-    "core ring, lines": 19_590,
-    "from packs to the optimizer's step, lines": 4_163,
+    "core ring, lines": 19_490,
+    "from packs to the optimizer's step, lines": 4_149,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
     "functions over 60 lines": 0,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 61_441
+MOST_LINES_IN_ALL = 61_312
 
 
 def tree(path: Path) -> ast.Module:

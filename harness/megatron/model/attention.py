@@ -66,18 +66,21 @@ class VarlenAttention(_Divided):
         key: torch.Tensor,
         value: torch.Tensor,
         *_: Any,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedSeqParams | None = None,
         **_unused: Any,
     ) -> torch.Tensor:
         """Attend within each sequence.
 
         Args:
-            query: [T / cp, heads, head_dim].
+            query: [T / cp, heads, head_dim], or [s, b, heads, head_dim] without `packed_seq_params`.
             key, value: the same with key-value heads; a head's value may have another size.
 
         Returns:
-            [T / cp, heads * value_dim].
+            [T / cp, heads * value_dim], or [s, b, heads * value_dim].
         """
+        if packed_seq_params is None:
+            out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))
+            return out.permute(2, 0, 1, 3).flatten(2)
         bounds = packed_seq_params.cu_seqlens_q_padded
         if bounds is None:
             bounds = packed_seq_params.cu_seqlens_q
