@@ -83,6 +83,7 @@ class Options:
                 options.names.append(word)
             else:
                 raise ConfigError(f"{word!r} is not a setting", where=where, fix=_fix_of_path(Path(word), where=where))
+        options.overrides = list(map(_in_home, options.overrides))
         if options.config_dir is not None and not options.config_dir.is_dir():
             fix = "--config-dir specifies a folder of YAML files"
             raise ConfigError("the folder does not exist", where=str(options.config_dir), fix=fix)
@@ -134,6 +135,14 @@ def _fix_of_path(path: Path, *, where: str) -> str:
         return explained[1]
     name = "source.path" if prepares else "data.path"
     return "settings are key=value" + (f", such as {name}={path}" if is_there(path) else ", without spaces")
+
+
+def _in_home(setting: str) -> str:
+    """Return a setting with the path of the home folder for `~/`, which a shell leaves as it is after the name."""
+    name, _, value = setting.partition("=")
+    # Sources and tokenizers are found there too, and reports keep their names as they were given.
+    is_kept = name.lstrip("+").startswith(("source.", "tokenizer."))
+    return f"{name}={Path(value).expanduser()}" if value.startswith("~/") and not is_kept else setting
 
 
 def quote_value(text: str) -> str:

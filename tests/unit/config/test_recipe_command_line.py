@@ -42,6 +42,14 @@ def test_settings_and_flags_are_separated(tmp_path):
     assert Options.parse(["--cfg=job", "a=1"], where="") == Options(["a=1"], hydra_flags=["--cfg", "job"])
 
 
+def test_a_path_in_the_home_folder_is_no_folder_of_that_name(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["data.path=~/data", "+run_dir=~/run", "source.path=~/chats.jsonl", "name=a~/b", "tokenizer.name=~/model"]
+    there = ["data.path=/home/me/data", "+run_dir=/home/me/run", *given[2:]]
+    assert Options.parse(given, where="").overrides == there
+    assert Options.parse(given, where="", num_names=None).overrides == there
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
