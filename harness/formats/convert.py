@@ -110,7 +110,7 @@ def _real(path: str | PathLike[str]) -> str:
 
 def _refuse_source(destination: str | PathLike[str], source: str | PathLike[str], reader: PackReader) -> None:
     """Raise ConfigError for a destination that is the source, a folder with its packs, or the store of a plan."""
-    read: set[object] = {source, *(place.parent for place in reader.files())}
+    read: set[object] = {source, *reader.files(), *(place.parent for place in reader.files())}
     if reader.manifest is not None and not reader.manifest.fingerprint:
         read.add(open_store(reader.path).folder.place)
     if _real(destination) in {_real(str(one)) for one in read}:

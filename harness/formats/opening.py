@@ -92,9 +92,7 @@ def _open(path: str, folder: Folder) -> PackReader:
         is_pattern, is_folder = glob.has_magic(path) and not place.exists(), place.is_dir()
     if is_pattern:
         # Not Path.glob, which takes no absolute pattern.
-        found: list[Place] = (
-            [*match_objects(place)] if isinstance(place, ObjectPath) else [*map(Path, glob.glob(path, recursive=True))]  # noqa: PTH207
-        )
+        found: list[Place] = [*match_objects(place)] if isinstance(place, ObjectPath) else _match(path)
         _refuse_lost_shards(found, whole=True)
         _refuse_datasets(found)
         if not found:
@@ -133,6 +131,13 @@ def _refuse_parts(folder: Folder) -> None:
         raise _incomplete(folder)
     if traces := find_traces(folder):
         raise incomplete_error(folder, traces)
+
+
+def _match(pattern: str) -> list[Place]:
+    """Return the files that match a pattern, and folders, but for those that `**` alone matches."""
+    folders = set(glob.glob(pattern))  # noqa: PTH207
+    found = glob.glob(pattern, recursive=True)  # noqa: PTH207
+    return [Path(name) for name in found if name in folders or Path(name).is_file()]
 
 
 def _refuse_datasets(places: Sequence[Place]) -> None:
@@ -259,18 +264,13 @@ def _find_bare(format: Format, place: Place) -> Sequence[Place]:
 
 def _open_files(path: str, places: Sequence[Place]) -> PackReader:
     places = sorted(places, key=lambda place: natural_key(str(place)))
-    formats = [format for format in map(load_format, FORMATS) if any(_find_bare(format, place) for place in places)]
-    if formats:
-        format = formats[0]
-        if others := [place for place in places if not _find_bare(format, place)]:
-            what = f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}"
-            raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
-        if len(formats) > 1:
-            what = f"the folder has files of {len(formats)} formats: {', '.join(format.name for format in formats)}"
-            raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
-        # Several files of one shard match a pattern, and so do a folder and the files in it.
-        shards = dict.fromkeys(shard for place in places for shard in _find_bare(format, place))
-        return _open_bare(path, format, [*shards])
+    for format in map(load_format, FORMATS):
+        if shards := [shard for place in places for shard in _find_bare(format, place)]:
+            if others := [place for place in places if not _find_bare(format, place)]:
+                what = f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}"
+                raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
+            # Several files of one shard match a pattern, and so do a folder and the files in it.
+            return _open_bare(path, format, [*dict.fromkeys(shards)])
     if isinstance(places[0], Path):
         raise _nothing(places[0])
     readable = ", ".join(format.name for format in map(load_format, FORMATS) if format.in_buckets)

@@ -84,7 +84,7 @@ def list_shards(sources: Iterable[str]) -> list[Path]:
             files = [path]
         else:
             # Not Path.glob, which takes no absolute pattern.
-            files = [Path(name) for name in glob.glob(source, recursive=True)]  # noqa: PTH207
+            files = [path for name in glob.glob(source, recursive=True) if (path := Path(name)).is_file()]  # noqa: PTH207
         if not files:
             raise PrepError("there are no token shards", where=source, fix="specify Parquet files, folders or patterns")
         shards += sorted(files, key=lambda file: natural_key(str(file)))

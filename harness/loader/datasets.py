@@ -230,8 +230,8 @@ class JoinedReader:
         """Return the media of sequences, by their numbers among those of all datasets, as of `PackReader`."""
         ids = np.asarray(sequence_ids, np.int64)
         found: dict[int, tuple[Medium, ...]] = {}
-        if outside := set(ids.tolist()).difference(range(len(self.sequence_lengths))):
-            raise IndexError(f"sequence {outside.pop()} of {len(self.sequence_lengths)} in {self.path}")
+        if (outside := ids[(ids < 0) | (ids >= len(self.sequence_lengths))]).size:
+            raise IndexError(f"sequence {outside[0]} of {len(self.sequence_lengths)} in {self.path}")
         for reader, places, own in self._divided(ids, self._first_sequences):
             found.update(zip(places.tolist(), reader.read_media(own), strict=True))
         return [found[place] for place in range(len(ids))]
@@ -373,7 +373,7 @@ class RunData:
         """Return the packs of one epoch; raise ConfigError where the data does not have so many epochs."""
         packs = self.epoch_packs
         if packs is None or (epochs > 1 and self.blend is not None and self.blend.weights is not None):
-            ends = "is endless" if packs is None else "has one epoch, until a source is exhausted"
+            ends = "has no end that a run reaches" if packs is None else "has one epoch, until a source is exhausted"
             what = f"a weighted blend {ends}, but the run has {count_of(epochs, 'epoch')}"
             fix = "trainer.steps=N trainer.epochs=null, or omit the weights to read each source `epochs` times"
             raise ConfigError(what, where="trainer.epochs, data.blend", fix=fix)

@@ -111,14 +111,20 @@ class Loader(BatchStream[RawBatch]):
         return [self._plan(step)[2].num_microbatches for step in steps]
 
     def __iter__(self) -> Iterator[RankBatch]:
-        steps, last, read = self._steps(self.state), self._num_epochs, 0
-        if last is not None:
-            steps = itertools.takewhile(lambda step: step.epoch < last, steps)
-        for raw in self.read(itertools.islice(steps, self._num_steps)):
-            read += 1
+        is_used_up = False
+
+        def steps() -> Iterator[BatchRange]:
+            nonlocal is_used_up
+            for step in self._steps(self.state):
+                if self._num_epochs is not None and step.epoch >= self._num_epochs:
+                    return
+                yield step
+            is_used_up = True
+
+        for raw in self.read(itertools.islice(steps(), self._num_steps)):
             yield build_batch(raw, layout=self.layout, before=self.state, num_packs=self._num_packs)
-        # A blend with weights ends. Ranges run ahead of training: raise after every batch that exists was trained.
-        if self._num_packs is None and read != self._num_steps:
+        # Ranges run ahead of training: raise only after every batch that exists was trained.
+        if is_used_up:
             raise self._blend.used_up()
 
     def _steps(self, state: LoaderState) -> Iterator[BatchRange]:

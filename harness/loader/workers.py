@@ -107,8 +107,12 @@ class BatchStream(Generic[T]):
             _end(self._workers, _PATIENCE_S)
         if not self._workers:
             fix = "raise the limits of processes and open files (ulimit -u, ulimit -n), or lower loader.num_workers"
-            with os_errors_as(LoaderError, "the loader's workers cannot be started", where=self._where, fix=fix):
-                self._start_workers()
+            try:
+                with os_errors_as(LoaderError, "the loader's workers cannot be started", where=self._where, fix=fix):
+                    self._start_workers()
+            except LoaderError:
+                self.close()  # those that were started
+                raise
         turns, owing = itertools.cycle(self._workers), deque[_Worker]()
         self._owing = owing
 

@@ -108,9 +108,12 @@ class MegatronStep:
 
     Args:
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
+        decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
+            a rate that stays at `lr` after the warm-up.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         max_sequences: the most that a row has; needed for `parallel.cuda_graphs`, as is `pad_rows_to`.
         fill: replaces the random weights, before the optimizer copies them.
+        loss_average: as of `TrainerConfig`.
 
     Attributes:
         sources: the datasets of a blend, whose losses are summed apart, and whose tokens the routers of experts count
@@ -126,6 +129,7 @@ class MegatronStep:
         device: torch.device,
         vocab_size: int,
         optimizer: OptimizerConfig | None = None,
+        decay_steps: int | None = None,
         pad_rows_to: int | None = None,
         max_sequences: int | None = None,
         fill: Callable[[list[GPTModel]], None] | None = None,
@@ -139,7 +143,7 @@ class MegatronStep:
         self.vocab_size, self.pad_rows_to, self.loss_average = vocab_size, pad_rows_to, loss_average
         self.config = get_model_config(chunks[0])
         self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
-        settings = (optimizer or OptimizerConfig()).resolved(model, None)
+        settings = (optimizer or OptimizerConfig()).resolved(model, decay_steps)
         self.optimizer, self.scheduler = _build_optimizer(chunks, settings, parallel, device)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.has_experts = self.config.num_moe_experts is not None

@@ -55,6 +55,7 @@ def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]
     made, wanted = folder / "sizes.json", json.dumps(sizes, sort_keys=True)
     if not made.exists() or made.read_text() != wanted:
         transformers = _transformers()
+        made.unlink(missing_ok=True)  # before the weights that it is of
         torch.manual_seed(8)
         if (media := MEDIA_MODELS.get(family)) is None:
             config = transformers.AutoConfig.for_model(family, **{**_ANY, **sizes})

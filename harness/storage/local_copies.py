@@ -163,7 +163,7 @@ def _names(original: Path) -> list[str]:
         return [""]
 
     def refuse(error: OSError) -> None:
-        if original.exists():
+        if original.exists() and not isinstance(error, PermissionError):  # such as `lost+found`
             raise error
 
     names = []

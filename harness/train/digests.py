@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -254,7 +256,7 @@ def kept_sequence(folder: Path, step: int, row: RowDigests, index: int) -> dict[
     try:
         with np.load(path) as arrays:
             return {name: arrays[key][start:stop] for name, key in names.items() if key in arrays}
-    except Exception as error:  # of any kind, from zipfile, zlib and numpy
+    except (ValueError, LookupError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         what = f"the batches of step {step} cannot be read: {error}"
         raise FormatError(what, where=str(path), fix="remove the file: digests are then compared alone") from error
 

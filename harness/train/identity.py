@@ -1,6 +1,7 @@
 """Identity of a run and of its attempts.
 
-Each attempt that trains writes a new token into the folder's `identity.json` while it holds the folder's lock. Where
+`identity.json` in a run's folder has the random id of the run, the random token of its last attempt, and the place
+(device, inode, path) of the folder. Each attempt that trains writes a new token while it holds the folder's lock. Where
 the place differs, the folder is a copy, was moved or was restored: it becomes a new run, with a new id.
 """
 

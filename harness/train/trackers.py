@@ -209,8 +209,12 @@ class Mlflow:
 
 
 def mlflow_name(curve: str) -> str:
-    """Return the name of a curve as MLflow takes it, which refuses those of most paths of a blend's sources."""
-    return "/".join(re.sub(r"[^\w. -]", "_", part) for part in curve.split("/") if part.strip("."))
+    """Return the name of a curve as MLflow takes it, which refuses those of most paths of a blend's sources.
+
+    What it refuses is named by its number: two sources keep curves of their own.
+    """
+    parts = (re.sub(r"[^\w. -]", lambda found: f"_{ord(found[0]):x}", part) for part in curve.split("/"))
+    return "/".join(part if part.strip(".") else f"_{part}" for part in parts)
 
 
 class Tracker:
@@ -221,7 +225,10 @@ class Tracker:
         self._waiting: queue.SimpleQueue[Steps | str] = queue.SimpleQueue()
         self._problem = ""
         self._thread = threading.Thread(target=self._feed, name=f"{name} of {folder}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            self._problem = f"{name} receives no metrics of this run ({error}); training continues"
 
     def send(self, steps: Steps | str) -> None:
         """Pass on steps, and at last how the run ended: `finished` or `stopped` (to be continued)."""
@@ -234,7 +241,8 @@ class Tracker:
 
     def wait(self, deadline: float) -> str:
         """Wait until the service has everything, at most until time.monotonic() is `deadline`; return `problem`."""
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         return f"{self._name} did not finish in time" if self._thread.is_alive() else self.problem()
 
     def _feed(self) -> None:

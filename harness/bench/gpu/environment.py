@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +21,6 @@ from harness.bench.sizes import Sizes
 from harness.bench.step import wait_for
 from harness.bench.workspace import Workspace
 from harness.config import compose_config
-from harness.launch.queue import output_of
 from harness.megatron.job import runtime
 from harness.plan import ModelConfig, ParallelConfig, SftConfig, plan_memory
 
@@ -78,9 +79,11 @@ def describe_gpus(device: str) -> dict[str, Any]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         known["gpus"].append(f"{properties.name}, {properties.total_memory / 1e9:.1f} GB")
-    printed, code = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    missing = "unknown: there is no nvidia-smi" if code is None else "unknown"
-    known["driver"] = (printed.splitlines() or [missing])[0].strip()
+    known["driver"] = "unknown: there is no nvidia-smi"
+    if (program := shutil.which("nvidia-smi")) is not None:
+        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+        known["driver"] = (done.stdout.splitlines() or ["unknown"])[0].strip()
     try:
         import transformer_engine.pytorch  # noqa: F401
 
@@ -118,6 +121,7 @@ def measure_environment(sizes: Sizes, workspace: Workspace, word: str) -> BenchR
 
 
 def matrix_of(sizes: Sizes) -> int:
+    """Return the rows and columns of multiplied matrices."""
     return 256 if sizes.is_tiny else 8192
 
 
@@ -128,7 +132,8 @@ def _copied_bytes(sizes: Sizes) -> int:
 def measure_products(device: torch.device, dtype: torch.dtype, size: int, *, rounds: int) -> list[float]:
     """Return the TFLOP/s of products of two random square matrices, a sample a round."""
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = partial(torch.matmul, one, other, out=torch.empty_like(one))
+    made = torch.empty_like(one)
+    product = partial(torch.matmul, one, other, out=made)
     time_on(device, product)
     return [2 * size**3 / time_on(device, product) / 1e12 for _ in range(max(rounds, 1))]
 
@@ -178,9 +183,10 @@ def _facts(device: torch.device) -> dict[str, str]:
         with suppress(RuntimeError, AttributeError):
             facts["NCCL"] = ".".join(map(str, of_nccl()))
         facts["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        printed, code = output_of("nvidia-smi", "topo", "-m")
-        if code is not None and torch.cuda.device_count() > 1:
-            facts["links"] = printed.strip()
+        program = shutil.which("nvidia-smi")
+        if program is not None and torch.cuda.device_count() > 1:
+            done = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, check=False, timeout=60)
+            facts["links"] = done.stdout.strip()
     for name, module in (("Apex's weight gradient", "fused_weight_gradient_mlp_cuda"), ("flash-attn", "flash_attn")):
         facts[name] = "installed" if importlib.util.find_spec(module) else "not installed"
     for name, value in sorted(os.environ.items()):

@@ -234,28 +234,31 @@ class _TableOfChats:
     def __init__(self, path: Path, reader: RecordReader) -> None:
         self._path, self._reader = path, reader
         metadata = pq.read_metadata(path)
-        self._ends = np.cumsum([0, *(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))])
-        self.num_rows = int(self._ends[-1])
-        self._rows: Iterator[Any] = iter(())
-        self._next = -1
+        self._group_ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] or [0])
+        self.num_rows = int(self._group_ends[-1])
+        self._pieces: Iterator[tuple[int, list[Any], int]] = iter(())
+        self._rows: list[Any] = []
+        self._first = self._next = -1
 
     def row(self, number: int) -> Any:
         """Return a row; rows in ascending order are each read once."""
-        if number != self._next:
-            self._rows, self._next = self._rows_from(number), number
-        if (row := next(self._rows, self)) is self:
-            raise pa.ArrowInvalid(f"it has {self._next:,} rows, and its footer counts {self.num_rows:,}")
-        self._next += 1
-        return row
-
-    def _rows_from(self, number: int) -> Iterator[Any]:
-        group = int(np.searchsorted(self._ends, number, side="right")) - 1
-        size, groups = self._path.stat().st_size, (group, len(self._ends) - 1)
-        for first, rows, _ in read_parquet(self._path, size, self._reader, groups, int(self._ends[group])):
-            yield from rows[max(0, number - first) :]
+        if not self._first <= number <= self._next:
+            self.close()
+            group = int(np.searchsorted(self._group_ends, number, side="right"))
+            self._next = int(self._group_ends[group - 1]) if group else 0
+            size, groups = self._path.stat().st_size, (group, self._group_ends.shape[0])
+            self._pieces = read_parquet(self._path, size, self._reader, groups, self._next)
+        while number >= self._next:
+            self._rows = []  # before the next ones are read
+            if (piece := next(self._pieces, None)) is None:
+                raise pa.ArrowInvalid(f"it has {self._next:,} rows, and its footer counts {self.num_rows:,}")
+            self._first, self._rows, _ = piece
+            self._next = self._first + len(self._rows)
+        return self._rows[number - self._first]
 
     def close(self) -> None:
-        self._rows, self._next = iter(()), -1
+        self._pieces, self._rows = iter(()), []
+        self._first = self._next = -1
 
 
 class LiveChunk:

@@ -336,7 +336,7 @@ def find_packs(config: CorpusConfig) -> dict[str, PackReader]:
         return {}
     packs = {}
     for source in (source for some in config.sources().values() for source in some):
-        if source.path in packs or not is_packed(source.path):
+        if source.path in packs or not _is_packed(source.path):
             continue
         packs[source.path] = reader = open_train(source.path)[0]
         refuse_media(reader, "pretraining")
@@ -420,7 +420,7 @@ def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
             stamp_of(parse_place(path + suffix))
 
 
-def is_packed(path: str) -> bool:
+def _is_packed(path: str) -> bool:
     """Return True for the path of a packed SFT dataset, False for a pair's."""
     if is_object_storage_path(path):  # a lookup costs a request for each of many sources
         return path.endswith("/")

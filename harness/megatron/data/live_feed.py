@@ -116,8 +116,8 @@ class LiveFeed(Feed):
         """On rank 0, mark the chunks of which a checkpoint with this state covers every row."""
         if self._is_rank_0 and state.live:
             positions = positions_from_json(state.live, len(self._folders))
-            for folder, mark, position in zip(self._folders, self._marks, positions, strict=True):
-                mark.check()
+            self._check_marks()
+            for folder, position in zip(self._folders, positions, strict=True):
                 folder.complete(position.trained_chunks(folder.look().chunks))
 
     def __exit__(self, *error: Any) -> None:
@@ -157,8 +157,7 @@ class LiveFeed(Feed):
         return found
 
     def _report(self, positions: Sequence[LivePosition], offers: Sequence[Offer]) -> None:
-        for mark in self._marks:
-            mark.check()  # another run may have the folder by now
+        self._check_marks()
         now = time.monotonic()
         waits = [(offer.source, offer.waiting.chunk) for offer in offers if offer.waiting is not None]
         if not waits:
@@ -199,6 +198,11 @@ class LiveFeed(Feed):
         if now - self._written_at >= _REPORT_EVERY_S or waits != self._written_waits:
             self._written_at, self._written_waits = now, waits
             self._write_statuses()
+
+    def _check_marks(self) -> None:
+        """Stop this run where another one may have its folders by now."""
+        for mark in self._marks:
+            mark.check()
 
     def _write_statuses(self, **changed: str) -> None:
         for mark, status in zip(self._marks, self._statuses, strict=True):

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, FormatError, HarnessError, is_of_disk, os_error_of, reason_of_memory
-from harness.formats import Manifest, PackReader
+from harness.formats import Manifest, PackReader, holds_manifest
 from harness.formats.inspect import find_tokenizer_folder
 from harness.loader import JoinedReader, LoaderState, corpus_paths
 from harness.loader.datasets import open_train
-from harness.megatron.data.corpus import is_packed
 from harness.prep import ChatTokenizer, TokenizerConfig, as_prepared, tokenizer_hash
 from harness.prep.tokenize.recorded import end_tokens
 from harness.printing import count_of
+from harness.storage import join_path
 
 # Beside these, the folder of a tokenizer may hold a whole model.
 _TOKENIZER_FILES = (
@@ -91,7 +91,7 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     places = moved_to or names
     try:
         # A corpus may have packed datasets among its sources.
-        readers = [open_train(path)[0] for path in places if not is_corpus or is_packed(path)]
+        readers = [open_train(path)[0] for path in places if not is_corpus or _is_packed(path)]
         if not is_corpus:
             now = (JoinedReader(readers) if data.get("blend") else readers[0]).fingerprint
             if state.fingerprint not in ("", now):
@@ -111,6 +111,10 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
     else:
         found.missing.append(f"facts of the data, tokenizer and chat template: {', '.join(names)} does not list them")
     return found
+
+
+def _is_packed(path: str) -> bool:
+    return holds_manifest(path) or holds_manifest(join_path(path, "train"))
 
 
 def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[str, Any]) -> None:

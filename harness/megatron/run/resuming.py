@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from contextlib import suppress
@@ -83,7 +84,8 @@ def read_validations(folder: Path, first_step: int) -> list[float]:
     """Return the losses of the validations before `first_step`."""
     path = folder / METRICS_FILE
     steps = read_metrics(path) if path.exists() else []
-    return [step.validation_loss for step in steps if step.step < first_step and step.validation_loss is not None]
+    found = [step.validation_loss for step in steps if step.step < first_step and step.validation_loss is not None]
+    return [loss if math.isfinite(loss) else math.inf for loss in found]
 
 
 def report_resume(

@@ -130,7 +130,10 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
 
 
 class Sampler:
-    """Answers a run's prompts at its evaluations and appends the answers to `samples.jsonl` in `folder`, if given."""
+    """Answers a run's prompts at its evaluations and appends the answers to `samples.jsonl` in `folder`, if given.
+
+    Lines of `first_step` and later ones, left by a stopped run, are removed.
+    """
 
     def __init__(
         self, step: MegatronStep, answering: Answering, folder: Path | None, trainer: TrainerConfig, first_step: int

@@ -9,6 +9,7 @@ import torch
 
 from harness.errors import ConfigError
 from harness.megatron.compat import accepts, has_streams
+from harness.megatron.job.runtime import place_in_job
 from harness.plan import ModelConfig, ParallelConfig
 
 
@@ -17,9 +18,9 @@ def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, device: torc
 
     Layers look for them when they first compute. Those of a model before are given back.
     """
-    ranks, here = parallel.tensor_parallel_size, os.environ.get("LOCAL_WORLD_SIZE")
+    ranks, here = parallel.tensor_parallel_size, place_in_job("LOCAL_WORLD_SIZE")
     reason = "" if has_streams(device) else f"the device is {device.type}"
-    if here is not None and ranks > int(here):
+    if "LOCAL_WORLD_SIZE" in os.environ and ranks > here:
         reason = f"{ranks} tensor-parallel ranks are on several nodes of {here}, which NVLink does not connect"
     if reason:
         what = f"parallel.overlap_tensor_parallel is true, but {reason}"

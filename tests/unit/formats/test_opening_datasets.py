@@ -230,10 +230,10 @@ def test_two_stars_match_files_at_any_depth_and_each_once(tmp_path: Path) -> Non
         assert list(open_dataset(str(tmp_path / pattern))) == PACKS * 3
 
 
-def test_a_folder_with_files_of_two_formats_is_refused_and_names_both(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet")
-    write(tmp_path / "b.npy", format="npy")
-    assert error_of(tmp_path).what == "the folder has files of 2 formats: npy, parquet"
+def test_text_beside_packs_is_none_of_them(tmp_path: Path) -> None:
+    data = write(tmp_path / "packed" / "training_8.npy", format="npy")
+    (tmp_path / "packed" / "8_metadata.jsonl").write_text("{}\n")
+    assert len(open_dataset(tmp_path / "packed")) == len(open_dataset(data))
 
 
 @pytest.mark.parametrize(("format", "count"), [("jsonl", 150), ("memmap", 40)])
