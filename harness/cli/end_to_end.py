@@ -95,9 +95,13 @@ def _newest_step(out: Path) -> int:
 
 def _refuse_other_models(out: Path) -> None:
     """Raise ConfigError for a model of a later step than the run has, which another run has trained."""
+    from harness.train.checkpoints import CHECKPOINTS, list_checkpoints
+
+    # Whole or not: an older one takes the place of one that is damaged.
+    done = max((int(one.name.rpartition("-")[2]) for one in list_checkpoints(out / "run" / CHECKPOINTS)), default=0)
     for model in out.glob(f"{_MODEL}*"):
         step = model.name.removeprefix(_MODEL)
-        if step.isdecimal() and int(step) > (done := _newest_step(out)):
+        if step.isdecimal() and int(step) > done:
             what = f"the model of step {step} is not of the run, which has {count_of(done, 'step')}"
             raise ConfigError(what, where=str(model), fix="remove it, or choose another OUT")
 

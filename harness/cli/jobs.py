@@ -77,11 +77,12 @@ def logs(
     path, keep = find_log(run_dir, rank)
     print_line(f"==> {path} <==", file=sys.stderr)
     with path.open(errors="replace") as file:
-        shown, line = deque[str](maxlen=lines or None), ""
+        shown, line, before = deque[str](maxlen=lines or None), "", ""
         while True:
             line += file.readline()
             is_whole = line.endswith("\n")
-            if line and (is_whole or not follow) and keep.search(line):
+            # Without its end, a line is shown once it has not grown for an interval.
+            if line and (is_whole or not follow or line == before) and keep.search(line):
                 shown.append(line)
             if is_whole:
                 line = ""
@@ -90,6 +91,7 @@ def logs(
             if not follow:
                 return
             shown = deque()
+            line, before = ("", "") if line == before else (line, line)
             time.sleep(_LOG_INTERVAL_S)
 
 

@@ -100,9 +100,10 @@ def train(
         require_training("training")
     ranks = None
     if not is_shown and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
+        # Those of a file are of the cluster that it is for.
         given = [text.partition("=")[2] for text in options.overrides if text.startswith("parallel.ranks=")]
         ranks = int(given[-1]) if given and given[-1].isdecimal() else None
-        if not options.hydra_flags:
+        if ranks and not options.hydra_flags:
             # Wrong settings are refused once and here, not by every rank and their launcher.
             folder, file = options.config_dir, options.config_name
             config = compose_config(recipe, TRAINING[recipe], options.overrides, config_dir=folder, config_name=file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 
 from harness.errors import ConfigError
 
@@ -13,6 +14,7 @@ _REPEATED = (r"\(([^)]+)\)\*(\d{1,9})", r"(.)\*(\d{1,9})")
 _MOST_LETTERS = 100_000
 
 
+@lru_cache(maxsize=1024)
 def read_stages(layout: str) -> tuple[str, ...]:
     """Return the letters of each chunk of a pipeline, in the order of the model.
 

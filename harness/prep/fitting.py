@@ -159,7 +159,7 @@ class _Splitter:
                 # A unit takes at most its length away: until these are the excess, no group fits.
                 while end - start > 1 and (excess > 0 or is_lost):
                     start, end = (start + 1, end) if self._trains_last else (start, end - 1)
-                    excess -= lengths[start - 1 if self._trains_last else end]
+                    excess -= lengths[start - 1 if self._trains_last else end] or excess  # 0 of one that is refused
                     is_lost = False
                 made = alone[first]
             self._store([one.view for one in made])

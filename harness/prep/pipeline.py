@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
@@ -356,7 +357,7 @@ class Preparation:
         job = ShardJob(
             folder=str(self.path / layout.SHARDS),
             tokenizer=replace(self.config.tokenizer, name=str(saved), chat_template=""),
-            content=settings_hash({file.path: file.xxh3 for file in digest_files(saved, names)}),
+            content=_digest_tokenizer(saved, names),
             today=self.today.isoformat() if tokenizer.uses_date else "",
             pack_size=data.pack_size,
             over_long=data.over_long,
@@ -528,3 +529,13 @@ def repack_store(
         seed=seed,
         overwrite=overwrite,
     )
+
+
+def _digest_tokenizer(saved: Path, names: Sequence[str]) -> str:
+    """Return a digest of the files of a saved tokenizer, without what only says from where it was loaded."""
+    digests = {file.path: file.xxh3 for file in digest_files(saved, names)}
+    if (name := "tokenizer_config.json") in digests:
+        values = json.loads((saved / name).read_bytes())
+        of_loading = ("is_local", "local_files_only")
+        digests[name] = settings_hash({key: value for key, value in values.items() if key not in of_loading})
+    return settings_hash(digests)

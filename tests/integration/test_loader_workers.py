@@ -12,7 +12,7 @@ import pytest
 
 from harness.errors import FormatError, LoaderError
 from harness.formats import PackReader, open_dataset
-from harness.loader import Loader, LoaderConfig, RankLayout
+from harness.loader import Blend, JoinedReader, Loader, LoaderConfig, RankLayout
 from harness.loader.order import BatchRange
 from harness.loader.workers import BatchStream
 from harness.schedule import ScheduleConfig
@@ -162,3 +162,14 @@ def test_a_forked_worker_leaves_the_garbage_of_the_training_process_alone() -> N
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_weighted_blend_whose_workers_are_ended_is_not_drawn_to_its_end(dataset: Path) -> None:
+    reader = JoinedReader([open_dataset(dataset), open_dataset(dataset)])
+    blend = Blend(("a", "b"), (NUM_PACKS, NUM_PACKS), (1.0, 1.0), (None, None))
+    config = LoaderConfig(global_batch_size=4, num_workers=1)
+    made = Loader(reader, config, schedule=ScheduleConfig("dp_balanced", 64), blend=blend)
+    batches = iter(made)
+    next(batches)
+    made.close()
+    assert next(batches, None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -138,6 +139,8 @@ def _names_below(folder: Path) -> list[str]:
     """Return the names of all files below a folder; raise PrepError where one inside it cannot be listed."""
 
     def refuse(error: OSError) -> None:
+        if error.errno == errno.ENOENT or Path(error.filename).name.startswith((".", "_", "lost+found")):
+            return  # of no data, or gone
         fix = "check its permissions, or select files with a glob"
         raise PrepError(f"the folder cannot be listed: {error.strerror}", where=str(error.filename), fix=fix) from error
 

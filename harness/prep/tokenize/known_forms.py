@@ -56,6 +56,7 @@ class KnownForms:
         # By hashes: the shape of a long conversation, and the JSON of some tools, take many kilobytes.
         self._known: dict[int, KnownForm | BadRecordError] = {}
         self._tried_tools: dict[int, BadRecordError | None] = {}  # what is left out of tools
+        self._tools: tuple[object, int] = None, 0  # the last ones, which many conversations share, and their hash
 
     def find(self, conversation: Conversation) -> KnownForm:
         """Return how the template takes conversations of this shape."""
@@ -79,7 +80,9 @@ class KnownForms:
 
     def _check_tools(self, conversation: Conversation, known: KnownForm) -> KnownForm | BadRecordError:
         """Return `known`, or the error about what the template leaves out of these tools, tried once for each list."""
-        spelled = hash(json.dumps(conversation.tools))
+        if conversation.tools is not self._tools[0]:
+            self._tools = conversation.tools, hash(json.dumps(conversation.tools))
+        spelled = self._tools[1]
         if spelled not in self._tried_tools:
             probe, words = with_unique_words(conversation, self._template.tags)
             of_tools = [word for word in words if word[0] is None]

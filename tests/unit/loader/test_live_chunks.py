@@ -9,14 +9,17 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from live_streams import Trained, long_chats, some_chats, some_packs, train, write_stream
 
 from harness.errors import FormatError, LoaderError
-from harness.loader.live import LiveProducer
+from harness.loader.live import LiveProducer, folder
 from harness.loader.live.position import positions_from_json
 from harness.loader.live.rank import FolderReader, Offer
 from harness.prep import ChatTokenizer, TokenizerConfig
+from harness.prep.chat.reader import RecordReader
 from harness.prep.tokenize.bpe import train_bpe
 from harness.printing import count_of
 
@@ -276,3 +279,14 @@ def test_the_next_step_is_read_while_one_is_trained(tmp_path: Path, monkeypatch:
             (tmp_path / "chunk_00001.jsonl").unlink()
 
     assert len(train(tmp_path, size=4, before_step=train_first_step).steps) == 2
+
+
+def test_rows_of_chats_in_rising_order_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, opened = tmp_path / "chats.parquet", []
+    pq.write_table(pa.table({"text": [str(row) for row in range(40)]}), path)
+    read = folder.read_parquet
+    monkeypatch.setattr(folder, "read_parquet", lambda *given: opened.append(1) or read(*given))
+    table = folder._TableOfChats(path, RecordReader())
+    assert [table.row(row)["text"] for row in (0, 3, 4, 30, 39)] == ["0", "3", "4", "30", "39"]
+    assert len(opened) == 1
+    assert table.row(3)["text"] == "3"

@@ -134,5 +134,5 @@ def test_an_epoch_of_a_blend_is_that_of_its_definition_and_refused_where_there_i
     assert limited.check_epochs(1) == 9
     with pytest.raises(ConfigError, match="has one epoch, until a source is exhausted, but the run has 2"):
         limited.check_epochs(2)
-    with pytest.raises(ConfigError, match="a weighted blend is endless, but the run has 1 epoch"):
+    with pytest.raises(ConfigError, match="a weighted blend has no end that a run reaches, but the run has 1 epoch"):
         open_datasets(blend((a, 1.0), (b, 1.0))).check_epochs(1)

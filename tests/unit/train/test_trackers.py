@@ -160,8 +160,11 @@ def test_names_of_settings_and_of_curves():
     assert curves_of(line) == [(3, {"train/loss": 0.0})]
     for curve in ("train/loss", "train/data/a_1.b-c/loss"):
         assert mlflow_name(curve) == curve
-    assert mlflow_name("train//data/a (2)/loss") == "train/data/a _2_/loss"
-    assert mlflow_name("train/s3://bucket/../a/loss") == "train/s3_/bucket/a/loss"
+    assert mlflow_name("train//data/a (2)/loss") == "train/_/data/a _282_29/loss"
+    assert mlflow_name("train/s3://bucket/../a/loss") == "train/s3_3a/_/bucket/_../a/loss"
+    # Each keeps a curve of its own.
+    names = ["a+b", "a_b", "a", "/a", "../a", "./a"]
+    assert len({mlflow_name(name) for name in names}) == len(names)
 
 
 def test_mlflow_itself_keeps_each_step_once(run, monkeypatch):
