@@ -41,8 +41,13 @@ def started(cluster: Cluster) -> Iterator[Cluster]:
     lacking = missing()
     if lacking:
         pytest.skip(f"needs root and the Debian packages slurm-wlm munge iproute2 (missing: {', '.join(lacking)})")
+
+    def end(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # make sends it again
+        pytest.exit("ended by SIGTERM", 128 + number)
+
     # Tests that a time limit ends with SIGTERM end their daemons too.
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: pytest.exit("ended by SIGTERM", 128 + number))
+    previous = signal.signal(signal.SIGTERM, end)
     try:
         cluster.start()
         yield cluster
