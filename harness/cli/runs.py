@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from harness.checks import CheckedSettings, bounded, require_cores
+from harness.checks import CheckedSettings, bounded, require_cores, usable_cores
 from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names, require_training
 from harness.errors import ConfigError
 from harness.paths import is_run, is_there, suggest_recipe
@@ -100,14 +100,16 @@ def train(
         require_training("training")
     ranks = None
     if not is_shown and not {"RANK", "SLURM_PROCID"} & os.environ.keys():
-        # Those of a file are of the cluster that it is for.
         given = [text.partition("=")[2] for text in options.overrides if text.startswith("parallel.ranks=")]
         ranks = int(given[-1]) if given and given[-1].isdecimal() else None
-        if ranks and not options.hydra_flags:
+        if not options.hydra_flags:
             # Wrong settings are refused once and here, not by every rank and their launcher.
             folder, file = options.config_dir, options.config_name
             config = compose_config(recipe, TRAINING[recipe], options.overrides, config_dir=folder, config_name=file)
             ranks = config.parallel.ranks
+            # Those of a file may be of the cluster that it is for: one rank alone refuses them.
+            if not given and ranks and ranks > (len([*Path("/dev").glob("nvidia[0-9]*")]) or usable_cores()):
+                ranks = None
     if not ranks:
         become_rank_of_slurm()
         recipe_entry(recipe)(arguments or [])

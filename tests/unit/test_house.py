@@ -41,7 +41,7 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 LINES = {
     "harness": 3_006,
     "harness/bench": 1_888,
-    "harness/cli": 2_687,
+    "harness/cli": 2_689,
     "harness/conformance": 1_770,
     "harness/formats": 5_768,
     "harness/indexed": 1_149,
@@ -51,17 +51,17 @@ LINES = {
     "harness/megatron": 10_112,
     "harness/parity": 2_592,
     "harness/plan": 5_555,
-    "harness/prep": 10_563,
+    "harness/prep": 10_555,
     "harness/recipes": 20,
     "harness/schedule": 1_168,
     "harness/storage": 2_540,
     "harness/train": 2_547,
     "recipes": 480,
-    "tests": 62_973,
+    "tests": 62_978,
     "tests/benchmarks": 2_746,
 }
 SHAPE = {
-    "core ring, lines": 19_526,
+    "core ring, lines": 19_518,
     "from packs to the optimizer's step, lines": 4_159,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 61_404
+MOST_LINES_IN_ALL = 61_399
 
 
 def tree(path: Path) -> ast.Module:

@@ -186,7 +186,7 @@ class RecordReader:
         # Without a prompt, `chosen` holds turns.
         texts = [name for name in LISTS_OR_TEXTS if name != "chosen" or not is_empty(record.get("prompt"))]
         held = ((name, record[name]) for name in LISTS_OF_TURNS if not is_empty(record.get(name)))
-        made = {name: self._turns(value) for name, value in held if name not in texts or _holds_turns(value)}
+        made = {name: self._turns(value) for name, value in held if name not in texts or isinstance(value, list)}
         for name in SYSTEM_FIELDS.intersection(record):  # of Gemini a turn, of Anthropic parts
             value = record[name]
             made[name] = self._turn(value) if isinstance(value, Mapping) else self._parts(value)
@@ -235,14 +235,6 @@ class RecordReader:
             elif is_call and isinstance(value, Mapping):
                 turn = {**turn, name: self._renamed(value, {})}
         return turn
-
-
-def _holds_turns(value: object) -> bool:
-    """Return whether a value is a list, or the JSON of one that has objects alone."""
-    if isinstance(value, str) and value.lstrip().startswith("[") and value.rstrip().endswith("}]"):
-        with suppress(BadRecordError):
-            value = decoded(value, "", BadReason.NO_MESSAGES)
-    return isinstance(value, list)
 
 
 def parse_record(record: object, where: str, **settings: Any) -> Conversation | BadRecord:
