@@ -49,12 +49,27 @@ def test_a_missing_rank_is_named(dataset, tmp_path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dataset_missing_on_one_rank_ends_the_job_at_once_with_the_error_alone(dataset, tmp_path) -> None:
+# A rank that is slow to end, and asks the store in rank 0's process when that has long ended.
+LATE = """
+import time
+from harness.megatron.job.watchdog import Watchdog
+from harness.recipes.sft import entry
+leave = Watchdog._leave
+Watchdog._leave = lambda self, stop: time.sleep(2) or leave(self, stop)
+entry()
+"""
+
+
+@pytest.mark.parametrize("program", ["-m harness.recipes.sft", "late.py"])
+def test_a_dataset_missing_on_one_rank_ends_the_job_at_once_with_the_error_alone(dataset, tmp_path, program) -> None:
     missing = tmp_path / "missing"
+    (tmp_path / "late.py").write_text(LATE)
     launcher = "import sys; from harness.launch.local import start_ranks; sys.exit(start_ranks(sys.argv[1:], 2))"
-    script = f'if [ "$RANK" = 1 ]; then set -- "$@" data.path={missing}; fi; exec "$@"'
-    recipe = [warm_python(), "-m", "harness.recipes.sft", *overrides_of(dataset, tmp_path / "run")]
-    code, output = run_command([sys.executable, "-c", launcher, "bash", "-c", script, "bash", *recipe])
+    other = program.replace("late.py", str(tmp_path / "late.py"))
+    script = f'if [ "$RANK" = 1 ]; then exec "$0" {other} "$@" data.path={missing}; fi; '
+    script += 'exec "$0" -m harness.recipes.sft "$@"'
+    recipe = [warm_python(), *overrides_of(dataset, tmp_path / "run")]
+    code, output = run_command([sys.executable, "-c", launcher, "bash", "-c", script, *recipe])
     assert code == 2, output
     assert len(output.splitlines()) == 3, output
     error, where, fix = output.splitlines()

@@ -38,6 +38,8 @@ _TOGETHER = ("training", _WAITING)
 _SILENT_INTERVALS = 4
 # A rank that is asked to stop before its first step gets this long to reach it and save it.
 _STARTUP_GRACE_S = 20.0
+# Rank 0 waits this long for the others to report an error that all ranks have.
+_PART_S = 10.0
 _FABRIC = re.compile("(TORCH_)?(NCCL|FR|GLOO|FI|UCX|OMPI_MCA)_")
 
 
@@ -191,6 +193,16 @@ class Watchdog:
         if isinstance(error, Exception):
             shared = isinstance(error, HarnessError) and error.is_shared
             self._leave_error(error, rank=getattr(error, "rank", None) if shared else self._rank)
+            if shared or getattr(error, "rank", None) is not None:
+                self._part()
+
+    def _part(self) -> None:
+        """End after the other ranks, which have this error too: they ask the store, which may be in rank 0's process."""
+        with suppress(RuntimeError):
+            left, until = int(self._store.add("left", 1)), time.monotonic() + _PART_S
+            while self._rank == 0 and left < self._world and time.monotonic() < until:
+                time.sleep(0.05)
+                left = int(self._store.add("left", 0))
 
     def training_begins(self, folder: Path, *, limit_s: float) -> None:
         """Use `limit_s` from now on, and record the reason of an end in `folder`, which is this run's."""
