@@ -197,7 +197,7 @@ class Watchdog:
                 self._part()
 
     def _part(self) -> None:
-        """End after the other ranks, which have this error too: they ask the store, which may be in rank 0's process."""
+        """End after the other ranks, which have this error too: they ask the store, which rank 0 may hold."""
         with suppress(RuntimeError):
             left, until = int(self._store.add("left", 1)), time.monotonic() + _PART_S
             while self._rank == 0 and left < self._world and time.monotonic() < until:
