@@ -92,7 +92,7 @@ def schedule(
         cost: of training a sequence, for `cost_balanced` and `dynamic_context`.
         media_cost: float64 [sequences], of encoding the media of each, for the same two; None without media.
         pad_to_multiple: of tokens, to which every sequence was padded.
-        pads_further: whether ranks that share a sequence pad it to their own multiple.
+        pads_further: whether ranks that share a sequence pad it to their own multiple, or find it padded to that.
 
     Returns:
         Every index of `lengths` once, in rows that fit, with the same number of rows for every rank.

@@ -255,7 +255,6 @@ def compare_shared(parallel: ParallelConfig, name: str, dataset: str) -> dict[st
                 dp_size=ranks,
                 max_tokens_per_rank=tokens,
                 group_size=layout.group_size,
-                pads_further=False,
             )
             report["different"] += [] if count == placed.num_microbatches else [count]
             for stage, rows in enumerate(iterator if virtual else [iterator]):

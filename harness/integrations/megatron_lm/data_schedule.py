@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,6 +48,7 @@ from harness.megatron.compat import packed_seq_params
 from harness.plan.layout import DTYPE_BYTES
 from harness.plan.work import FLOPS_PER_BYTE
 from harness.schedule import SequenceCost, schedule
+from harness.schedule.batch import largest_share
 from harness.thd import context_parallel_indices, padding_multiple, visible_bounds
 
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded")
@@ -91,6 +93,8 @@ class BasePackingScheduler:
     name: ClassVar[str]
     shares_rows: ClassVar[bool] = False
     cost = SequenceCost()
+    # Arguments of `padding_multiple`.
+    _parts: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -123,6 +127,8 @@ class BasePackingScheduler:
         numbers = [number for number, _ in sample_id_seqlens]
         ranks = self.dp_size * self.cp_size
         cp_size = 1 if self.shares_rows else self.cp_size
+        # Samples arrive padded: those that are for all ranks can be shared by any number of them.
+        most_padded = padding_multiple(cp_size=largest_share(ranks), **self._parts)
         placed = schedule(
             self.name,
             np.asarray([length for _, length in sample_id_seqlens], dtype=np.int64),
@@ -131,7 +137,7 @@ class BasePackingScheduler:
             max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
             group_size=self.microbatch_group_size_per_vp_stage or 1,
             cost=self.cost,
-            pads_further=False,
+            pads_further=not any(length % most_padded for _, length in sample_id_seqlens),
         )
         most = max(
             len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(placed.dp_size)
@@ -159,7 +165,7 @@ class BasePackingScheduler:
         """Fetch, schedule, route, pack and broadcast; returns and raises as `wrap_data_iterator` does."""
         if isinstance(data_iterator, (list, tuple)):  # one per virtual pipeline stage, all of the same data
             data_iterator = next((one for one in data_iterator if one is not None), None)
-        parts: dict[str, Any] = {
+        parts = self._parts = {
             "tp_size": tp_group.size(),
             "sequence_parallel": bool(getattr(config, "sequence_parallel", False)),
         }

@@ -301,6 +301,15 @@ def test_ranks_that_share_a_row_are_neighbors_and_samples_have_their_chunks(one_
         _check_padding({0: 30}, [[[0]] * 4], {})
 
 
+def test_short_samples_are_shared_where_they_are_padded_for_all_ranks_and_only_there() -> None:
+    scheduler, lengths = DefaultDynamicCPScheduler(16384, 4, 1, None), [2144, 1800, 2384, 2320, 2528]
+    assert {len(row) for row in scheduler.get_groups_and_subsamples(list(enumerate(lengths)))[0]} == {5}
+    lengths[0] += 2
+    groups = scheduler.get_groups_and_subsamples([*enumerate(lengths), (5, 40_000)])
+    _check_padding(dict(enumerate([*lengths, 40_000])), groups, {"tp_size": 1, "sequence_parallel": False})
+    assert sorted(len({*map(tuple, group)}) for group in groups) == [1, 4]
+
+
 def test_an_error_of_a_stream_is_raised_as_it_is_and_padding_that_does_not_fit_is_refused(one_rank: None) -> None:
     def stream() -> Iterator[Any]:
         yield sample(1)
