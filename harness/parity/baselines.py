@@ -13,9 +13,8 @@ from typing import Any
 
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.parity.assemble import environment, result_of
-from harness.parity.compare import Tolerances, compare_runs
+from harness.parity.compare import PLACES, Tolerances, compare_runs
 from harness.parity.locate import Recorded, recorded_run
-from harness.parity.overlay import PLACES
 from harness.parity.result import CellResult, Check, ParityReport
 from harness.settings import from_plain
 from harness.storage import write_atomically
