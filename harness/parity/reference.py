@@ -143,17 +143,12 @@ def _transformers() -> Any:
 
 def _adam(model: torch.nn.Module, optimizer: OptimizerConfig) -> torch.optim.AdamW:
     """Return an AdamW that decays matrices, and neither vectors nor biases (those of stacked experts are matrices)."""
-    groups: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    groups: dict[float, list[torch.Tensor]] = {}
     for name, values in model.named_parameters():
-        groups[values.ndim > 1 and not name.endswith("bias")].append(values)
-    return torch.optim.AdamW(
-        [
-            {"params": groups[True], "weight_decay": optimizer.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-        betas=(optimizer.beta1, optimizer.beta2),
-        eps=optimizer.eps,
-    )
+        decays = values.ndim > 1 and not name.endswith("bias")
+        groups.setdefault(optimizer.weight_decay if decays else 0.0, []).append(values)
+    params = [{"params": values, "weight_decay": decay} for decay, values in groups.items()]
+    return torch.optim.AdamW(params, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
 
 
 def _learning_rate(optimizer: OptimizerConfig, done: int) -> float:
