@@ -26,7 +26,7 @@ from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError
 from harness.formats import open_dataset
 from harness.integrations import FixedRows, RankStream, as_packed_rows, require, require_as_packed
-from harness.integrations.fixed_rows import saved_position
+from harness.integrations.stream import saved_position
 from harness.loader import LoaderConfig, RankLayout
 from harness.megatron.batch import padding_argument
 from harness.megatron.job.runtime import place_in_groups
@@ -95,32 +95,27 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
 
         Raise HarnessError for a layout or a batch size that does not fit, or a dataset that cannot be read.
         """
-        layout = self._layout()
-        size = get_current_global_batch_size()
-        evaluation_steps = context.test_samples // size
+        layout, size, pad_to = self._layout(), get_current_global_batch_size(), self.seq_length
+        evaluation_steps, pin = context.test_samples // size, bool(self.pin_memory) and torch.cuda.is_available()
 
         def rows(path: str | None, wanted: int, steps: int | None) -> BridgeRows | None:
-            return None if path is None or wanted == 0 else self._open(path, layout, size, evaluation_steps=steps)
+            if path is None or wanted == 0:
+                return None
+            reader = open_dataset(path)
+            # Evaluations read the first packs as they are stored.
+            config = self._loader_config(size, **({} if steps is None else {"shuffle": False, "drop_last": False}))
+            schedule = as_packed_rows(
+                reader.pack_offsets, reader.sequence_lengths, layout, pad_rows_to=pad_to, setting="dataset.seq_length"
+            )
+            stream = RankStream(reader, config, schedule=schedule, layout=layout)
+            fixed = FixedRows(stream, rows_per_step=size // layout.dp_size, pad_rows_to=pad_to)
+            return BridgeRows(fixed, self, pin_memory=pin, repeat_steps=steps)
 
         return (
             rows(self.path, context.train_samples, None),
             rows(self.valid_path, context.valid_samples, evaluation_steps),
             rows(self.test_path, context.test_samples, evaluation_steps),
         )
-
-    def _open(self, path: str, layout: RankLayout, batch_size: int, *, evaluation_steps: int | None) -> BridgeRows:
-        reader = open_dataset(path)
-        # Evaluations read the first packs as they are stored.
-        changes = {} if evaluation_steps is None else {"shuffle": False, "drop_last": False}
-        config = self._loader_config(batch_size, **changes)
-        size = self.seq_length
-        schedule = as_packed_rows(
-            reader.pack_offsets, reader.sequence_lengths, layout, pad_rows_to=size, setting="dataset.seq_length"
-        )
-        stream = RankStream(reader, config, schedule=schedule, layout=layout)
-        rows = FixedRows(stream, rows_per_step=batch_size // layout.dp_size, pad_rows_to=size)
-        pin = bool(self.pin_memory) and torch.cuda.is_available()
-        return BridgeRows(rows, self, pin_memory=pin, repeat_steps=evaluation_steps)
 
     def _loader_config(self, size: int, **changes: Any) -> LoaderConfig:
         known = [one.name for one in fields(LoaderConfig) if one.name not in _OF_BRIDGE]

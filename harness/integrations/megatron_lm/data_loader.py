@@ -9,7 +9,7 @@ from typing import Any, cast
 from harness.errors import CheckpointError, ConfigError, ScheduleError
 from harness.formats import PackReader, open_dataset
 from harness.integrations import FixedRows, MegatronRow, RankStream, require
-from harness.integrations.fixed_rows import saved_position
+from harness.integrations.stream import saved_position
 from harness.loader import LoaderConfig, RankLayout
 from harness.megatron.data.feed import readable
 from harness.megatron.job.runtime import place_in_groups
