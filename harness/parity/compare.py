@@ -26,6 +26,8 @@ EXACT = ("trained_tokens", "tokens", "epoch", "packs_consumed")
 # Of the routers of a mixture of experts: counts, and numbers that are computed.
 EXACT_EXPERTS = ("routed_tokens", "shared_tokens", "bias_tokens")
 EXPERTS = ("load", "worst_load", "entropy", "aux_loss", "bias")
+# Returns values of a step by name, those first that explain most.
+Read = Callable[[StepMetrics], Mapping[str, float | None]]
 # Settings of where a run is, which differ between any two.
 PLACES = ("name", "run_dir", "runs", "resume")
 
@@ -66,21 +68,36 @@ def compare_runs(
         checks.append(_check_data("placement", reference, run, placement_difference))
     made, both = {step.step: step for step in run.steps}, (*reference.steps, *run.steps)
     pairs = [(step, made[step.step]) for step in reference.steps if step.step in made]
+
+    def compare(name: str, read: Read, limit: float, reason: str, exact: Sequence[str] = (), of: str = "") -> Check:
+        """Compare values of all steps, and name the first that differs; those in `exact` must be equal."""
+        difference, largest = None, 0.0
+        for expected, actual in pairs:
+            before, after = read(expected), read(actual)
+            for column in dict.fromkeys((*before, *after)):
+                wanted, got = before.get(column), after.get(column)
+                size, is_exact = relative_difference(wanted, got), column in exact
+                largest = max(largest, 0.0 if is_exact else size)
+                if size > (0.0 if is_exact else limit) and difference is None:
+                    message = f"step {expected.step}: {column}{of} is {_format(got)}, not {_format(wanted)}"
+                    allowed = f"at most {limit:g}" if limit else "expected bit-identical"
+                    message += "" if is_exact else f" (relative difference {size:.1e}, {allowed})"
+                    difference = Difference(message, step=expected.step, field=column, expected=wanted, found=got)
+        known = largest if math.isfinite(largest) else None
+        return Check(name, difference is None, limit, known, reason, difference)
+
     checks.append(_check_steps(reference.steps, run.steps))
-    counts = _check_values("trained_tokens", pairs, _read(*EXACT), 0.0, "counts are whole numbers", exact=EXACT)
+    counts = compare("trained_tokens", _read(*EXACT), 0.0, "counts are whole numbers", EXACT)
     checks.append(replace(counts, largest=None))
-    limit, reason = tolerances.loss, tolerances.reason
+    most, reason = tolerances.loss, tolerances.reason
     if any(step.experts for step in both):
-        checks.append(
-            _check_values("experts", pairs, _statistics, limit, reason, exact=EXACT_EXPERTS, of=" of the experts")
-        )
+        checks.append(compare("experts", _statistics, most, reason, EXACT_EXPERTS, " of the experts"))
     if any(step.source_losses for step in both):
-        checks.append(_check_values("sources", pairs, lambda step: step.source_losses, limit, reason, of=" loss"))
+        checks.append(compare("sources", lambda step: step.source_losses, most, reason, of=" loss"))
     if any(step.mtp_losses for step in both):
-        checks.append(_check_values("mtp", pairs, _further, limit, reason, exact=("mtp_tokens",)))
-    for column, most in {"loss": limit, "validation_loss": limit, "grad_norm": tolerances.grad_norm}.items():
-        read = _validations if column == "validation_loss" else _read(column)
-        check = _check_values(column, pairs, read, most, reason)
+        checks.append(compare("mtp", _further, most, reason, ("mtp_tokens",)))
+    for column, limit in {"loss": most, "validation_loss": most, "grad_norm": tolerances.grad_norm}.items():
+        check = compare(column, _validations if column == "validation_loss" else _read(column), limit, reason)
         if not pairs:
             nothing = Difference(f"no step has a {column} to compare", field=column)
             check = replace(check, passed=False, largest=None, difference=nothing)
@@ -111,39 +128,7 @@ def _check_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -
     return Check("steps", difference is None, 0.0, None, "the same steps in the same order", difference)
 
 
-def _check_values(
-    name: str,
-    pairs: Sequence[tuple[StepMetrics, StepMetrics]],
-    read: Callable[[StepMetrics], Mapping[str, float | None]],
-    limit: float,
-    reason: str,
-    *,
-    exact: Sequence[str] = (),
-    of: str = "",
-) -> Check:
-    """Compare the values of steps by name, and name the first that differs.
-
-    Args:
-        read: returns the values of a step, those first that explain most.
-        limit: largest relative difference; those named in `exact` are equal.
-    """
-    difference, largest = None, 0.0
-    for expected, actual in pairs:
-        before, after = read(expected), read(actual)
-        for column in dict.fromkeys((*before, *after)):
-            wanted, got = before.get(column), after.get(column)
-            size, is_exact = relative_difference(wanted, got), column in exact
-            largest = max(largest, 0.0 if is_exact else size)
-            if size > (0.0 if is_exact else limit) and difference is None:
-                message = f"step {expected.step}: {column}{of} is {_format(got)}, not {_format(wanted)}"
-                allowed = f"at most {limit:g}" if limit else "expected bit-identical"
-                message += "" if is_exact else f" (relative difference {size:.1e}, {allowed})"
-                difference = Difference(message, step=expected.step, field=column, expected=wanted, found=got)
-    known = largest if math.isfinite(largest) else None
-    return Check(name, difference is None, limit, known, reason, difference)
-
-
-def _read(*columns: str) -> Callable[[StepMetrics], Mapping[str, float | None]]:
+def _read(*columns: str) -> Read:
     return lambda step: {column: getattr(step, column) for column in columns}
 
 
