@@ -113,7 +113,15 @@ class IsolationCheck:
         for changed in [*range(len(self.sequences)), PADDING]:
             findings = []
             if (owners == changed).any():
-                findings = self._find_leaks(before, self._train(self._with_changed(changed), prepare), owners, changed)
+                after = self._train(self._with_changed(changed), prepare)
+                for (place, values), (_, others) in zip(before, after, strict=True):
+                    held = self._part_of_rank(owners, values.shape[0])
+                    differ = (values != others).flatten(1).any(dim=1).cpu().numpy()
+                    # Values at padding belong to no document; its owner is the document that it follows.
+                    leaked = np.unique(held[differ & (held != changed) & (held != PADDING)])
+                    if leaked.size:
+                        names = ", ".join(map(str, leaked))
+                        findings.append(f"{place}: changing {_describe(changed)} changed document(s) {names}")
             yield _describe(changed), _of_all_ranks(findings)
 
     def _owners(self) -> npt.NDArray[np.int64]:
@@ -130,20 +138,6 @@ class IsolationCheck:
         old = sequences[changed]
         sequences[changed] = replace(old, input_ids=(old.input_ids + 1) % self.vocab_size)
         return build_thd_batch(sequences, pad_to_multiple=self.pad_to_multiple)
-
-    def _find_leaks(
-        self, before: list[Observation], after: list[Observation], owners: npt.NDArray[np.int64], changed: int
-    ) -> list[str]:
-        findings = []
-        for (place, values), (_, others) in zip(before, after, strict=True):
-            held = self._part_of_rank(owners, values.shape[0])
-            differ = (values != others).flatten(1).any(dim=1).cpu().numpy()
-            # Values at padding belong to no document; its owner is the document that it follows.
-            leaked = np.unique(held[differ & (held != changed) & (held != PADDING)])
-            if leaked.size:
-                names = ", ".join(map(str, leaked))
-                findings.append(f"{place}: changing {_describe(changed)} changed document(s) {names}")
-        return findings
 
     def _part_of_rank(self, whole: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
         """Return the part of a row's [T] field where this rank has `tokens` of them, by slow slicing."""

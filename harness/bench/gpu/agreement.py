@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -107,7 +106,15 @@ def measure_attention(sizes: Sizes, workspace: Workspace, backend: str) -> Bench
         there = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         for recipe in next((recipes for since, recipes in _RECIPES.items() if there >= since), ()):
             model = replace(_model(backend, "bfloat16", sizes), fp8=recipe)
-            _compare_in_8_bits(report, model, rows["with padding"], sizes.device)
+            row = pad_row(rows["with padding"], math.ceil(len(rows["with padding"]) / _BLOCK) * _BLOCK)
+            with runtime.start(sizes.device) as job:
+                runtime.join(ParallelConfig(), job.world_size)
+                try:
+                    _compare(report, f"8 bits {recipe}", model, row, job.device)
+                except (RuntimeError, AssertionError, ValueError, HarnessError) as error:
+                    # This Transformer Engine refuses the recipe.
+                    report.add(Figure(f"8 bits {recipe}: refused", 1, "recipes", at_most=0))
+                    report.notes.append(f"8 bits {recipe}: {str(error).splitlines()[0]}")
     if backend in _SCANS and (package := compat.missing_kernels(delta_rule=backend == "delta")):
         report.notes.append(f"{package} is not installed: the scan was compared with itself")
     # Kernels that add in another order each time would look like leaks.
@@ -117,18 +124,6 @@ def measure_attention(sizes: Sizes, workspace: Workspace, backend: str) -> Bench
     report.add(Figure("isolation: findings", len(findings), "findings", at_most=0))
     report.notes += [f"isolation: {finding}" for finding in findings[:10]]
     return report
-
-
-def _compare_in_8_bits(report: BenchReport, model: ModelConfig, row: ThdBatch, device: str) -> None:
-    """Compare a model that multiplies in 8 bits; a recipe that this Transformer Engine refuses is reported."""
-    row = pad_row(row, math.ceil(len(row) / _BLOCK) * _BLOCK)
-    with runtime.start(device) as job:
-        runtime.join(ParallelConfig(), job.world_size)
-        try:
-            _compare(report, f"8 bits {model.fp8}", model, row, job.device)
-        except (RuntimeError, AssertionError, ValueError, HarnessError) as error:
-            report.add(Figure(f"8 bits {model.fp8}: refused", 1, "recipes", at_most=0))
-            report.notes.append(f"8 bits {model.fp8}: {str(error).splitlines()[0]}")
 
 
 def _model(backend: str, dtype: str, sizes: Sizes) -> ModelConfig:
@@ -162,11 +157,14 @@ def _row(tokens: int, multiple: int) -> ThdBatch:
 
 def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch, device: torch.device) -> None:
     chunks = build_model(model, ParallelConfig(), vocab_size=_VOCABULARY, device=device)
-    own = run_once(chunks, row, device)
-    # What a wrong mask does to the same figures.
-    broken = run_once(chunks, row, device, prepare=_one_sequence)
+    tensors = to_device(row, device)
+    own = run_once(chunks, tensors)
+    # What a wrong mask does to the same figures: the second and third sequence are one, for attention alone.
+    bounds = np.delete(row.cu_seqlens_padded, 2)
+    joined = replace(row, cu_seqlens=bounds, cu_seqlens_padded=bounds, max_seqlen=int(np.diff(bounds).max()))
+    broken = run_once(chunks, to_device(joined, device))
     _make_plain(chunks)
-    plain = run_once(chunks, row, device)
+    plain = run_once(chunks, tensors)
     # The reference has the same weights, in float32.
     whole = replace(model, dtype="float32", fp8="off")
     exact = build_model(whole, ParallelConfig(), vocab_size=_VOCABULARY, device=device)
@@ -174,7 +172,7 @@ def _compare(report: BenchReport, title: str, model: ModelConfig, row: ThdBatch,
         for weight, rounded in zip(exact[0].parameters(), chunks[0].parameters(), strict=True):
             weight.copy_(rounded)
     _make_plain(exact)
-    reference = run_once(exact, row, device)
+    reference = run_once(exact, tensors)
     least = _LEAST_OF_DEFECT if model.fp8 == "off" else _LEAST_OF_DEFECT_IN_8_BITS
     for name, index in (("losses", 0), ("gradients", 1)):
         of = reference[index]
@@ -197,27 +195,14 @@ def _make_plain(chunks: list[DistributedDataParallel]) -> None:
             mixer.core_attention = PlainAttention()
 
 
-def run_once(
-    chunks: list[DistributedDataParallel],
-    row: ThdBatch,
-    device: torch.device,
-    prepare: Callable[..., RowTensors] = to_device,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run_once(chunks: list[DistributedDataParallel], row: RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses of a row's tokens, float32 [T], and all gradients of one backward pass, float32 [weights]."""
     for chunk in chunks:
         chunk.train()
         chunk.zero_grad_buffer()
-    tensors = prepare(row, device)
-    (report,) = run_rows(chunks, [tensors], len(row))
-    losses = (report["losses"].float() * tensors.loss_mask).flatten()
+    (report,) = run_rows(chunks, [row], row.tokens.shape[1])
+    losses = (report["losses"].float() * row.loss_mask).flatten()
     return losses, torch.cat([one.main_grad.float().flatten() for one in chunks[0].parameters()])
-
-
-def _one_sequence(row: ThdBatch, device: torch.device, **slices: Any) -> RowTensors:
-    """Return the row with its second and third sequence made one for attention alone."""
-    bounds = np.delete(row.cu_seqlens_padded, 2)
-    joined = replace(row, cu_seqlens=bounds, cu_seqlens_padded=bounds, max_seqlen=int(np.diff(bounds).max()))
-    return to_device(joined, device, **slices)
 
 
 def measure_layouts(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
@@ -251,11 +236,36 @@ def _compare_layouts(
     data = on_rank_0(lambda: str(_write(workspace, is_single=schedule == "as_packed")))
     start = workspace.folder / f"{schedule}-{'experts' if has_experts else 'dense'}"
     model = _small_model(job.device, has_experts=has_experts)
+
+    def train(parallel: ParallelConfig, *, saves: bool = False) -> list[float]:
+        """Return the losses of a few steps from the checkpoint in `start`, which is made first where it `saves` one."""
+        parallel_state.destroy_model_parallel()
+        layout = runtime.join(parallel, job.world_size)
+        step = MegatronStep(
+            model,
+            parallel,
+            layout,
+            device=job.device,
+            vocab_size=_VOCABULARY,
+            optimizer=OptimizerConfig(warmup_steps=1),
+            pad_rows_to=2 * _PACK if parallel.static_rows else None,
+            max_sequences=2 * _PACK,
+        )
+        if saves:
+            give_state(step)
+            CheckpointWriter(start, step, keep=1, in_background=False).start(RunPosition(1, LoaderState(0)))
+            layout = RankLayout()
+        else:
+            load_checkpoint(start / "step-00000001", step)
+        settings = ScheduleConfig(schedule, 2 * _PACK // (1 if saves else layout.cp_size))
+        with open_feed(Path(data), layout, job.device, settings, global_batch=8) as feed:
+            return [step.train(batch).loss for batch in islice(feed, _STEPS)]
+
     # Every rank trains the whole batch: sums and counts are all multiplied by the ranks.
-    whole = _train(model, ParallelConfig(), job, data, start, schedule, saves=True)
+    whole = train(ParallelConfig(), saves=True)
     for name, parallel in presets.items():
         try:
-            losses = _train(model, parallel, job, data, start, schedule, saves=False)
+            losses = train(parallel)
         except ConfigError as error:
             if not parallel.cuda_graphs:
                 raise
@@ -288,30 +298,3 @@ def _small_model(device: torch.device, *, has_experts: bool) -> ModelConfig:
     model = replace(small_model(8, 128, _VOCABULARY), ffn_hidden_size=256, num_attention_heads=8, num_query_groups=4)
     model = replace(model, dtype="bfloat16" if device.type == "cuda" else "float32")
     return replace(model, family="qwen3_moe", num_experts=4, experts_per_token=2) if has_experts else model
-
-
-def _train(
-    model: ModelConfig, parallel: ParallelConfig, job: Runtime, data: str, start: Path, schedule: str, saves: bool
-) -> list[float]:
-    """Return the losses of a few steps from the checkpoint in `start`, which is made first where it `saves` one."""
-    parallel_state.destroy_model_parallel()
-    layout = runtime.join(parallel, job.world_size)
-    step = MegatronStep(
-        model,
-        parallel,
-        layout,
-        device=job.device,
-        vocab_size=_VOCABULARY,
-        optimizer=OptimizerConfig(warmup_steps=1),
-        pad_rows_to=2 * _PACK if parallel.static_rows else None,
-        max_sequences=2 * _PACK,
-    )
-    if saves:
-        give_state(step)
-        CheckpointWriter(start, step, keep=1, in_background=False).start(RunPosition(1, LoaderState(0)))
-        layout = RankLayout()
-    else:
-        load_checkpoint(start / "step-00000001", step)
-    capacity = 2 * _PACK // (1 if saves else layout.cp_size)
-    with open_feed(Path(data), layout, job.device, ScheduleConfig(schedule, capacity), global_batch=8) as feed:
-        return [step.train(batch).loss for batch in islice(feed, _STEPS)]
