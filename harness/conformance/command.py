@@ -128,20 +128,6 @@ class CommandTarget:
         return lines
 
 
-def _run_checks(target: Any, names: list[str], folder: Path) -> int:
-    """Run checks one after another as this rank of the job, with files below `folder`; return the exit code."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    for name in names:
-        began = time.monotonic()
-        outcome, text = judge(target, name, folder / name, rank=rank, ranks=ranks)
-        line = {"check": name, "outcome": outcome, "text": text, "seconds": round(time.monotonic() - began, 1)}
-        with (folder / f"verdicts-{rank}.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        if ranks > 1 and outcome in (ERROR, FAIL):
-            return 1  # others may wait for this rank; the job is started again for the checks that are left
-    return 0
-
-
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     folder = Path(settings["folder"])
@@ -152,8 +138,18 @@ def main() -> None:
         sys.exit(2)
     versions = {name: str(getattr(target, name, "")) for name in ("name", "version")}
     (folder / "target.json").write_text(json.dumps(versions))
-    (folder / f"group-{os.environ.get('RANK', '0')}.txt").write_text(str(os.getpgrp()))
-    code = _run_checks(target, settings["checks"], folder)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    (folder / f"group-{rank}.txt").write_text(str(os.getpgrp()))
+    code = 0
+    for name in settings["checks"]:
+        began = time.monotonic()
+        outcome, text = judge(target, name, folder / name, rank=rank, ranks=ranks)
+        line = {"check": name, "outcome": outcome, "text": text, "seconds": round(time.monotonic() - began, 1)}
+        with (folder / f"verdicts-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if ranks > 1 and outcome in (ERROR, FAIL):
+            code = 1  # others may wait for this rank; the job is started again for the checks that are left
+            break
     # Trainers leave threads and process groups that may wait for each other.
     sys.stdout.flush()
     os._exit(code)
