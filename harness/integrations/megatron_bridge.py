@@ -180,8 +180,14 @@ class BridgeRows:
             what = "Bridge reads the rows in a forward step without their padding mask and without their position"
             fix = "use this module's forward step: from harness.integrations.megatron_bridge import forward_step"
             raise ConfigError(what, where="the forward step of finetune or pretrain", fix=fix)
-        if self._rows.starts_step:
-            self._begin_step()
+        if self._rows.starts_step and self._repeat_steps is not None:
+            if self._num_steps == self._repeat_steps:
+                self._rows.load_state_dict(self._start)
+                self._num_steps = 0
+            self._num_steps += 1
+        elif self._rows.starts_step and get_num_microbatches() != self._rows.rows_per_step:
+            what = f"the step has {get_num_microbatches()} microbatches, but the data was opened for "
+            raise _changing_batch_size(f"{what}{self._rows.rows_per_step}")
         batch = bridge_batch(next(self._rows))
         return {key: value.pin_memory() for key, value in batch.items()} if self._pin_memory else batch
 
@@ -231,16 +237,6 @@ class BridgeRows:
         roots = [root.parent if root.name.startswith("iter_") else root for root in roots]
         saved = [self._dataset.dataloader_save] if self._dataset.dataloader_save else []
         return [*saved, *(str(folder) for root in roots for folder in (root / "energon", root))]
-
-    def _begin_step(self) -> None:
-        if self._repeat_steps is not None:
-            if self._num_steps == self._repeat_steps:
-                self._rows.load_state_dict(self._start)
-                self._num_steps = 0
-            self._num_steps += 1
-        elif get_num_microbatches() != self._rows.rows_per_step:
-            what = f"the step has {get_num_microbatches()} microbatches, but the data was opened for "
-            raise _changing_batch_size(f"{what}{self._rows.rows_per_step}")
 
 
 def forward_step(state: GlobalState, data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:

@@ -32,14 +32,11 @@ class RankStream:
     with any global batch size. A batch counts as consumed once it is yielded: save after its optimizer step.
 
     Attributes:
-        config, layout: as given.
-        state: the position after the batch that was yielded last.
         num_steps_per_epoch: global batches of one epoch; None for a blend with weights, which has no end.
 
     Args:
         data: an open dataset, its path (as `open_dataset` takes it), or the data of a run (`open_datasets`), with its
             blend and tokenizer.
-        config: see LoaderConfig.
         schedule: how sequences become rows; None for the defaults of ScheduleConfig.
         layout: the place of this rank; None for data parallelism alone, as `dp_rank` and `dp_size` give it.
         dp_rank, dp_size: rank and number of ranks, without a layout; optional in a job of one rank.
@@ -251,7 +248,6 @@ def as_packed_rows(
     """Return the settings of `as_packed` with rows that hold every pack of a dataset.
 
     Args:
-        pack_offsets, sequence_lengths: of the dataset.
         pad_rows_to: tokens that a row is padded to; None for rows as long as their pack.
         setting: name of `pad_rows_to` for errors.
 

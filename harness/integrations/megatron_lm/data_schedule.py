@@ -3,10 +3,8 @@
 Put this module in place of Megatron's. Streams of sequences whose lengths are not known in advance need it; for a
 stored dataset every rank plans from stored lengths and reads its own part, which exchanges nothing.
 
-`wrap_data_iterator` runs once per global batch: it fetches samples, gathers their lengths over data-parallel ranks,
-schedules, sends every sample to its rank and builds rows. `get_batch_on_this_rank_for_sequence_packing` runs once per
-microbatch: it takes the context-parallel slice of a row, broadcasts it over tensor-parallel ranks and makes
-PackedSeqParams and the mask of padding. An error of one rank is raised on every rank.
+`wrap_data_iterator` runs once per global batch, and `get_batch_on_this_rank_for_sequence_packing` once per microbatch.
+An error of one rank is raised on every rank.
 
 Differences from Megatron's: rows may be empty where it fails with "Not enough samples to move" (they train nothing), a
 sequence longer than a row is refused, `cost_balanced` balances ranks by cost, and attention gets the real bounds of
@@ -82,8 +80,6 @@ class BasePackingScheduler:
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens that one rank holds; a row holds cp_size times as many.
-        cp_size: context-parallel ranks that share a row.
-        dp_size: data-parallel ranks.
         microbatch_group_size_per_vp_stage: the number of microbatches becomes a multiple of this; None without virtual
             pipeline stages.
         max_num_seqs: the most sequences of a row; None for any number.
@@ -276,7 +272,7 @@ def _groups(collection: Any, *names: str) -> list[ProcessGroup]:
 def wrap_data_iterator(
     data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None
 ) -> tuple[Any, int, float, float]:
-    """Run phase 1, once per global batch, on every rank of the job.
+    """Run phase 1, once per global batch, on every rank of the job: fetch samples, schedule, send and pack them.
 
     Args:
         data_iterator: the samples of this data-parallel rank, the same on all ranks that share it (see
@@ -343,7 +339,7 @@ def get_batch_on_this_rank_for_sequence_packing(
     dynamic_cp_group_func: Any = None,
     return_context_parallel_batch: bool = False,
 ) -> Microbatch:
-    """Run phase 2, once per microbatch.
+    """Run phase 2, once per microbatch: share the slice of a row with the tensor-parallel ranks.
 
     Args:
         data_iterator: from `wrap_data_iterator` (that of this virtual stage); None on tensor-parallel ranks other than

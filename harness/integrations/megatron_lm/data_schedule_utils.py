@@ -3,8 +3,8 @@
 A *sample* is one sequence as a dict of tensors: `tokens`, `labels`, `position_ids` (int64 [n]), `loss_mask` (float32
 [n]), `original_seq_len` and `padded_seq_len` (integers [1]; n is the padded length). A *row* is the samples of one
 microbatch laid end to end, with `cu_seqlens`, `cu_seqlens_padded` (int32 [S + 1]), `max_seqlen` (int32 scalar) and
-`padding_mask` (bool [T], True at padding); with dynamic context parallelism also `local_cp_size`
-(int32 scalar), the ranks that share it.
+`padding_mask` (bool [T], True at padding); with dynamic context parallelism also `local_cp_size` (int32 scalar), the
+ranks that share it.
 
 Counts and sums travel as int64 or float64: float32 would round a count above 2^24.
 """
