@@ -269,24 +269,18 @@ def parts_of(
             own = [text for text, its in zip(cases, kinds, strict=True) if its == kind]
             yield f"{check} {kind}", own, more, {"": str(data)}
     else:
-        formats = {parse_case(text, where=check).value_of(FORMAT) for text in cases}
-        named = {name: dataset_in(name, config, source, folder) for name in formats if name}
-        yield check, cases, [], {"": str(source), **named}
-
-
-def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) -> str:
-    """Return the dataset in `format`: the one in `datasets`, or `source` converted, which is done once."""
-    existing = paths_by_name(config.datasets)
-    if format in existing:
-        return existing[format]
-    if format not in FORMATS:
-        what = f"format {format!r} does not exist"
-        raise ConfigError(what, where="format", fix=f"one of {', '.join(FORMATS)}, or specify its dataset")
-    target = folder / "data" / format
-    splits = {split: source / split for split in ("train", "validation") if (source / split).exists()}
-    for split, stored in (splits or {"train": source}).items():
-        convert_dataset(stored, target / split, format=format)
-    return str(target)
+        existing, datasets = paths_by_name(config.datasets), {"": str(source)}
+        for name in filter(None, {parse_case(text, where=check).value_of(FORMAT) for text in cases}):
+            if name not in existing and name not in FORMATS:
+                what = f"format {name!r} does not exist"
+                fix = f"one of {', '.join(FORMATS)}, or specify its dataset"
+                raise ConfigError(what, where="format", fix=fix)
+            datasets[name] = existing.get(name, str(folder / "data" / name))
+            if name not in existing:  # converted once
+                splits = {split: source / split for split in ("train", "validation") if (source / split).exists()}
+                for split, stored in (splits or {"train": source}).items():
+                    convert_dataset(stored, folder / "data" / name / split, format=name)
+        yield check, cases, [], datasets
 
 
 entry = hydra_entry("parity", ParityConfig, main)

@@ -39,7 +39,12 @@ def cell_result(
         recorded = recorded_run(cell.run_folder(folder))
         steps, placement = recorded.steps, placement_of(recorded, cell.run_folder(folder), cell.case.ranks)
         if not reason and cell.plan.program == ISOLATION:
-            checks = [isolation_check(cell.record(folder))]
+            lines = map(json.loads, cell.record(folder).read_text().splitlines())
+            findings = [finding for line in lines for finding in line["findings"]]
+            more = f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
+            difference = Difference(findings[0] + more, field="isolation") if findings else None
+            why = "changing a document leaves everything of the others the same bit for bit"
+            checks = [Check("isolation", not findings, 0.0, None, why, difference)]
         elif not reason and cell.reference is not None:
             if finished[cell.reference].reason:
                 reason = f"its reference, {cell.reference}, failed"
@@ -101,14 +106,6 @@ def placement_of(recorded: Recorded, folder: Path, ranks: int) -> dict[str, Any]
     return None
 
 
-def isolation_check(record: Path) -> Check:
-    findings = [finding for line in record.read_text().splitlines() for finding in json.loads(line)["findings"]]
-    more = f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
-    difference = Difference(findings[0] + more, field="isolation") if findings else None
-    reason = "changing a document leaves everything of the others the same bit for bit"
-    return Check("isolation", not findings, 0.0, None, reason, difference)
-
-
 def environment(device: str) -> dict[str, str]:
     """Return the device, machine, versions and commit that a report is made with."""
     name = f"cpu ({platform.processor() or platform.machine()})"
@@ -122,17 +119,14 @@ def environment(device: str) -> dict[str, str]:
         "machine": f"{platform.node()}, {platform.platform()}, {platform.machine()}",
         "python": platform.python_version(),
     }
-    return {**facts, **installed_versions(_PACKAGES), "commit": _commit()}
-
-
-def _commit() -> str:
     describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= with changes"]
     command = ["git", "-C", str(Path(harness.__file__).parent.parent), *describe]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() or "not a git checkout"
     except OSError:
-        return "git is not installed"
-    return done.stdout.strip() or "not a git checkout"
+        commit = "git is not installed"
+    return {**facts, **installed_versions(_PACKAGES), "commit": commit}
 
 
 def command_line() -> str:

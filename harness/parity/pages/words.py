@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,28 +33,26 @@ class Group:
 
 def group_cells(report: ParityReport) -> list[Group]:
     """Return the cells by check, in the order of the report."""
-    links = {cell.name: f"#cell-{number}" for number, cell in enumerate(report.cells)}
-    names = dict.fromkeys(cell.check for cell in report.cells)
-    return [_group(name, [cell for cell in report.cells if cell.check == name], links) for name in names]
-
-
-def _group(name: str, cells: list[CellResult], links: Mapping[str, str]) -> Group:
-    checks = [check for cell in cells for check in cell.checks]
-    columns = list(dict.fromkeys(check.name for check in checks))
-    head = ["largest relative difference", ""]
-    reasons: dict[str, dict[str, None]] = {}
-    for column in columns:
-        tolerances = {check.tolerance for check in checks if check.name == column}
-        head.append(f"{_spaced(column)}, {limit(tolerances.pop()) if len(tolerances) == 1 else 'see cell'}")
-        for check in checks:
-            if check.name == column and check.reason:
-                reasons.setdefault(check.reason, {})[column] = None
-    rows = [
-        (TableCell(cell.name, link=links[cell.name]), _status(cell), *(_check(cell, column) for column in columns))
-        for cell in cells
-    ]
-    shared = [(", ".join(named), reason) for reason, named in reasons.items()]
-    return Group(name, *arrange(cells, links), Table(head, rows), shared)
+    links, groups = {cell.name: f"#cell-{number}" for number, cell in enumerate(report.cells)}, []
+    for name in dict.fromkeys(cell.check for cell in report.cells):
+        cells = [cell for cell in report.cells if cell.check == name]
+        checks = [check for cell in cells for check in cell.checks]
+        columns = list(dict.fromkeys(check.name for check in checks))
+        head = ["largest relative difference", ""]
+        reasons: dict[str, dict[str, None]] = {}
+        for column in columns:
+            tolerances = {check.tolerance for check in checks if check.name == column}
+            head.append(f"{_spaced(column)}, {limit(tolerances.pop()) if len(tolerances) == 1 else 'see cell'}")
+            for check in checks:
+                if check.name == column and check.reason:
+                    reasons.setdefault(check.reason, {})[column] = None
+        rows = [
+            (TableCell(cell.name, link=links[cell.name]), _status(cell), *(_check(cell, column) for column in columns))
+            for cell in cells
+        ]
+        shared = [(", ".join(named), reason) for reason, named in reasons.items()]
+        groups.append(Group(name, *arrange(cells, links), Table(head, rows), shared))
+    return groups
 
 
 def _status(cell: CellResult) -> TableCell:
@@ -89,11 +87,10 @@ def arrange(cells: Sequence[CellResult], links: Mapping[str, str]) -> tuple[Tabl
     if len(columns) > _MOST_COLUMNS or 2 * len(cells) < len(rows) * len(columns):
         column_axes, columns = [], [""]
 
-    def at(row: str, column: str) -> list[CellResult]:
-        in_row = [cell for cell in cells if cell.axes.get(row_axis, "") == row]
-        return [cell for cell in in_row if not column_axes or column_of(cell) == column]
-
-    placed: list[Row] = [(row or "none", *(_tiles(at(row, column), links) for column in columns)) for row in rows]
+    at: dict[tuple[str, str], list[CellResult]] = defaultdict(list)
+    for cell in cells:
+        at[cell.axes.get(row_axis, ""), column_of(cell)].append(cell)
+    placed: list[Row] = [(row or "none", *(_tiles(at[row, column], links) for column in columns)) for row in rows]
     corner = f"{row_axis} by {' · '.join(column_axes)}" if column_axes else row_axis
     return Table((_spaced(corner), *columns), placed), settled
 
