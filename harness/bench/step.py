@@ -98,12 +98,8 @@ class LoopBench(ExitStack):
         self._sizes, self._step, self._job, self._cost = sizes, step, job, sequence_cost(model)
         self._warm_up = -(-sizes.steps // 4)
         schedule, (workers,) = ScheduleConfig(max_tokens_per_rank=sizes.max_tokens_per_rank), sizes.first("workers", 1)
-        feed = open_feed(
-            *(path, step.layout, job.device, schedule),
-            global_batch=sizes.global_batch * job.world_size,
-            workers=workers,
-            cost=self._cost,
-        )
+        place, size = (path, step.layout, job.device, schedule), sizes.global_batch * job.world_size
+        feed = open_feed(*place, global_batch=size, workers=workers, cost=self._cost)
         self.batches = iter(self.enter_context(feed))
 
     def add_figures(self, report: BenchReport, *, peak_tflops: float) -> None:

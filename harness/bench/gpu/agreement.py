@@ -235,22 +235,18 @@ def _compare_layouts(
     has_experts = any(one.expert_parallel_size > 1 for one in presets.values())
     data = on_rank_0(lambda: str(_write(workspace, is_single=schedule == "as_packed")))
     start = workspace.folder / f"{schedule}-{'experts' if has_experts else 'dense'}"
-    model = _small_model(job.device, has_experts=has_experts)
+    dtype = "bfloat16" if job.device.type == "cuda" else "float32"
+    model = replace(small_model(8, 128, _VOCABULARY, dtype=dtype), ffn_hidden_size=256, num_attention_heads=8)
+    experts: dict[str, Any] = {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2} if has_experts else {}
+    model = replace(model, num_query_groups=4, **experts)
 
     def train(parallel: ParallelConfig, *, saves: bool = False) -> list[float]:
         """Return the losses of a few steps from the checkpoint in `start`, which is made first where it `saves` one."""
         parallel_state.destroy_model_parallel()
         layout = runtime.join(parallel, job.world_size)
-        step = MegatronStep(
-            model,
-            parallel,
-            layout,
-            device=job.device,
-            vocab_size=_VOCABULARY,
-            optimizer=OptimizerConfig(warmup_steps=1),
-            pad_rows_to=2 * _PACK if parallel.static_rows else None,
-            max_sequences=2 * _PACK,
-        )
+        of: dict[str, Any] = {"vocab_size": _VOCABULARY, "optimizer": OptimizerConfig(warmup_steps=1)}
+        of |= {"pad_rows_to": 2 * _PACK if parallel.static_rows else None, "max_sequences": 2 * _PACK}
+        step = MegatronStep(model, parallel, layout, device=job.device, **of)
         if saves:
             give_state(step)
             CheckpointWriter(start, step, keep=1, in_background=False).start(RunPosition(1, LoaderState(0)))
@@ -292,9 +288,3 @@ def _write(workspace: Workspace, *, is_single: bool) -> Path:
             mask = (np.arange(size) < size - 1).astype(np.uint8)
             writer.append(Pack(ids.astype(np.int32), mask, np.zeros(1, np.int32)))
     return path
-
-
-def _small_model(device: torch.device, *, has_experts: bool) -> ModelConfig:
-    model = replace(small_model(8, 128, _VOCABULARY), ffn_hidden_size=256, num_attention_heads=8, num_query_groups=4)
-    model = replace(model, dtype="bfloat16" if device.type == "cuda" else "float32")
-    return replace(model, family="qwen3_moe", num_experts=4, experts_per_token=2) if has_experts else model

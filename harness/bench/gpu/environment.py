@@ -45,11 +45,8 @@ _TINY = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=192, num_atten
 _PEAKS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "H800": 989.0,
+    **dict.fromkeys(("H100", "H200", "H800"), 989.0),  # GH200 too
     "H20": 148.0,
-    "GH200": 989.0,
     "GB200": 2500.0,
     "B200": 2250.0,
     "A100": 312.0,
