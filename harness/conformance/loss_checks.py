@@ -279,18 +279,14 @@ def _leaks(kit: Kit, data: list[Tokens]) -> Mistakes:
 
 def _misplaced(kit: Kit, data: list[Tokens]) -> Mistakes:
     """Return the figures of labels, and of masks, that are a token late or early."""
-    pairs = [(one["input_ids"], one["labels"]) for one in data]
-    late, early = ([[-100, *labels] for _, labels in pairs], [[*labels[1:], -100] for _, labels in pairs])
-    moved = {
-        "labels that are not shifted": [([*ids, 0], labels) for (ids, _), labels in zip(pairs, late, strict=True)],
-        "labels that are shifted twice": [(ids, labels) for (ids, _), labels in zip(pairs, early, strict=True)],
-    }
-    for name, masks in (("late", late), ("early", early)):
-        moved[f"a mask that is a token {name}"] = [
-            (ids, [token if flag != -100 else -100 for token, flag in zip(ids, mask, strict=False)])
-            for (ids, _), mask in zip(pairs, masks, strict=True)
-        ]
-    return {
-        name: kit.reference.step([{"input_ids": ids, "labels": labels} for ids, labels in each])
-        for name, each in moved.items()
-    }
+    moved: dict[str, list[Tokens]] = {}
+    for one in data:
+        ids, labels = one["input_ids"], one["labels"]
+        late, early = [-100, *labels], [*labels[1:], -100]
+        of = {"labels that are not shifted": ([*ids, 0], late), "labels that are shifted twice": (ids, early)}
+        for name, mask in (("late", late), ("early", early)):
+            kept = [token if flag != -100 else -100 for token, flag in zip(ids, mask, strict=False)]
+            of[f"a mask that is a token {name}"] = ids, kept
+        for name, (tokens, targets) in of.items():
+            moved.setdefault(name, []).append({"input_ids": tokens, "labels": targets})
+    return {name: kit.reference.step(each) for name, each in moved.items()}

@@ -46,31 +46,33 @@ _CONFIG: dict[str, Any] = {
     "eos_token_id": 256 + SPECIAL.index(END),
     "pad_token_id": 256 + SPECIAL.index(PAD),
 }
-# Of a Mixtral, where it differs from a Llama.
-_MIXTURE: dict[str, Any] = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "num_local_experts": _EXPERTS,
-    "num_experts_per_tok": _CHOSEN,
-    "sliding_window": None,
-    "router_aux_loss_coef": 0.0,
-    "output_router_logits": False,
+# Kinds of models, where they differ from a Llama.
+_KINDS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "experts": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": _EXPERTS,
+        "num_experts_per_tok": _CHOSEN,
+        "sliding_window": None,
+        "router_aux_loss_coef": 0.0,
+        "output_router_logits": False,
+    },
+    # With a layer of the gated delta rule and one of attention.
+    "scans": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": _KEY_HEADS,
+        "linear_num_value_heads": _HEADS,
+        "linear_key_head_dim": _HEAD_SIZE,
+        "linear_value_head_dim": _HEAD_SIZE,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _BASE, "partial_rotary_factor": 0.25},
+    },
+    # A layer of multi-token prediction in the names of DeepSeek-V3; others read the Llama alone.
+    "further": {"num_nextn_predict_layers": 1},
 }
-# Of a Qwen3.5 with a layer of the gated delta rule and one of attention, where it differs from a Llama.
-_SCANS: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": _KEY_HEADS,
-    "linear_num_value_heads": _HEADS,
-    "linear_key_head_dim": _HEAD_SIZE,
-    "linear_value_head_dim": _HEAD_SIZE,
-    "linear_conv_kernel_dim": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": _BASE, "partial_rotary_factor": 0.25},
-}
-# A Llama with a layer of multi-token prediction in the names of DeepSeek-V3; others read the Llama alone.
-_FURTHER: dict[str, Any] = {"num_nextn_predict_layers": 1}
-_KINDS: dict[str, dict[str, Any]] = {"model": {}, "experts": _MIXTURE, "scans": _SCANS, "further": _FURTHER}
 # ChatML with tools as JSON, tool results in a turn of their own, and marks around what an assistant says.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
