@@ -41,8 +41,8 @@ from megatron.bridge.training.state import GlobalState
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 
-# Settings of the loader that Bridge has already.
-_OF_BRIDGE = ("global_batch_size", "num_workers", "persistent_workers", "seed")
+# Settings of the loader that a dataset of Bridge has already, beside the global batch size.
+_OF_BRIDGE = ("num_workers", "persistent_workers", "seed")
 
 
 @dataclass(kw_only=True)
@@ -118,18 +118,13 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
         )
 
     def _loader_config(self, size: int, **changes: Any) -> LoaderConfig:
-        known = [one.name for one in fields(LoaderConfig) if one.name not in _OF_BRIDGE]
+        known = [one.name for one in fields(LoaderConfig) if one.name not in ("global_batch_size", *_OF_BRIDGE)]
         for name in self.loader:
             if name not in known:
                 what = f"the loader has no setting {name!r}, or Bridge and dataset.seed set it"
                 raise ConfigError(what, where="dataset.loader", fix=f"choose one of {', '.join(known)}")
-        return LoaderConfig(
-            global_batch_size=size,
-            seed=self.seed,
-            num_workers=self.num_workers,
-            persistent_workers=self.persistent_workers,
-            **{**self.loader, **changes},
-        )
+        own = {name: getattr(self, name) for name in _OF_BRIDGE}
+        return LoaderConfig(global_batch_size=size, **own, **{**self.loader, **changes})
 
     def _layout(self) -> RankLayout:
         if not parallel_state.model_parallel_is_initialized():
@@ -164,13 +159,9 @@ class BridgeRows:
     def __init__(
         self, rows: FixedRows, dataset: HarnessDataset, *, pin_memory: bool, repeat_steps: int | None = None
     ) -> None:
-        self._rows = rows
-        self._dataset = dataset
-        self._pin_memory = pin_memory
-        self._repeat_steps = repeat_steps
-        self._start = rows.state_dict()
-        self._is_placed = False
-        self._num_steps = 0
+        self._rows, self._dataset, self._pin_memory = rows, dataset, pin_memory
+        self._repeat_steps, self._num_steps = repeat_steps, 0
+        self._start, self._is_placed = rows.state_dict(), False
 
     def __iter__(self) -> Self:
         return self

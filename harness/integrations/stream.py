@@ -68,15 +68,9 @@ class RankStream:
                 tokenizer = reader.manifest.provenance.tokenizer_hash
         require_plain(reader, "the loop of another trainer")
         self.config = config
-        self._settings: dict[str, Any] = {
-            "reader": reader,
-            "config": config,
-            "schedule": schedule,
-            "layout": layout and replace(layout, shares_rows=False),
-            "cost": cost,
-            "tokenizer": tokenizer,
-            "blend": blend,
-        }
+        self._settings: dict[str, Any] = {"reader": reader, "config": config, "schedule": schedule, "cost": cost}
+        self._settings |= {"layout": layout and replace(layout, shares_rows=False), "tokenizer": tokenizer}
+        self._settings["blend"] = blend
         self._loader: Loader | None = None
         # Settings and data are checked here, not at the first step.
         first = Loader(**self._settings, dp_rank=dp_rank, dp_size=dp_size)
@@ -190,9 +184,19 @@ class FixedRows:
         return self
 
     def __next__(self) -> ThdBatch:
-        if not self._rows:
-            self._position = self._stream.state
-            self._rows.extend(self._read())
+        if self._rows:
+            return self._rows.popleft()
+        self._position = self._stream.state
+        if self._batches is None:
+            self._batches = self._stream.one_epoch() if self._one_epoch else iter(self._stream)
+        batch = next(self._batches)
+        if len(batch.rows) > self.rows_per_step:
+            what = f"a global batch contains {len(batch.rows)} microbatches, but the trainer runs {self.rows_per_step}"
+            fix = "open the data with the global batch size of the trainer"
+            raise ScheduleError(what, where=f"epoch {batch.epoch}, step {batch.step_in_epoch}", fix=fix)
+        missing = self.rows_per_step - len(batch.rows)
+        rows = [*batch.rows, *(zero_loss_row(self._stream.layout.pad_to_multiple) for _ in range(missing))]
+        self._rows.extend(rows if self._pad_rows_to is None else [pad_row(row, self._pad_rows_to) for row in rows])
         return self._rows.popleft()
 
     def position(self) -> dict[str, int | str]:
@@ -220,18 +224,6 @@ class FixedRows:
         self._rows.clear()
         self._batches = None
         self._stream.close()
-
-    def _read(self) -> list[ThdBatch]:
-        if self._batches is None:
-            self._batches = self._stream.one_epoch() if self._one_epoch else iter(self._stream)
-        batch = next(self._batches)
-        if len(batch.rows) > self.rows_per_step:
-            what = f"a global batch contains {len(batch.rows)} microbatches, but the trainer runs {self.rows_per_step}"
-            fix = "open the data with the global batch size of the trainer"
-            raise ScheduleError(what, where=f"epoch {batch.epoch}, step {batch.step_in_epoch}", fix=fix)
-        missing = self.rows_per_step - len(batch.rows)
-        rows = [*batch.rows, *(zero_loss_row(self._stream.layout.pad_to_multiple) for _ in range(missing))]
-        return rows if self._pad_rows_to is None else [pad_row(row, self._pad_rows_to) for row in rows]
 
 
 def require_as_packed(schedule: str, *, trainer: str, setting: str) -> None:

@@ -310,16 +310,12 @@ def wrap_data_iterator(
         what = f"{name} {'needs' if scheduler_map[name].shares_rows else 'does not use'} dynamic context parallelism"
         fix = "set config.dynamic_context_parallel=True for default_dynamic_cp alone"
         raise ConfigError(what, where="config.dynamic_context_parallel", fix=fix)
-    virtual_stages = config.virtual_pipeline_model_parallel_size
-    most = getattr(config, "thd_max_packed_sequences", None)
-    scheduler = scheduler_map[name](
-        tokens,
-        dp_cp_group.size() // dp_group.size(),
-        dp_group.size(),
-        None if virtual_stages is None else config.microbatch_group_size_per_vp_stage,
-        # A scheduler of an earlier version does not know it.
-        **({} if most is None else {"max_num_seqs": most}),
-    )
+    stages, most = config.virtual_pipeline_model_parallel_size, getattr(config, "thd_max_packed_sequences", None)
+    group = None if stages is None else config.microbatch_group_size_per_vp_stage
+    # A scheduler of an earlier version does not know it.
+    further = {} if most is None else {"max_num_seqs": most}
+    cp_size = dp_cp_group.size() // dp_group.size()
+    scheduler = scheduler_map[name](tokens, cp_size, dp_group.size(), group, **further)
     if scheduler.cost is BasePackingScheduler.cost:
         scheduler.cost = _cost_of(config)
     return scheduler.run(
