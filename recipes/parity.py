@@ -222,18 +222,11 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
             left_out.append(CellResult("versions", check, {}, None, "skipped", "", reason=reason))
             continue
         is_plain = check == "reference"
+        of: dict[str, Any] = {"steps_before": config.steps_before, "max_ranks": config.max_ranks}
+        of["steps"] = ISOLATION_TURNS if check == "isolation" else config.steps
+        of["pythons"] = {"": here, **({_PLAIN: here} if is_plain else {THIS: here, **paths_by_name(config.versions)})}
         for name, cases, more, datasets in parts_of(check, config, source, folder):
-            own = plan_check(
-                name,
-                cases,
-                plans[check],
-                settings=[*settings, *more],
-                datasets=datasets,
-                pythons={"": here, **({_PLAIN: here} if is_plain else {THIS: here, **paths_by_name(config.versions)})},
-                steps=ISOLATION_TURNS if check == "isolation" else config.steps,
-                steps_before=config.steps_before,
-                max_ranks=config.max_ranks,
-            )
+            own = plan_check(name, cases, plans[check], settings=[*settings, *more], datasets=datasets, **of)
             cells += [replace(own[0], plan=replace(plans[check], program=REFERENCE)), *own[1:]] if is_plain else own
     return cells, left_out
 

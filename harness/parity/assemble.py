@@ -59,19 +59,9 @@ def cell_result(
                 checks = compare_runs(expected, found, tolerances, same_layout=cell.layout == reference.layout)
     except FormatError as error:
         steps, checks, reason = [], [], reason or f"{error.what} ({error.where})"
-    result = result_of(
-        steps,
-        checks,
-        reason,
-        name=cell.name,
-        check=cell.check,
-        axes=cell.case.axes,
-        reference=cell.reference,
-        command=cell.command(folder),
-        seconds=outcome.seconds,
-        peak_memory_bytes=outcome.peak_memory_bytes,
-        placement=placement,
-    )
+    of_cell = {"name": cell.name, "check": cell.check, "axes": cell.case.axes, "reference": cell.reference}
+    measured = {"seconds": outcome.seconds, "peak_memory_bytes": outcome.peak_memory_bytes, "placement": placement}
+    result = result_of(steps, checks, reason, command=cell.command(folder), **of_cell, **measured)
     return replace(result, reason=f"log: {cell.log_file(folder)}") if result.status == "different" else result
 
 

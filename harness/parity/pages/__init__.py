@@ -107,7 +107,11 @@ def render_junit(report: ParityReport) -> str:
         case = ElementTree.SubElement(suite, "testcase", classname="parity", name="something was compared", time="0")
         _add(case, "error", words.summary(report), report.command)
     for element in (*root, root):
-        _count(element)
+        cases = list(element.iter("testcase"))
+        element.set("tests", str(len(cases)))
+        for kind, plural in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+            element.set(plural, str(sum(case.find(kind) is not None for case in cases)))
+        element.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -130,14 +134,6 @@ def _add_cell(suite: ElementTree.Element, cell: CellResult) -> None:
 
 def _add(case: ElementTree.Element, kind: str, message: str, text: str) -> None:
     ElementTree.SubElement(case, kind, message=_clean(message)).text = _clean(text)
-
-
-def _count(element: ElementTree.Element) -> None:
-    cases = list(element.iter("testcase"))
-    element.set("tests", str(len(cases)))
-    for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
-        element.set(name, str(sum(case.find(kind) is not None for case in cases)))
-    element.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
 
 
 def _clean(text: str) -> str:
