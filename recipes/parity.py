@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,8 +57,8 @@ _OWN_SETTINGS = {
     **dict.fromkeys(("trainer.steps", "optimizer.decay_steps"), "steps=NUMBER"),
     "run_dir": "folder=DIR",
 }
-# Name of the interpreter that runs the matrix.
-THIS = "this"
+# Versions of cases: that of the interpreter that runs the matrix, and plain transformers.
+THIS, _PLAIN = "this", "transformers"
 
 
 @dataclass
@@ -152,14 +153,6 @@ class ParityConfig(CheckedSettings):
     def checks(self) -> list[str]:
         return list(dict.fromkeys(CHECKS if self.check == "all" else self.check.split("+")))
 
-    def kinds_of(self, cases: list[str]) -> list[str]:
-        named = [parse_case(text, where="kinds").value_of(KIND) or "" for text in cases]
-        unknown = next((kind for kind in named if kind not in self.kinds), None)
-        if unknown is not None:
-            fix = f"kind=NAME, one of {', '.join(self.kinds)}"
-            raise ConfigError(f"a case selects the unknown kind {unknown!r}", where="kinds", fix=fix)
-        return list(dict.fromkeys(named))
-
     def cases(self, check: str) -> list[str]:
         if check == "versions":
             return [f"1 {VERSION}={name}" for name in (THIS, *paths_by_name(self.versions))]
@@ -222,71 +215,65 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
         "reference": CheckPlan(across, shares_processes=True),
         "versions": CheckPlan(OTHER_KERNELS if across == Tolerances() else across),
     }
-    pythons = {"": sys.executable, THIS: sys.executable, **paths_by_name(config.versions)}
-    sizes = {"steps": config.steps, "steps_before": config.steps_before, "max_ranks": config.max_ranks}
+    here = sys.executable
     for check in config.checks:
-        chosen, data = plans[check], {"": str(source)}
-        if check == "reference":
-            cells += reference_cells(config, source, folder, settings, chosen)
-        elif check == "versions" and not config.versions:
+        if check == "versions" and not config.versions:
             reason = "no interpreter of another version is specified: versions='[\"NAME=PATH\"]'"
             left_out.append(CellResult("versions", check, {}, None, "skipped", "", reason=reason))
-        elif check in _BY_KIND:
-            for kind in config.kinds_of(cases := config.cases(check)):
-                own = [text for text in cases if parse_case(text, where=check).value_of(KIND) == kind]
-                more = [*settings, *config.kinds[kind].split()]
-                if check == "media":  # the command line quotes the encoder
-                    encoder = next((text.partition("=")[2] for text in more if text.startswith("model.encoder=")), None)
-                    if encoder is None:
-                        what = f"the kind {kind!r} has no model.encoder"
-                        raise ConfigError(what, where="kinds", fix=f"kinds.{kind}='... model.encoder=NAME'")
-                    data = {"": str(make_dataset(folder / "data" / kind, encoder=encoder.strip("'")))}
-                name = f"{check} {kind}"
-                cells += plan_check(name, own, chosen, settings=more, datasets=data, pythons=pythons, **sizes)
-        else:
-            cases = config.cases(check)
-            formats = {parse_case(text, where=check).value_of(FORMAT) for text in cases}
-            data |= {name: dataset_in(name, config, source, folder) for name in formats if name}
-            of = {**sizes, "steps": ISOLATION_TURNS} if check == "isolation" else sizes
-            cells += plan_check(check, cases, chosen, settings=settings, datasets=data, pythons=pythons, **of)
+            continue
+        is_plain = check == "reference"
+        of: dict[str, Any] = {"steps_before": config.steps_before, "max_ranks": config.max_ranks}
+        of["steps"] = ISOLATION_TURNS if check == "isolation" else config.steps
+        of["pythons"] = {"": here, **({_PLAIN: here} if is_plain else {THIS: here, **paths_by_name(config.versions)})}
+        for name, cases, more, datasets in parts_of(check, config, source, folder):
+            own = plan_check(name, cases, plans[check], settings=[*settings, *more], datasets=datasets, **of)
+            cells += [replace(own[0], plan=replace(plans[check], program=REFERENCE)), *own[1:]] if is_plain else own
     return cells, left_out
 
 
-def reference_cells(
-    config: ParityConfig, source: Path, folder: Path, settings: list[str], plan: CheckPlan
-) -> list[Cell]:
-    """Return, for each family, the cell of a plain model of transformers and those that are compared with it."""
-    from harness.parity.reference import make_model  # of torch
+def parts_of(
+    check: str, config: ParityConfig, source: Path, folder: Path
+) -> Iterator[tuple[str, list[str], list[str], dict[str, str]]]:
+    """Yield the name, cases, further settings and datasets by format of a check, or of each kind or family of it."""
+    cases = config.cases(check)
+    if check == "reference":
+        from harness.parity.reference import make_model  # of torch
 
-    cells: list[Cell] = []
-    cases, sizes = ["1 version=transformers", *config.reference], {"steps": config.steps, "max_ranks": config.max_ranks}
-    of: dict[str, Any] = {**sizes, "pythons": dict.fromkeys(("", "transformers"), sys.executable), "steps_before": 0}
-    for family in dict.fromkeys(config.families) or (*FAMILIES, *MEDIA_MODELS):
-        require_choice(family, config.models, setting="families")
-        model = make_model(family, config.models[family], folder / "models" / family)
-        data = source
-        if family in MEDIA_MODELS:
-            encoder = read_hf_config(folder / "models" / family).settings["encoder"]
-            data = make_dataset(folder / "data" / family, encoder=encoder)
-        of |= {"settings": [*settings, *model], "datasets": {"": str(data)}}
-        own = plan_check(f"reference {family}", cases, plan, **of)
-        cells += [replace(own[0], plan=replace(plan, program=REFERENCE)), *own[1:]]
-    return cells
-
-
-def dataset_in(format: str, config: ParityConfig, source: Path, folder: Path) -> str:
-    """Return the dataset in `format`: the one in `datasets`, or `source` converted, which is done once."""
-    existing = paths_by_name(config.datasets)
-    if format in existing:
-        return existing[format]
-    if format not in FORMATS:
-        what = f"format {format!r} does not exist"
-        raise ConfigError(what, where="format", fix=f"one of {', '.join(FORMATS)}, or specify its dataset")
-    target = folder / "data" / format
-    splits = {split: source / split for split in ("train", "validation") if (source / split).exists()}
-    for split, stored in (splits or {"train": source}).items():
-        convert_dataset(stored, target / split, format=format)
-    return str(target)
+        for family in dict.fromkeys(config.families) or (*FAMILIES, *MEDIA_MODELS):
+            require_choice(family, config.models, setting="families")
+            model, data = make_model(family, config.models[family], folder / "models" / family), source
+            if family in MEDIA_MODELS:
+                encoder = read_hf_config(folder / "models" / family).settings["encoder"]
+                data = make_dataset(folder / "data" / family, encoder=encoder)
+            yield f"reference {family}", [f"1 version={_PLAIN}", *cases], model, {"": str(data)}
+    elif check in _BY_KIND:
+        kinds = [parse_case(text, where="kinds").value_of(KIND) or "" for text in cases]
+        for kind in dict.fromkeys(kinds):
+            if kind not in config.kinds:
+                fix = f"kind=NAME, one of {', '.join(config.kinds)}"
+                raise ConfigError(f"a case selects the unknown kind {kind!r}", where="kinds", fix=fix)
+            more, data = config.kinds[kind].split(), source
+            if check == "media":  # the command line quotes the encoder
+                encoder = next((text.partition("=")[2] for text in more if text.startswith("model.encoder=")), None)
+                if encoder is None:
+                    what = f"the kind {kind!r} has no model.encoder"
+                    raise ConfigError(what, where="kinds", fix=f"kinds.{kind}='... model.encoder=NAME'")
+                data = make_dataset(folder / "data" / kind, encoder=encoder.strip("'"))
+            own = [text for text, its in zip(cases, kinds, strict=True) if its == kind]
+            yield f"{check} {kind}", own, more, {"": str(data)}
+    else:
+        existing, datasets = paths_by_name(config.datasets), {"": str(source)}
+        for name in filter(None, {parse_case(text, where=check).value_of(FORMAT) for text in cases}):
+            if name not in existing and name not in FORMATS:
+                what = f"format {name!r} does not exist"
+                fix = f"one of {', '.join(FORMATS)}, or specify its dataset"
+                raise ConfigError(what, where="format", fix=fix)
+            datasets[name] = existing.get(name, str(folder / "data" / name))
+            if name not in existing:  # converted once
+                splits = {split: source / split for split in ("train", "validation") if (source / split).exists()}
+                for split, stored in (splits or {"train": source}).items():
+                    convert_dataset(stored, folder / "data" / name / split, format=name)
+        yield check, cases, [], datasets
 
 
 entry = hydra_entry("parity", ParityConfig, main)

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,33 +29,29 @@ def measure_apart(
     It gets `arguments` as text, and returns what JSON has. Raises HarnessError if it failed, or took longer; the error
     has the last line of the output that names one.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        made, log = Path(folder, "made.json"), log or Path(folder, "log")
-        reason = _run([str(made), place, *map(str, arguments)], ranks, limit_s, log)
-        if reason is None and made.exists():
-            return json.loads(made.read_text())
-    where = " ".join(["python -m harness.bench.apart FILE", place, *map(str, arguments)])
-    fix = "run this line alone to see its whole output"
-    raise HarnessError(reason or "it did not return a result", where=where, fix=fix)
-
-
-def _run(arguments: Sequence[str], ranks: int, limit_s: float, log: Path) -> str | None:
     from harness.parity.running import end_job, last_words, rank_environment, start_job
 
     environment = rank_environment()
     if ranks == 1 and "OMP_NUM_THREADS" not in os.environ:
         del environment["OMP_NUM_THREADS"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), "-m", "harness.bench.apart", *arguments]
-    log.unlink(missing_ok=True)
-    process = start_job(command, log, environment=environment)
-    try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return f"it did not finish within {limit_s:g} s"
-    finally:
-        end_job(process)
-    return last_words(log, code) if code else None
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    named = [place, *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        made, log = Path(folder, "made.json"), log or Path(folder, "log")
+        log.unlink(missing_ok=True)
+        command = [sys.executable, *torchrun, "-m", "harness.bench.apart", str(made), *named]
+        process = start_job(command, log, environment=environment)
+        try:
+            code = process.wait(limit_s)
+            if not code and made.exists():
+                return json.loads(made.read_text())
+            reason = last_words(log, code) if code else "it did not return a result"
+        except subprocess.TimeoutExpired:
+            reason = f"it did not finish within {limit_s:g} s"
+        finally:
+            end_job(process)
+    where = " ".join(["python -m harness.bench.apart FILE", *named])
+    raise HarnessError(reason, where=where, fix="run this line alone to see its whole output")
 
 
 def _call(made: str, place: str, *arguments: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from harness.bench.figures import CPU, BenchReport, Figure, Progress
 from harness.bench.sizes import Sizes
@@ -23,6 +21,7 @@ from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.data.feed import Feed
 from harness.megatron.job import runtime
 from harness.megatron.step import MegatronStep
+from harness.parity.isolation import run_rows
 from harness.plan import ModelConfig, ParallelConfig, TrainerConfig, sequence_cost
 from harness.schedule import ScheduleConfig, SequenceCost
 from harness.train import StepRecord
@@ -99,12 +98,8 @@ class LoopBench(ExitStack):
         self._sizes, self._step, self._job, self._cost = sizes, step, job, sequence_cost(model)
         self._warm_up = -(-sizes.steps // 4)
         schedule, (workers,) = ScheduleConfig(max_tokens_per_rank=sizes.max_tokens_per_rank), sizes.first("workers", 1)
-        feed = open_feed(
-            *(path, step.layout, job.device, schedule),
-            global_batch=sizes.global_batch * job.world_size,
-            workers=workers,
-            cost=self._cost,
-        )
+        place, size = (path, step.layout, job.device, schedule), sizes.global_batch * job.world_size
+        feed = open_feed(*place, global_batch=size, workers=workers, cost=self._cost)
         self.batches = iter(self.enter_context(feed))
 
     def add_figures(self, report: BenchReport, *, peak_tflops: float) -> None:
@@ -208,47 +203,13 @@ def bare_step(
     for chunk in step.chunks:
         chunk.zero_grad_buffer()
     step.optimizer.zero_grad()
-    reports = run_bare(step.chunks[0], rows, seq_length)
+    reports = run_rows(step.chunks, rows, seq_length)
     if updates:
         step.optimizer.step()
         step.scheduler.step(increment=1)
     sum(float(losses["loss"]) for losses in reports)  # a script logs its loss, which waits for the device
     wait_for(device)
     return clock() - start
-
-
-def run_bare(
-    model: DistributedDataParallel, rows: Sequence[RowTensors], seq_length: int
-) -> list[dict[str, torch.Tensor]]:
-    """Run rows forward and backward with Megatron's own calls; return the loss of each, and those of its tokens."""
-
-    def forward(ready: Iterator[RowTensors], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-        row = next(ready)
-        output = model(
-            input_ids=row.tokens,
-            position_ids=row.position_ids,
-            attention_mask=None,
-            labels=row.labels,
-            packed_seq_params=row.packed_seq_params,
-        )
-
-        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            trained = losses.float() * row.loss_mask
-            total = trained.sum()
-            return total, row.loss_mask.sum().to(torch.int), {"loss": total.detach(), "losses": trained.detach()}
-
-        return output, loss
-
-    reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iter(rows),
-        model=model,
-        num_microbatches=len(rows),
-        seq_length=seq_length,
-        micro_batch_size=rows[0].tokens.shape[0],
-        forward_only=False,
-    )
-    return reports
 
 
 def wait_for(device: torch.device) -> None:

@@ -15,13 +15,12 @@ from harness.checks import CheckedSettings, bounded
 from harness.cli.runs import recipe_entry
 from harness.cli.settings import AsJson, class_of, print_json
 from harness.errors import ConfigError, HarnessError, os_errors_as
-from harness.parity.compare import Tolerances, relative_difference
+from harness.parity.compare import CurveDifference, RunComparison, Tolerances, relative_difference
 from harness.printing import count_of, open_console, print_line
 from harness.tables import Table
 
 if TYPE_CHECKING:
     from harness.parity import ParityReport
-    from harness.parity.overlay import CurveDifference, RunComparison
 
 _BASELINES = "tests/golden/baselines"
 _MATRIX = "matrix"
@@ -151,7 +150,7 @@ def compare(
     Prints the differences over the common steps and the settings that differ, and plots all curves. The runs may still
     be training.
     """
-    from harness.parity.overlay import compare_curves, read_curves
+    from harness.parity.compare import compare_curves, read_curves
     from harness.storage import write_atomically
     from harness.train.metrics import draw_runs
 

@@ -1,20 +1,29 @@
-"""A trainer as a command that reads the data of a check and prints one line of JSON per step."""
+"""A trainer as a command that reads the data of a check and prints one line of JSON per step; and a rank of checks.
+
+`python -m harness.conformance.command SETTINGS` runs checks on any target in this process, one rank of a job. It needs
+numpy, PyTorch and the trainer, and nothing else of this project's requirements. Each verdict is a line of JSON in
+`verdicts-RANK.jsonl` in the job's folder, written when it is known.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.conformance.target import Layout, NotSupported, Step, Tokens
-from harness.errors import ConfigError
+from harness.conformance.kit import ERROR, FAIL, judge
+from harness.conformance.target import Layout, NotSupported, Step, Tokens, load_target
+from harness.errors import ConfigError, HarnessError
 
 _PLACES = ("model", "data", "steps", "eval_data", "save", "load", "batch_size", *asdict(Layout()))
 _LIMIT_S = 600
@@ -117,3 +126,34 @@ class CommandTarget:
         if not lines and not values.get("load"):  # after a resume at its end, an epoch may have no step
             raise RuntimeError("the command printed no JSON object with `step`")
         return lines
+
+
+def main() -> None:
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(settings["folder"])
+    try:
+        target = CommandTarget(settings["command"]) if settings["command"] else load_target(settings["target"])
+    except HarnessError as error:
+        (folder / "refused.json").write_text(json.dumps([error.what, error.where, error.fix]))
+        sys.exit(2)
+    versions = {name: str(getattr(target, name, "")) for name in ("name", "version")}
+    (folder / "target.json").write_text(json.dumps(versions))
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    (folder / f"group-{rank}.txt").write_text(str(os.getpgrp()))
+    code = 0
+    for name in settings["checks"]:
+        began = time.monotonic()
+        outcome, text = judge(target, name, folder / name, rank=rank, ranks=ranks)
+        line = {"check": name, "outcome": outcome, "text": text, "seconds": round(time.monotonic() - began, 1)}
+        with (folder / f"verdicts-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if ranks > 1 and outcome in (ERROR, FAIL):
+            code = 1  # others may wait for this rank; the job is started again for the checks that are left
+            break
+    # Trainers leave threads and process groups that may wait for each other.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

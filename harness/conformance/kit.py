@@ -19,6 +19,9 @@ from harness.conformance.target import Layout, NotSupported, Step, Tokens
 # Relative. float32 sums differ from the float64 reference by about 1e-6, each defect of a check by 1e-3 and more.
 LOSS_TOLERANCE, NORM_TOLERANCE = 2e-5, 2e-4
 _PATIENCE_S = 120.0
+# A check; and the loss and the norm of gradients of each well-known mistake.
+Run = Callable[["Kit"], str]
+Mistakes = dict[str, tuple[float, float]]
 OUTCOMES = PASS, FAIL, ERROR, NOT_SUPPORTED = "PASS", "FAIL", "ERROR", "NOT SUPPORTED"
 
 
@@ -34,6 +37,7 @@ class ConformanceCheck:
         about: why it matters and what is done, in a paragraph.
         ranks: of the job.
         after: the check whose checkpoint it continues from, which is run first; empty for none.
+        model: the kind of model that targets are built of, of `write_model`.
         threads: public threads in which users found the defect, as OWNER/REPOSITORY#NUMBER.
         run: returns what was seen, or raises `Failed` or `NotSupported`.
     """
@@ -42,19 +46,20 @@ class ConformanceCheck:
     about: str
     ranks: int
     after: str
+    model: str
     threads: tuple[str, ...]
-    run: Callable[[Kit], str]
+    run: Run
 
 
 CHECKS: dict[str, ConformanceCheck] = {}
 
 
-def check(*threads: str, ranks: int = 1, after: str = "") -> Callable[[Callable[[Kit], str]], Callable[[Kit], str]]:
+def check(*threads: str, ranks: int = 1, after: str = "", model: str = "model") -> Callable[[Run], Run]:
     """Register a function as the check of its name; its docstring explains it."""
 
-    def register(run: Callable[[Kit], str]) -> Callable[[Kit], str]:
+    def register(run: Run) -> Run:
         name = run.__name__.replace("_", "-")
-        CHECKS[name] = ConformanceCheck(name, " ".join((run.__doc__ or "").split()), ranks, after, threads, run)
+        CHECKS[name] = ConformanceCheck(name, " ".join((run.__doc__ or "").split()), ranks, after, model, threads, run)
         return run
 
     return register
@@ -66,17 +71,12 @@ class Kit:
     `dp_size` is that of layouts, and `ranks` are the processes here: a command starts its own.
     """
 
-    def __init__(self, target: Any, folder: Path, *, rank: int = 0, ranks: int = 1, dp_size: int = 1) -> None:
-        self.target, self.folder, self.rank, self.ranks, self.dp_size = target, folder, rank, ranks, dp_size
-        self._meetings = 0
-        self.use_model()
-
-    def use_model(self, kind: str = "model") -> None:
-        """Write the model that targets are built of from now on, one of the kinds of `write_model`."""
-        self.model = self.folder / kind
-        if self.rank == 0 and not self.model.exists():
+    def __init__(self, target: Any, folder: Path, asked: ConformanceCheck, *, rank: int, ranks: int) -> None:
+        self.target, self.folder, self.rank, self.ranks, self.dp_size = target, folder, rank, ranks, asked.ranks
+        self._meetings, self.model = 0, folder / asked.model
+        if rank == 0 and not self.model.exists():
             written = self.model.with_suffix(".written")
-            write_model(written, kind=kind)
+            write_model(written, kind=asked.model)
             written.rename(self.model)
         _wait_for([self.model])
         self.reference = Reference(self.model)
@@ -111,9 +111,7 @@ class Kit:
         _wait_for(paths)
         return [json.loads(path.read_text()) for path in paths]
 
-    def compare(
-        self, got: tuple[float, float | None], expected: tuple[float, float], otherwise: dict[str, tuple[float, float]]
-    ) -> str:
+    def compare(self, got: tuple[float, float | None], expected: tuple[float, float], otherwise: Mistakes) -> str:
         """Compare loss and gradient norm with the expected ones; raise Failed where they differ.
 
         The error names the well-known mistake that gives these figures, of those in `otherwise`.
@@ -127,6 +125,11 @@ class Kit:
         if got[1] is not None and _agree((ratio, got[1]), (ratio, ratio * expected[1])):
             fits += f", both {ratio:.4g} times those expected: another divisor"
         raise Failed(f"{seen}{fits}; expected {_describe(expected if got[1] is not None else (expected[0], None))}")
+
+    def compare_step(self, data: list[Tokens], otherwise: Mistakes, *, average: str = "token", **layout: Any) -> str:
+        """Build the target, train one step, and compare it with that of the reference."""
+        got = self.build(data, loss_average=average, **layout)(data)
+        return self.compare(got, self.reference.step(data, average), otherwise)
 
     def rows_of(self, data: Sequence[Tokens], steps: int | None = None, **layout: Any) -> list[list[list[Tokens]]]:
         """Build the target, train some steps of an epoch; return the rows by rank and step."""
@@ -189,7 +192,7 @@ def judge(target: Any, name: str, folder: Path, *, rank: int = 0, ranks: int = 1
     try:
         if ranks != asked.ranks and not getattr(target, "starts_ranks", False):
             raise NotSupported(f"the check needs a job of {asked.ranks} ranks")
-        return PASS, asked.run(Kit(target, folder, rank=rank, ranks=ranks, dp_size=asked.ranks))
+        return PASS, asked.run(Kit(target, folder, asked, rank=rank, ranks=ranks))
     except Failed as failed:
         return FAIL, str(failed)
     except NotSupported as missing:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-from harness.conformance.kit import LOSS_TOLERANCE, NORM_TOLERANCE, Failed, Kit, check, conversations
+from harness.conformance.kit import LOSS_TOLERANCE, NORM_TOLERANCE, Failed, Kit, Mistakes, check, conversations
 from harness.conformance.model import Reference
 from harness.conformance.target import NotSupported, Tokens
 
@@ -23,7 +23,7 @@ def packed_equals_unpacked(kit: Kit) -> str:
     continue change what is trained, and the loss curve still looks plausible.
     """
     data = conversations((20, 35, 9, 28))
-    return kit.compare(kit.build(data, pack_size=_PACK)(data), kit.reference.step(data), _leaks(kit, data))
+    return kit.compare_step(data, _leaks(kit, data), pack_size=_PACK)
 
 
 @check("huggingface/trl#3526", "OpenRLHF/OpenRLHF#377")
@@ -50,14 +50,13 @@ def attention_boundaries(kit: Kit) -> str:
     return f"{len(data)} conversations, none sees another"
 
 
-@check("huggingface/transformers#44836", "NVIDIA-NeMo/Automodel#2131")
+@check("huggingface/transformers#44836", "NVIDIA-NeMo/Automodel#2131", model="scans")
 def scan_boundaries(kit: Kit) -> str:
     """Pack conversations for a model with linear attention (Qwen3.5), and compare with the loss of each one alone.
 
     Such layers pass a state and the window of a convolution from token to token. Unless their kernels receive the
     boundaries of a packed row, both leak into the next conversation, which no attention mask prevents.
     """
-    kit.use_model("scans")
     data = conversations((20, 35, 28))
     joined = {name: [value for one in data for value in one[name]] for name in data[0]}
     got = kit.build(data, pack_size=_PACK)(data)[0]
@@ -78,14 +77,14 @@ def labels_at_boundaries(kit: Kit) -> str:
     learns to continue a conversation with the beginning of an unrelated one.
     """
     whole = [{**one, "labels": list(one["input_ids"])} for one in conversations((20, 35, 28), trained=1.0)]
-    return kit.compare(kit.build(whole, pack_size=_PACK)(whole), kit.reference.step(whole), _leaks(kit, whole))
+    return kit.compare_step(whole, _leaks(kit, whole), pack_size=_PACK)
 
 
 @check("open-jarvis/OpenJarvis#521")
 def padding_changes_nothing(kit: Kit) -> str:
     """Train conversations of very different lengths in one padded microbatch, and compare with each one alone."""
     data = conversations((5, 80, 17))
-    return kit.compare(kit.build(data)(data), kit.reference.step(data), _misplaced(kit, data))
+    return kit.compare_step(data, _misplaced(kit, data))
 
 
 @check("axolotl-ai-cloud/axolotl#3982", "ml-explore/mlx-lm#1413", "meta-pytorch/torchtune#1875")
@@ -97,15 +96,14 @@ def token_mean_over_microbatches(kit: Kit) -> str:
     """
     data = conversations(_UNEVEN)
     groups = {"rows": [data[:2], data[2:]], "conversations": [[one] for one in data]}
-    return kit.compare(kit.build(data, microbatches=2)(data), kit.reference.step(data), _means(kit, groups))
+    return kit.compare_step(data, _means(kit, groups), microbatches=2)
 
 
 @check("NVIDIA-NeMo/RL#213")
 def token_mean_over_packed_rows(kit: Kit) -> str:
     """Accumulate gradients over two packed rows, one with few trained tokens; all tokens must have the same weight."""
     data = [*conversations((40, 48), trained=0.8), *conversations((44, 46), trained=0.1, seed=1)]
-    got = kit.build(data, microbatches=2, pack_size=_PACK)(data)
-    return kit.compare(got, kit.reference.step(data), _means(kit, {"rows": [data[:2], data[2:]]}))
+    return kit.compare_step(data, _means(kit, {"rows": [data[:2], data[2:]]}), microbatches=2, pack_size=_PACK)
 
 
 @check("huggingface/transformers#34242", "huggingface/transformers#34373", ranks=2)
@@ -117,16 +115,15 @@ def token_mean_over_ranks(kit: Kit) -> str:
     """
     data = conversations(_UNEVEN)
     groups = {"ranks": [data[::2], data[1::2]], "ranks, in order": [data[:2], data[2:]]}
-    return kit.compare(kit.build(data)(data), kit.reference.step(data), _means(kit, groups))
+    return kit.compare_step(data, _means(kit, groups))
 
 
 @check("modelscope/ms-swift#8373", "PrimeIntellect-ai/prime-rl#2032")
 def conversation_mean(kit: Kit) -> str:
     """Average the loss by conversation, over two microbatches; all conversations must have the same weight."""
     data = conversations(_UNEVEN)
-    got = kit.build(data, microbatches=2, loss_average="conversation")(data)
     by_token = {"the mean over tokens": kit.reference.step(data)}
-    return kit.compare(got, kit.reference.step(data, "conversation"), by_token)
+    return kit.compare_step(data, by_token, average="conversation", microbatches=2)
 
 
 @check("modelscope/ms-swift#8373", "PrimeIntellect-ai/prime-rl#2032", ranks=2)
@@ -136,9 +133,8 @@ def conversation_mean_over_ranks(kit: Kit) -> str:
     Unless each rank divides by the conversations of all ranks, those on a rank with few of them weigh more.
     """
     data = conversations(_UNEVEN)
-    got = kit.build(data, pack_size=_PACK, loss_average="conversation")(data)
     by_token = {"the mean over tokens": kit.reference.step(data)}
-    return kit.compare(got, kit.reference.step(data, "conversation"), by_token)
+    return kit.compare_step(data, by_token, average="conversation", pack_size=_PACK)
 
 
 @check("huggingface/transformers#39241", "huggingface/transformers#24839", "NVIDIA/Megatron-LM#7207")
@@ -154,23 +150,21 @@ def evaluation_mean(kit: Kit) -> str:
     return kit.compare((kit.target.evaluate(data), None), kit.reference.step(data), means)
 
 
-@check("huggingface/transformers#31629")
+@check("huggingface/transformers#31629", model="experts")
 def experts_packed_equal_unpacked(kit: Kit) -> str:
     """Train a mixture of experts on a packed row, without a router loss, and compare with unpacked conversations."""
-    kit.use_model("experts")
     data = conversations((20, 35, 9, 28))
-    return kit.compare(kit.build(data, pack_size=_PACK)(data), kit.reference.step(data), _leaks(kit, data))
+    return kit.compare_step(data, _leaks(kit, data), pack_size=_PACK)
 
 
-@check("NVIDIA/Megatron-LM#2121", "huggingface/transformers#28505")
+@check("NVIDIA/Megatron-LM#2121", "huggingface/transformers#28505", model="experts")
 def router_ignores_padding(kit: Kit) -> str:
     """Train a mixture of experts with a balancing loss in rows of two sizes; more padding must change nothing.
 
     If padding reaches the router, it counts as tokens and changes the balancing loss, and so what the experts learn.
     """
-    kit.use_model("experts")
     data = conversations((20, 35, 9, 28))
-    kit.compare(kit.build(data, pack_size=_PACK)(data), kit.reference.step(data), {})
+    kit.compare_step(data, {}, pack_size=_PACK)
     first, second = (kit.build(data, pack_size=size, router_loss=0.5)(data) for size in (_PACK, 2 * _PACK))
     plain = kit.reference.step(data)
     if first[1] is None or abs(first[1] - plain[1]) <= NORM_TOLERANCE * plain[1]:
@@ -178,7 +172,7 @@ def router_ignores_padding(kit: Kit) -> str:
     return kit.compare(second, (first[0], first[1]), {})
 
 
-@check("NVIDIA/Megatron-LM#6205", "NVIDIA/Megatron-LM#7278", "NVIDIA-NeMo/Megatron-Bridge#6103")
+@check("NVIDIA/Megatron-LM#6205", "NVIDIA/Megatron-LM#7278", "NVIDIA-NeMo/Megatron-Bridge#6103", model="further")
 def mtp_ignores_padding(kit: Kit) -> str:
     """Train a layer that predicts the token after the next (MTP) on a packed row, and compare with one at a time.
 
@@ -189,7 +183,7 @@ def mtp_ignores_padding(kit: Kit) -> str:
     return _compare_further(kit, dp_size=1)
 
 
-@check("NVIDIA/Megatron-LM#6205", "NVIDIA/Megatron-LM#7278", ranks=2)
+@check("NVIDIA/Megatron-LM#6205", "NVIDIA/Megatron-LM#7278", ranks=2, model="further")
 def mtp_with_tensor_parallel_equals_one_rank(kit: Kit) -> str:
     """Divide such a model (MTP) over two tensor-parallel ranks; loss and gradients must be those of one rank.
 
@@ -200,7 +194,6 @@ def mtp_with_tensor_parallel_equals_one_rank(kit: Kit) -> str:
 
 
 def _compare_further(kit: Kit, **sizes: int) -> str:
-    kit.use_model("further")
     data, share = conversations((20, 35, 9, 28)), 0.5
     # Where all is trained, what follows the end of a conversation in a row is trained too.
     data[1::2] = [{**one, "labels": [-100, *one["input_ids"][1:]]} for one in data[1::2]]
@@ -223,29 +216,23 @@ def _compare_further(kit: Kit, **sizes: int) -> str:
 @check("pytorch/torchtitan#1750", "meta-pytorch/torchtune#2641", ranks=2)
 def tensor_parallel_equals_one_rank(kit: Kit) -> str:
     """Divide a dense model between two tensor-parallel ranks; loss and gradients must equal those of one rank."""
-    return _compare_layout(kit, experts=False, dp_size=1, tp_size=2)
+    return kit.compare_step(conversations(_UNEVEN), {}, pack_size=_PACK, dp_size=1, tp_size=2)
 
 
-@check("pytorch/pytorch#160285", ranks=2)
+@check("pytorch/pytorch#160285", ranks=2, model="experts")
 def expert_parallel_equals_one_rank(kit: Kit) -> str:
     """Divide experts between two data-parallel ranks; loss and gradients must equal those of one rank."""
-    return _compare_layout(kit, experts=True, dp_size=2, ep_size=2)
+    return kit.compare_step(conversations(_UNEVEN), {}, pack_size=_PACK, dp_size=2, ep_size=2)
 
 
-@check("NVIDIA/Megatron-LM#5916", ranks=2)
+@check("NVIDIA/Megatron-LM#5916", ranks=2, model="experts")
 def experts_with_tensor_parallel_equal_one_rank(kit: Kit) -> str:
     """Divide a model with experts between two tensor-parallel ranks; expert gradients must be summed over both.
 
     With sequence parallelism, each rank sees half of the tokens. If every rank holds all experts and their gradients
     are not summed, each rank trains the experts on its half.
     """
-    return _compare_layout(kit, experts=True, dp_size=1, tp_size=2)
-
-
-def _compare_layout(kit: Kit, *, experts: bool, **sizes: int) -> str:
-    kit.use_model("experts" if experts else "model")
-    data = conversations(_UNEVEN)
-    return kit.compare(kit.build(data, pack_size=_PACK, **sizes)(data), kit.reference.step(data), {})
+    return kit.compare_step(conversations(_UNEVEN), {}, pack_size=_PACK, dp_size=1, tp_size=2)
 
 
 @check("huggingface/peft#1836", "huggingface/trl#386")
@@ -270,11 +257,11 @@ def lora_equals_merged(kit: Kit) -> str:
     return kit.compare((loss, None), merged, {"the loss of the base": base})
 
 
-def _means(kit: Kit, groups: dict[str, Any]) -> dict[str, tuple[float, float]]:
+def _means(kit: Kit, groups: dict[str, Any]) -> Mistakes:
     return {f"the mean of the means of {name}": kit.reference.mean_of_means(each) for name, each in groups.items()}
 
 
-def _leaks(kit: Kit, data: list[Tokens]) -> dict[str, tuple[float, float]]:
+def _leaks(kit: Kit, data: list[Tokens]) -> Mistakes:
     """Return the figures of one long conversation in place of several, and of the labels at its joints alone."""
     joined = {name: [value for one in data for value in one[name]] for name in ("input_ids", "labels")}
     cut = {**joined, "labels": [value for one in data for value in [-100, *one["labels"][1:]]]}
@@ -290,20 +277,16 @@ def _leaks(kit: Kit, data: list[Tokens]) -> dict[str, tuple[float, float]]:
     }
 
 
-def _misplaced(kit: Kit, data: list[Tokens]) -> dict[str, tuple[float, float]]:
+def _misplaced(kit: Kit, data: list[Tokens]) -> Mistakes:
     """Return the figures of labels, and of masks, that are a token late or early."""
-    pairs = [(one["input_ids"], one["labels"]) for one in data]
-    late, early = ([[-100, *labels] for _, labels in pairs], [[*labels[1:], -100] for _, labels in pairs])
-    moved = {
-        "labels that are not shifted": [([*ids, 0], labels) for (ids, _), labels in zip(pairs, late, strict=True)],
-        "labels that are shifted twice": [(ids, labels) for (ids, _), labels in zip(pairs, early, strict=True)],
-    }
-    for name, masks in (("late", late), ("early", early)):
-        moved[f"a mask that is a token {name}"] = [
-            (ids, [token if flag != -100 else -100 for token, flag in zip(ids, mask, strict=False)])
-            for (ids, _), mask in zip(pairs, masks, strict=True)
-        ]
-    return {
-        name: kit.reference.step([{"input_ids": ids, "labels": labels} for ids, labels in each])
-        for name, each in moved.items()
-    }
+    moved: dict[str, list[Tokens]] = {}
+    for one in data:
+        ids, labels = one["input_ids"], one["labels"]
+        late, early = [-100, *labels], [*labels[1:], -100]
+        of = {"labels that are not shifted": ([*ids, 0], late), "labels that are shifted twice": (ids, early)}
+        for name, mask in (("late", late), ("early", early)):
+            kept = [token if flag != -100 else -100 for token, flag in zip(ids, mask, strict=False)]
+            of[f"a mask that is a token {name}"] = ids, kept
+        for name, (tokens, targets) in of.items():
+            moved.setdefault(name, []).append({"input_ids": tokens, "labels": targets})
+    return {name: kit.reference.step(each) for name, each in moved.items()}

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, silu
 
 from harness.conformance.target import Tokens
 
+Shape = tuple[int, ...]
 END, PAD = "<|im_end|>", "<|endoftext|>"
 SPECIAL = ("<|im_start|>", END, PAD)
 VOCAB_SIZE = 256 + len(SPECIAL) + 5  # a multiple of 8
@@ -45,31 +46,33 @@ _CONFIG: dict[str, Any] = {
     "eos_token_id": 256 + SPECIAL.index(END),
     "pad_token_id": 256 + SPECIAL.index(PAD),
 }
-# Of a Mixtral, where it differs from a Llama.
-_MIXTURE: dict[str, Any] = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "num_local_experts": _EXPERTS,
-    "num_experts_per_tok": _CHOSEN,
-    "sliding_window": None,
-    "router_aux_loss_coef": 0.0,
-    "output_router_logits": False,
+# Kinds of models, where they differ from a Llama.
+_KINDS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "experts": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": _EXPERTS,
+        "num_experts_per_tok": _CHOSEN,
+        "sliding_window": None,
+        "router_aux_loss_coef": 0.0,
+        "output_router_logits": False,
+    },
+    # With a layer of the gated delta rule and one of attention.
+    "scans": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": _KEY_HEADS,
+        "linear_num_value_heads": _HEADS,
+        "linear_key_head_dim": _HEAD_SIZE,
+        "linear_value_head_dim": _HEAD_SIZE,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _BASE, "partial_rotary_factor": 0.25},
+    },
+    # A layer of multi-token prediction in the names of DeepSeek-V3; others read the Llama alone.
+    "further": {"num_nextn_predict_layers": 1},
 }
-# Of a Qwen3.5 with a layer of the gated delta rule and one of attention, where it differs from a Llama.
-_SCANS: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": _KEY_HEADS,
-    "linear_num_value_heads": _HEADS,
-    "linear_key_head_dim": _HEAD_SIZE,
-    "linear_value_head_dim": _HEAD_SIZE,
-    "linear_conv_kernel_dim": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": _BASE, "partial_rotary_factor": 0.25},
-}
-# A Llama with a layer of multi-token prediction in the names of DeepSeek-V3; others read the Llama alone.
-_FURTHER: dict[str, Any] = {"num_nextn_predict_layers": 1}
-_KINDS: dict[str, dict[str, Any]] = {"model": {}, "experts": _MIXTURE, "scans": _SCANS, "further": _FURTHER}
 # ChatML with tools as JSON, tool results in a turn of their own, and marks around what an assistant says.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -89,23 +92,33 @@ def write_model(folder: Path, *, kind: str) -> None:
     in training, so that what should change nothing shows where it does.
     """
     folder.mkdir(parents=True)
-    rng, arrays, experts = np.random.default_rng(5), {}, kind == "experts"
-    sizes = {"q": _HEADS * _HEAD_SIZE, "k": _KEY_HEADS * _HEAD_SIZE, "v": _KEY_HEADS * _HEAD_SIZE}
-    shapes = {"model.embed_tokens": (VOCAB_SIZE, _HIDDEN), "model.norm": (_HIDDEN,), "lm_head": (VOCAB_SIZE, _HIDDEN)}
+    rng, arrays = np.random.default_rng(5), {}
+    inner, of_keys = _HEADS * _HEAD_SIZE, _KEY_HEADS * _HEAD_SIZE
+    whole = (VOCAB_SIZE, _HIDDEN)
+    shapes: dict[str, Shape] = {"model.embed_tokens": whole, "model.norm": (_HIDDEN,), "lm_head": whole}
     for layer in range(_LAYERS + (kind == "further")):
         at = f"model.layers.{layer}."
-        shapes |= {f"{at}self_attn.{name}_proj": (size, _HIDDEN) for name, size in sizes.items()}
-        shapes |= {f"{at}self_attn.o_proj": (_HIDDEN, sizes["q"])}
-        if kind == "scans":
-            _use_scans(shapes, at, layer)
-        if experts:
+        if kind == "scans" and layer == 0:
+            mixed = inner + 2 * of_keys
+            rows = {"in_proj_qkv": mixed, "in_proj_z": inner, "in_proj_b": _HEADS, "in_proj_a": _HEADS}
+            mixer: dict[str, Shape] = {f"linear_attn.{name}": (size, _HIDDEN) for name, size in rows.items()}
+            mixer |= {"linear_attn.out_proj": (_HIDDEN, inner), "linear_attn.conv1d": (mixed, 1, 4)}
+            mixer |= {"linear_attn.norm": (_HEAD_SIZE,), **{f"linear_attn.{name}": (_HEADS,) for name in _DECAYS}}
+        else:
+            rows = {"q": inner * (1 + (kind == "scans")), "k": of_keys, "v": of_keys}  # those of scans are gated
+            mixer = {f"self_attn.{name}_proj": (size, _HIDDEN) for name, size in rows.items()}
+            mixer |= {"self_attn.o_proj": (_HIDDEN, inner)}
+            mixer |= {f"self_attn.{name}_norm": (_HEAD_SIZE,) for name in "qk" if kind == "scans"}
+        shapes |= {f"{at}{name}": shape for name, shape in mixer.items()}
+        if kind == "experts":
             shapes[f"{at}block_sparse_moe.gate"] = (_EXPERTS, _HIDDEN)
-        for gate, down, up in _mlp_names(at, experts):
+        for gate, down, up in _mlp_names(at, kind == "experts"):
             shapes |= {gate: (_MIDDLE, _HIDDEN), down: (_HIDDEN, _MIDDLE), up: (_MIDDLE, _HIDDEN)}
-        shapes |= {f"{at}{name}_layernorm": (_HIDDEN,) for name in ("input", "post_attention")}
+        norms = ["input_layernorm", "post_attention_layernorm"]
         if layer == _LAYERS:
-            shapes |= {f"{at}{name}": (_HIDDEN,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            norms += ["enorm", "hnorm", "shared_head.norm"]
             shapes[f"{at}eh_proj"] = (_HIDDEN, 2 * _HIDDEN)
+        shapes |= {f"{at}{name}": (_HIDDEN,) for name in norms}
     for name, shape in sorted(shapes.items()):
         values = rng.normal(0.0, 0.2, shape) + (len(shape) == 1)
         is_decay = name.endswith(_DECAYS)
@@ -123,22 +136,6 @@ def write_model(folder: Path, *, kind: str) -> None:
     (folder / "config.json").write_text(json.dumps(_CONFIG | _KINDS[kind]))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": _CONFIG["eos_token_id"]}))
     write_tokenizer(folder)
-
-
-def _use_scans(shapes: dict[str, tuple[int, ...]], at: str, layer: int) -> None:
-    """Give a layer of `scans` its parts in place of attention's: the first has a scan, the other gated queries."""
-    inner = _HEADS * _HEAD_SIZE
-    if layer:
-        shapes[f"{at}self_attn.q_proj"] = (2 * inner, _HIDDEN)
-        shapes |= {f"{at}self_attn.{name}_norm": (_HEAD_SIZE,) for name in "qk"}
-        return
-    for name in [name for name in shapes if name.startswith(f"{at}self_attn.")]:
-        del shapes[name]
-    mixed = inner + 2 * _KEY_HEADS * _HEAD_SIZE
-    inputs = {"qkv": mixed, "z": inner, "b": _HEADS, "a": _HEADS}
-    shapes |= {f"{at}linear_attn.in_proj_{name}": (size, _HIDDEN) for name, size in inputs.items()}
-    shapes |= {f"{at}linear_attn.out_proj": (_HIDDEN, inner), f"{at}linear_attn.conv1d": (mixed, 1, 4)}
-    shapes |= {f"{at}linear_attn.norm": (_HEAD_SIZE,), **{f"{at}linear_attn.{name}": (_HEADS,) for name in _DECAYS}}
 
 
 def _mlp_names(at: str, experts: bool) -> list[tuple[str, ...]]:

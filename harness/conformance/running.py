@@ -94,7 +94,7 @@ class TargetProcess:
         settings = {"target": self.target, "command": self.command, "checks": names, "folder": str(folder.resolve())}
         (folder / "settings.json").write_text(json.dumps(settings))
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        module = ["-m", "harness.conformance.worker", str((folder / "settings.json").resolve())]
+        module = ["-m", "harness.conformance.command", str((folder / "settings.json").resolve())]
         path = os.pathsep.join(filter(None, (str(folder.resolve() / "path"), os.environ.get("PYTHONPATH"))))
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": path}
         with (folder / "log.txt").open("w") as log:

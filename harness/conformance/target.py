@@ -83,15 +83,12 @@ class Target(Protocol):
                 and a chat template; for `mtp_loss`, the Llama has a third layer, in DeepSeek-V3's names.
             data: a file with one conversation per line, as JSON with `input_ids` and `labels`.
         """
-        ...
 
     def evaluate(self, batch: Sequence[Tokens]) -> float:
         """Return the loss that the trainer reports for a validation set, with one conversation or row per batch."""
-        ...
 
     def merge(self, folder: Path) -> None:
         """Write the weights with the adapters merged into them, as float32 in the files of Hugging Face."""
-        ...
 
     def rows(self, steps: int | None) -> list[list[Tokens]]:
         """Train `steps` steps from the current position in `data`, None for the rest of the epoch.
@@ -100,22 +97,18 @@ class Target(Protocol):
             for each step, the rows that this rank trained, one per microbatch. `position_ids` of a row are optional,
             and checked if present.
         """
-        ...
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of the trainer and of its position in `data`; the folder does not exist yet."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint, right after `build`."""
-        ...
 
     def render(self, records: Sequence[dict[str, Any]]) -> list[Tokens]:
         """Return chats (`messages` and `tools` in OpenAI's form) as the trainer tokenizes and masks them.
 
         Only assistant messages are to be trained.
         """
-        ...
 
 
 def load_target(spec: str) -> Any:

@@ -13,7 +13,6 @@ Importing this package imports no training framework.
 from __future__ import annotations
 
 from harness.integrations.dialects import DIALECTS, DialectError, HuggingFaceRow, MegatronRow, Row, require_dialect
-from harness.integrations.fixed_rows import FixedRows, as_packed_rows, require_as_packed
 from harness.integrations.packed_sft import (
     GPTSFTPackedDataset,
     GPTSFTPackedMemmapDataset,
@@ -22,7 +21,7 @@ from harness.integrations.packed_sft import (
     open_packed_writer,
 )
 from harness.integrations.registry import INTEGRATIONS, Integration, missing_packages, require
-from harness.integrations.stream import RankStream
+from harness.integrations.stream import FixedRows, RankStream, as_packed_rows, require_as_packed
 
 __all__ = [
     "DIALECTS",

@@ -129,8 +129,7 @@ class HuggingFaceRow(Row):
         stops = np.cumsum(lengths + 1)
         is_last = np.zeros(int(stops[-1]), dtype=np.bool_)
         is_last[stops - 1] = True
-        is_first = np.zeros_like(is_last)
-        is_first[stops - lengths - 1] = True
+        is_first = np.roll(is_last, 1)
         input_ids = np.empty(is_last.shape[0], dtype=np.int64)
         input_ids[~is_last] = row.tokens
         input_ids[is_last] = row.labels[np.cumsum(lengths) - 1]

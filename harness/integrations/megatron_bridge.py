@@ -26,7 +26,7 @@ from harness.checks import bounded, check_numbers
 from harness.errors import ConfigError
 from harness.formats import open_dataset
 from harness.integrations import FixedRows, RankStream, as_packed_rows, require, require_as_packed
-from harness.integrations.fixed_rows import saved_position
+from harness.integrations.stream import saved_position
 from harness.loader import LoaderConfig, RankLayout
 from harness.megatron.batch import padding_argument
 from harness.megatron.job.runtime import place_in_groups
@@ -41,8 +41,8 @@ from megatron.bridge.training.state import GlobalState
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches
 
-# Settings of the loader that Bridge has already.
-_OF_BRIDGE = ("global_batch_size", "num_workers", "persistent_workers", "seed")
+# Settings of the loader that a dataset of Bridge has already, beside the global batch size.
+_OF_BRIDGE = ("num_workers", "persistent_workers", "seed")
 
 
 @dataclass(kw_only=True)
@@ -95,12 +95,21 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
 
         Raise HarnessError for a layout or a batch size that does not fit, or a dataset that cannot be read.
         """
-        layout = self._layout()
-        size = get_current_global_batch_size()
-        evaluation_steps = context.test_samples // size
+        layout, size, pad_to = self._layout(), get_current_global_batch_size(), self.seq_length
+        evaluation_steps, pin = context.test_samples // size, bool(self.pin_memory) and torch.cuda.is_available()
 
         def rows(path: str | None, wanted: int, steps: int | None) -> BridgeRows | None:
-            return None if path is None or wanted == 0 else self._open(path, layout, size, evaluation_steps=steps)
+            if path is None or wanted == 0:
+                return None
+            reader = open_dataset(path)
+            # Evaluations read the first packs as they are stored.
+            config = self._loader_config(size, **({} if steps is None else {"shuffle": False, "drop_last": False}))
+            schedule = as_packed_rows(
+                reader.pack_offsets, reader.sequence_lengths, layout, pad_rows_to=pad_to, setting="dataset.seq_length"
+            )
+            stream = RankStream(reader, config, schedule=schedule, layout=layout)
+            fixed = FixedRows(stream, rows_per_step=size // layout.dp_size, pad_rows_to=pad_to)
+            return BridgeRows(fixed, self, pin_memory=pin, repeat_steps=steps)
 
         return (
             rows(self.path, context.train_samples, None),
@@ -108,33 +117,14 @@ class HarnessDataset(DatasetProvider):  # type: ignore[misc]
             rows(self.test_path, context.test_samples, evaluation_steps),
         )
 
-    def _open(self, path: str, layout: RankLayout, batch_size: int, *, evaluation_steps: int | None) -> BridgeRows:
-        reader = open_dataset(path)
-        # Evaluations read the first packs as they are stored.
-        changes = {} if evaluation_steps is None else {"shuffle": False, "drop_last": False}
-        config = self._loader_config(batch_size, **changes)
-        size = self.seq_length
-        schedule = as_packed_rows(
-            reader.pack_offsets, reader.sequence_lengths, layout, pad_rows_to=size, setting="dataset.seq_length"
-        )
-        stream = RankStream(reader, config, schedule=schedule, layout=layout)
-        rows = FixedRows(stream, rows_per_step=batch_size // layout.dp_size, pad_rows_to=size)
-        pin = bool(self.pin_memory) and torch.cuda.is_available()
-        return BridgeRows(rows, self, pin_memory=pin, repeat_steps=evaluation_steps)
-
     def _loader_config(self, size: int, **changes: Any) -> LoaderConfig:
-        known = [one.name for one in fields(LoaderConfig) if one.name not in _OF_BRIDGE]
+        known = [one.name for one in fields(LoaderConfig) if one.name not in ("global_batch_size", *_OF_BRIDGE)]
         for name in self.loader:
             if name not in known:
                 what = f"the loader has no setting {name!r}, or Bridge and dataset.seed set it"
                 raise ConfigError(what, where="dataset.loader", fix=f"choose one of {', '.join(known)}")
-        return LoaderConfig(
-            global_batch_size=size,
-            seed=self.seed,
-            num_workers=self.num_workers,
-            persistent_workers=self.persistent_workers,
-            **{**self.loader, **changes},
-        )
+        own = {name: getattr(self, name) for name in _OF_BRIDGE}
+        return LoaderConfig(global_batch_size=size, **own, **{**self.loader, **changes})
 
     def _layout(self) -> RankLayout:
         if not parallel_state.model_parallel_is_initialized():
@@ -169,13 +159,9 @@ class BridgeRows:
     def __init__(
         self, rows: FixedRows, dataset: HarnessDataset, *, pin_memory: bool, repeat_steps: int | None = None
     ) -> None:
-        self._rows = rows
-        self._dataset = dataset
-        self._pin_memory = pin_memory
-        self._repeat_steps = repeat_steps
-        self._start = rows.state_dict()
-        self._is_placed = False
-        self._num_steps = 0
+        self._rows, self._dataset, self._pin_memory = rows, dataset, pin_memory
+        self._repeat_steps, self._num_steps = repeat_steps, 0
+        self._start, self._is_placed = rows.state_dict(), False
 
     def __iter__(self) -> Self:
         return self
@@ -185,8 +171,14 @@ class BridgeRows:
             what = "Bridge reads the rows in a forward step without their padding mask and without their position"
             fix = "use this module's forward step: from harness.integrations.megatron_bridge import forward_step"
             raise ConfigError(what, where="the forward step of finetune or pretrain", fix=fix)
-        if self._rows.starts_step:
-            self._begin_step()
+        if self._rows.starts_step and self._repeat_steps is not None:
+            if self._num_steps == self._repeat_steps:
+                self._rows.load_state_dict(self._start)
+                self._num_steps = 0
+            self._num_steps += 1
+        elif self._rows.starts_step and get_num_microbatches() != self._rows.rows_per_step:
+            what = f"the step has {get_num_microbatches()} microbatches, but the data was opened for "
+            raise _changing_batch_size(f"{what}{self._rows.rows_per_step}")
         batch = bridge_batch(next(self._rows))
         return {key: value.pin_memory() for key, value in batch.items()} if self._pin_memory else batch
 
@@ -236,16 +228,6 @@ class BridgeRows:
         roots = [root.parent if root.name.startswith("iter_") else root for root in roots]
         saved = [self._dataset.dataloader_save] if self._dataset.dataloader_save else []
         return [*saved, *(str(folder) for root in roots for folder in (root / "energon", root))]
-
-    def _begin_step(self) -> None:
-        if self._repeat_steps is not None:
-            if self._num_steps == self._repeat_steps:
-                self._rows.load_state_dict(self._start)
-                self._num_steps = 0
-            self._num_steps += 1
-        elif get_num_microbatches() != self._rows.rows_per_step:
-            what = f"the step has {get_num_microbatches()} microbatches, but the data was opened for "
-            raise _changing_batch_size(f"{what}{self._rows.rows_per_step}")
 
 
 def forward_step(state: GlobalState, data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:

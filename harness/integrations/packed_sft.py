@@ -39,9 +39,6 @@ class GPTSFTDataset:
         tokenizer: checked against the vocabulary that the dataset records, if it has a `vocab_size`; kept as it is.
         seq_length: tokens that a pack may have; None for the dataset's `pack_size`.
 
-    Attributes:
-        reader: the open dataset.
-
     Raises:
         FormatError: the dataset cannot be opened.
         ConfigError: it has another format than the class, longer packs, or tokens that the tokenizer does not have.

@@ -1,19 +1,28 @@
-"""A resumable stream of this rank's batches: what every adapter is made of."""
+"""A resumable stream of this rank's batches, what every adapter is made of; and its rows one at a time.
+
+Trainers that fix the number of microbatches beforehand read the same number of rows in every step.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Self
 
-from harness.errors import LoaderError
+import numpy as np
+
+from harness.errors import CheckpointError, ConfigError, LoaderError, ScheduleError
 from harness.formats import PackReader, open_dataset
 from harness.formats.reader import require_plain
 from harness.loader import Blend, JoinedReader, Loader, LoaderConfig, LoaderState, RankBatch, RankLayout, RunData
 from harness.printing import count_of
+from harness.records import Int64Array
 from harness.schedule import ScheduleConfig, SequenceCost
+from harness.thd import ThdBatch, pad_row, padded_lengths, zero_loss_row
 
 
 class RankStream:
@@ -23,14 +32,11 @@ class RankStream:
     with any global batch size. A batch counts as consumed once it is yielded: save after its optimizer step.
 
     Attributes:
-        config, layout: as given.
-        state: the position after the batch that was yielded last.
         num_steps_per_epoch: global batches of one epoch; None for a blend with weights, which has no end.
 
     Args:
         data: an open dataset, its path (as `open_dataset` takes it), or the data of a run (`open_datasets`), with its
             blend and tokenizer.
-        config: see LoaderConfig.
         schedule: how sequences become rows; None for the defaults of ScheduleConfig.
         layout: the place of this rank; None for data parallelism alone, as `dp_rank` and `dp_size` give it.
         dp_rank, dp_size: rank and number of ranks, without a layout; optional in a job of one rank.
@@ -62,15 +68,9 @@ class RankStream:
                 tokenizer = reader.manifest.provenance.tokenizer_hash
         require_plain(reader, "the loop of another trainer")
         self.config = config
-        self._settings: dict[str, Any] = {
-            "reader": reader,
-            "config": config,
-            "schedule": schedule,
-            "layout": layout and replace(layout, shares_rows=False),
-            "cost": cost,
-            "tokenizer": tokenizer,
-            "blend": blend,
-        }
+        self._settings: dict[str, Any] = {"reader": reader, "config": config, "schedule": schedule, "cost": cost}
+        self._settings |= {"layout": layout and replace(layout, shares_rows=False), "tokenizer": tokenizer}
+        self._settings["blend"] = blend
         self._loader: Loader | None = None
         # Settings and data are checked here, not at the first step.
         first = Loader(**self._settings, dp_rank=dp_rank, dp_size=dp_size)
@@ -151,3 +151,131 @@ class RankStream:
             raise LoaderError(what, where=where, fix="read a stream with one iterator at a time")
 
         return batches()
+
+
+class FixedRows:
+    """Yields this rank's rows of a stream one by one, `rows_per_step` of every global batch.
+
+    A global batch at the end of an epoch may have fewer packs: rows that train nothing fill it up, so that all ranks
+    run the same number of microbatches.
+
+    Args:
+        stream: with the schedule `as_packed` and a global batch of at most rows_per_step * dp_size packs.
+        rows_per_step: microbatches of a step on this rank.
+        pad_rows_to: pad every row to this many tokens; None leaves each at its length.
+        one_epoch: end with the epoch of the stream's position; otherwise there is no end.
+    """
+
+    def __init__(
+        self, stream: RankStream, *, rows_per_step: int, pad_rows_to: int | None = None, one_epoch: bool = False
+    ) -> None:
+        self.rows_per_step, self._pad_rows_to = rows_per_step, pad_rows_to
+        self._stream, self._one_epoch = stream, one_epoch
+        self._batches: Iterator[RankBatch] | None = None
+        self._rows: deque[ThdBatch] = deque()
+        self._position = stream.state  # before the step of these rows
+
+    @property
+    def starts_step(self) -> bool:
+        """True where the next row is the first one of a step."""
+        return not self._rows
+
+    def __iter__(self) -> Iterator[ThdBatch]:
+        return self
+
+    def __next__(self) -> ThdBatch:
+        if self._rows:
+            return self._rows.popleft()
+        self._position = self._stream.state
+        if self._batches is None:
+            self._batches = self._stream.one_epoch() if self._one_epoch else iter(self._stream)
+        batch = next(self._batches)
+        if len(batch.rows) > self.rows_per_step:
+            what = f"a global batch contains {len(batch.rows)} microbatches, but the trainer runs {self.rows_per_step}"
+            fix = "open the data with the global batch size of the trainer"
+            raise ScheduleError(what, where=f"epoch {batch.epoch}, step {batch.step_in_epoch}", fix=fix)
+        missing = self.rows_per_step - len(batch.rows)
+        rows = [*batch.rows, *(zero_loss_row(self._stream.layout.pad_to_multiple) for _ in range(missing))]
+        self._rows.extend(rows if self._pad_rows_to is None else [pad_row(row, self._pad_rows_to) for row in rows])
+        return self._rows.popleft()
+
+    def position(self) -> dict[str, int | str]:
+        """Return the position after the last step whose rows were all taken: the same on every rank."""
+        return asdict(self._position if self._rows else self._stream.state)
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the position after the steps so far; raise LoaderError if only some rows of a step were taken."""
+        if self._rows:
+            what = f"the position was requested within a step: {self.rows_per_step - len(self._rows)} of its "
+            what += f"{self.rows_per_step} rows were read"
+            fix = "save between steps; the data and the trainer must use the same global batch size"
+            raise LoaderError(what, where="state_dict", fix=fix)
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move to a position that `state_dict` returned, on any number of ranks; see `RankStream.load_state_dict`."""
+        self.close()
+        self._stream.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the workers; reading again continues after the last step whose rows were all taken."""
+        if self._rows:
+            self._stream.state = self._position
+        self._rows.clear()
+        self._batches = None
+        self._stream.close()
+
+
+def require_as_packed(schedule: str, *, trainer: str, setting: str) -> None:
+    """Raise ConfigError for a schedule whose number of microbatches changes from step to step."""
+    if schedule == "as_packed":
+        return
+    what = f"{trainer} fixes the number of microbatches before it reads a step, and the schedule is {schedule}"
+    raise ConfigError(what, where=setting, fix="choose as_packed, which trains every stored pack as one row")
+
+
+def as_packed_rows(
+    pack_offsets: Int64Array, sequence_lengths: Any, layout: RankLayout, *, pad_rows_to: int | None, setting: str
+) -> ScheduleConfig:
+    """Return the settings of `as_packed` with rows that hold every pack of a dataset.
+
+    Args:
+        pad_rows_to: tokens that a row is padded to; None for rows as long as their pack.
+        setting: name of `pad_rows_to` for errors.
+
+    Raises:
+        ConfigError: `pad_rows_to` cannot be cut as the layout cuts rows, or a pack has more tokens.
+    """
+    if pad_rows_to is not None and pad_rows_to % layout.pad_to_multiple:
+        what = f"{setting} is {pad_rows_to:,}, but this layout pads to multiples of {layout.pad_to_multiple}"
+        where = f"tensor parallelism {layout.tp_size}, context parallelism {layout.cp_size}"
+        raise ConfigError(what, where=where, fix=f"set it to a multiple of {layout.pad_to_multiple}")
+    tokens = np.add.reduceat(padded_lengths(sequence_lengths, layout.pad_to_multiple), pack_offsets[:-1])
+    longest = int(tokens.max())
+    if pad_rows_to is not None and longest > pad_rows_to:
+        larger = int(np.count_nonzero(tokens > pad_rows_to))
+        what = f"pack {int(np.argmax(tokens)):,} of the dataset requires {longest:,} tokens, but a row holds "
+        what += f"{pad_rows_to:,}; {larger:,} of {tokens.shape[0]:,} packs do not fit"
+        enough = -(-longest // layout.pad_to_multiple) * layout.pad_to_multiple
+        raise ConfigError(what, where=setting, fix=f"set it to {enough:,} or more, or prepare smaller packs")
+    return ScheduleConfig(name="as_packed", max_tokens_per_rank=-(-(pad_rows_to or longest) // layout.cp_size))
+
+
+def saved_position(folders: Sequence[str], step: int, *, where: str, fix: str) -> dict[str, Any]:
+    """Return the position in the data that Megatron-LM or Megatron-Bridge saved with the checkpoint of a step.
+
+    Of `folders`, the first that has one counts; `where` are their settings. CheckpointError if none can be read.
+    """
+    import torch
+
+    files = (Path(folder, f"iter_{step:07d}").rglob("train_dataloader_dprank*.pt") for folder in folders)
+    # The position is the same on every rank: any file will do.
+    found = next((path for some in files for path in sorted(some)), None)
+    if found is None:
+        what = f"training continues after step {step}, but its position in the data is missing"
+        raise CheckpointError(what, where=", ".join(folders) or where, fix=fix)
+    try:
+        return dict(torch.load(found, weights_only=True)["dataloader_state_dict"])
+    except Exception as error:
+        what = f"the position in the data cannot be read: {error!r}"
+        raise CheckpointError(what, where=str(found), fix=f"resume from another checkpoint, or {fix}") from error

@@ -93,12 +93,8 @@ class HarnessDataLoader(BaseDataLoader):  # type: ignore[misc]
         schedule = as_packed_rows(
             reader.pack_offsets, reader.sequence_lengths, layout, pad_rows_to=seq_len, setting="training.seq_len"
         )
-        self._rows = FixedRows(
-            RankStream(reader, settings, schedule=schedule, layout=layout),
-            rows_per_step=size // dp_world_size,
-            pad_rows_to=seq_len,
-            one_epoch=not config.infinite,
-        )
+        stream, count = RankStream(reader, settings, schedule=schedule, layout=layout), size // dp_world_size
+        self._rows = FixedRows(stream, rows_per_step=count, pad_rows_to=seq_len, one_epoch=not config.infinite)
         self._local_batch_size, self._pin_memory = local_batch_size, config.pin_memory and torch.cuda.is_available()
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:

@@ -39,7 +39,12 @@ def cell_result(
         recorded = recorded_run(cell.run_folder(folder))
         steps, placement = recorded.steps, placement_of(recorded, cell.run_folder(folder), cell.case.ranks)
         if not reason and cell.plan.program == ISOLATION:
-            checks = [isolation_check(cell.record(folder))]
+            lines = map(json.loads, cell.record(folder).read_text().splitlines())
+            findings = [finding for line in lines for finding in line["findings"]]
+            more = f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
+            difference = Difference(findings[0] + more, field="isolation") if findings else None
+            why = "changing a document leaves everything of the others the same bit for bit"
+            checks = [Check("isolation", not findings, 0.0, None, why, difference)]
         elif not reason and cell.reference is not None:
             if finished[cell.reference].reason:
                 reason = f"its reference, {cell.reference}, failed"
@@ -54,22 +59,21 @@ def cell_result(
                 checks = compare_runs(expected, found, tolerances, same_layout=cell.layout == reference.layout)
     except FormatError as error:
         steps, checks, reason = [], [], reason or f"{error.what} ({error.where})"
-    status = status_of(reason, checks)
-    return CellResult(
-        name=cell.name,
-        check=cell.check,
-        axes=cell.case.axes,
-        reference=cell.reference,
-        status=status,
-        command=cell.command(folder, known[cell.start] if cell.start else None),
-        checks=checks,
-        series=series_of(steps),
-        reason=reason or (f"log: {cell.log_file(folder)}" if status == "different" else ""),
-        seconds=outcome.seconds,
-        tokens_per_s=tokens_per_second(steps),
-        peak_memory_bytes=outcome.peak_memory_bytes,
-        placement=placement,
-    )
+    of_cell = {"name": cell.name, "check": cell.check, "axes": cell.case.axes, "reference": cell.reference}
+    measured = {"seconds": outcome.seconds, "peak_memory_bytes": outcome.peak_memory_bytes, "placement": placement}
+    result = result_of(steps, checks, reason, command=cell.command(folder), **of_cell, **measured)
+    return replace(result, reason=f"log: {cell.log_file(folder)}") if result.status == "different" else result
+
+
+def result_of(steps: Sequence[StepMetrics], checks: list[Check], reason: str, **known: Any) -> CellResult:
+    """Return a result with the status, series and speed that follow from its steps, checks and reason to fail.
+
+    The speed is the median of the steps after the first, which pays for the start; None where there are no others.
+    """
+    status = "failed" if reason else "same" if all(check.passed for check in checks) else "different"
+    series = Series(**{name: [getattr(step, name) for step in steps] for name in Series.__dataclass_fields__})
+    speed = float(np.median([step.tokens_per_s for step in steps[1:]])) if len(steps) > 1 else None
+    return CellResult(status=status, checks=checks, series=series, reason=reason, tokens_per_s=speed, **known)
 
 
 def placement_of(recorded: Recorded, folder: Path, ranks: int) -> dict[str, Any] | None:
@@ -92,27 +96,6 @@ def placement_of(recorded: Recorded, folder: Path, ranks: int) -> dict[str, Any]
     return None
 
 
-def status_of(reason: str, checks: Sequence[Check]) -> str:
-    return "failed" if reason else "same" if all(check.passed for check in checks) else "different"
-
-
-def isolation_check(record: Path) -> Check:
-    findings = [finding for line in record.read_text().splitlines() for finding in json.loads(line)["findings"]]
-    more = f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
-    difference = Difference(findings[0] + more, field="isolation") if findings else None
-    reason = "changing a document leaves everything of the others the same bit for bit"
-    return Check("isolation", not findings, 0.0, None, reason, difference)
-
-
-def series_of(steps: Sequence[StepMetrics]) -> Series:
-    return Series(**{name: [getattr(step, name) for step in steps] for name in Series.__dataclass_fields__})
-
-
-def tokens_per_second(steps: Sequence[StepMetrics]) -> float | None:
-    """Return the median of the steps after the first, which pays for the start; None where there are no others."""
-    return float(np.median([step.tokens_per_s for step in steps[1:]])) if len(steps) > 1 else None
-
-
 def environment(device: str) -> dict[str, str]:
     """Return the device, machine, versions and commit that a report is made with."""
     name = f"cpu ({platform.processor() or platform.machine()})"
@@ -126,17 +109,14 @@ def environment(device: str) -> dict[str, str]:
         "machine": f"{platform.node()}, {platform.platform()}, {platform.machine()}",
         "python": platform.python_version(),
     }
-    return {**facts, **installed_versions(_PACKAGES), "commit": _commit()}
-
-
-def _commit() -> str:
     describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= with changes"]
     command = ["git", "-C", str(Path(harness.__file__).parent.parent), *describe]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() or "not a git checkout"
     except OSError:
-        return "git is not installed"
-    return done.stdout.strip() or "not a git checkout"
+        commit = "git is not installed"
+    return {**facts, **installed_versions(_PACKAGES), "commit": commit}
 
 
 def command_line() -> str:

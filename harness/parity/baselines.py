@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, FormatError, os_errors_as
-from harness.parity.assemble import environment, series_of, status_of, tokens_per_second
-from harness.parity.compare import Tolerances, compare_runs
+from harness.parity.assemble import environment, result_of
+from harness.parity.compare import PLACES, Tolerances, compare_runs
 from harness.parity.locate import Recorded, recorded_run
-from harness.parity.overlay import PLACES
 from harness.parity.result import CellResult, Check, ParityReport
 from harness.settings import from_plain
 from harness.storage import write_atomically
@@ -44,10 +43,6 @@ class Baseline:
     settings: dict[str, Any]
     steps: list[StepMetrics]
     digests: list[StepDigests]
-
-    def recorded(self) -> Recorded:
-        """Return the records to compare with; without the data, the expected value at a position is unknown."""
-        return Recorded(self.steps, lambda: self.digests, lambda step, row, index: {})
 
 
 def baseline_path(name: str, folder: Path) -> Path:
@@ -107,15 +102,9 @@ def read_baseline(path: Path) -> Baseline:
         values = json.loads(text)
         if values["schema"] > SCHEMA:
             raise ValueError(f"schema {values['schema']} is above {SCHEMA}, the newest of this version")
-        return Baseline(
-            name=from_plain(str, values["name"]),
-            created=from_plain(str, values["created"]),
-            environment=from_plain(dict[str, str], values["environment"]),
-            tolerances=from_plain(Tolerances, values["tolerances"]),
-            settings=values["settings"],
-            steps=[from_plain(StepMetrics, step["metrics"]) for step in values["steps"]],
-            digests=[from_json(step["data"]) for step in values["steps"]],
-        )
+        metrics = [line["metrics"] for line in values["steps"]]
+        baseline = from_plain(Baseline, {**values, "steps": metrics, "digests": []}, lenient=True)
+        return replace(baseline, digests=[from_json(line["data"]) for line in values["steps"]])
     except (*MISREAD, ConfigError) as error:
         fix = "restore it from the repository's history"
         what = f"this is not a baseline: {getattr(error, 'what', error)}"
@@ -157,32 +146,24 @@ def _report(
     """Compare the run in `run` with the baseline at `path`, with the baseline's own tolerances where none are given."""
     checks: list[Check] = []
     cells: list[CellResult] = []
-    reason, steps, env = "", [], environment(_device_of(run))
+    reason, steps, env = "", list[StepMetrics](), environment(_device_of(run))
+    baseline_name = f"baseline {name}"
     try:
         baseline = read_baseline(path)
-        made, series = {"made": baseline.created}, series_of(baseline.steps)
-        cells.append(CellResult(f"baseline {name}", "baseline", made, None, "same", f"see {path}", series=series))
+        of = {"check": "baseline", "axes": {"made": baseline.created}, "reference": None, "command": f"see {path}"}
+        # Its steps have no times.
+        cells.append(replace(result_of(baseline.steps, [], "", name=baseline_name, **of), tokens_per_s=None))
         env |= {f"baseline {key}": value for key, value in baseline.environment.items() if env.get(key) != value}
         recorded = recorded_run(run)
         steps = recorded.steps
         if steps:
-            checks = compare_runs(baseline.recorded(), recorded, tolerances or baseline.tolerances)
+            # Without the data, the expected value at a position is unknown.
+            reference = Recorded(baseline.steps, lambda: baseline.digests, lambda step, row, index: {})
+            checks = compare_runs(reference, recorded, tolerances or baseline.tolerances)
         else:
             reason = f"the run completed no step ({run})"
     except FormatError as error:
         reason = f"{error.what} ({error.where}); {error.fix}"
-    cells.append(
-        CellResult(
-            name=f"run {run.name}",
-            check="baseline",
-            axes={"run": str(run)},
-            reference=f"baseline {name}",
-            status=status_of(reason, checks),
-            command=command,
-            checks=checks,
-            series=series_of(steps),
-            reason=reason,
-            tokens_per_s=tokens_per_second(steps),
-        )
-    )
+    of = {"check": "baseline", "axes": {"run": str(run)}, "reference": baseline_name, "command": command}
+    cells.append(result_of(steps, checks, reason, name=f"run {run.name}", **of))
     return ParityReport(title, datetime.now(UTC).isoformat(timespec="seconds"), command, env, cells)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import ConfigError
 from harness.parity.compare import IDENTICAL, Tolerances
 from harness.train import METRICS_FILE
+from harness.train.lines import whole_lines
 
 # Record of an isolation check: a line a turn (equal passes, the batch, each of four documents, the padding).
 ISOLATION_FILE, ISOLATION_TURNS = "isolation.jsonl", 7
 # Settings of a case that are not settings of `recipes.sft`.
-FORMAT, VERSION, KIND = "format", "version", "kind"
-_OWN = (FORMAT, VERSION, KIND)
+FORMAT, VERSION, KIND = _OWN = ("format", "version", "kind")
 _NAMED_BY_VALUE = (FORMAT, VERSION, "parallel", "schedule", "schedule.name")
 _LONGEST_NAME = 255
+# Recipes that a cell runs; a run's folder has a file that grows by a line a step.
+TRAINING, ISOLATION, REFERENCE = (f"harness.recipes.{name}" for name in ("sft", "isolation", "reference"))
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,6 @@ def parse_case(text: str, *, where: str = "cases") -> RunCase:
     return RunCase(int(ranks), tuple(overrides))
 
 
-# Recipes that a cell runs; a run's folder has a file that grows by a line a step.
-TRAINING, ISOLATION, REFERENCE = (f"harness.recipes.{name}" for name in ("sft", "isolation", "reference"))
-
-
 @dataclass(frozen=True)
 class CheckPlan:
     """Properties of all cells of one check.
@@ -87,12 +86,13 @@ _ALONE = CheckPlan(IDENTICAL)
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the matrix.
+    """One run of the matrix; methods return paths in the folder of the matrix.
 
     Attributes:
         reference: name of the cell that it is compared with; None for a reference.
         steps: steps that it makes, with those of the cell that it starts from.
         dataset: the data; when it changes, a finished cell is run again.
+        start: name of the cell whose run it begins with a copy of.
         is_reported: False for a cell that others only start from.
     """
 
@@ -124,11 +124,13 @@ class Cell:
         return [self.python, *(many if self.case.ranks > 1 else [])]
 
     def folder(self, matrix: Path) -> Path:
-        """Return the cell's folder in the folder of the matrix; its run is in `run`, its log in `log.txt`."""
         return matrix / "cells" / _folder_name(self.name)
 
     def run_folder(self, matrix: Path) -> Path:
         return self.folder(matrix) / "run"
+
+    def start_folder(self, matrix: Path) -> Path | None:
+        return None if self.start is None else matrix / "cells" / _folder_name(self.start) / "run"
 
     def log_file(self, matrix: Path) -> Path:
         return self.folder(matrix) / "log.txt"
@@ -137,10 +139,15 @@ class Cell:
         """Return the file that grows by a line a step."""
         return self.run_folder(matrix) / (ISOLATION_FILE if self.plan.program == ISOLATION else METRICS_FILE)
 
-    def command(self, matrix: Path, start: Cell | None) -> str:
+    def steps_made(self, matrix: Path) -> int:
+        with suppress(OSError):
+            return sum(1 for _ in whole_lines(self.record(matrix)))
+        return 0
+
+    def command(self, matrix: Path) -> str:
         """Return the shell command that runs this cell alone again, in a folder next to its own."""
-        again = self.folder(matrix) / "again"
-        copy = f"cp -r {shlex.quote(str(start.run_folder(matrix)))} {shlex.quote(str(again))} && " if start else ""
+        again, start = self.folder(matrix) / "again", self.start_folder(matrix)
+        copy = f"cp -r {shlex.quote(str(start))} {shlex.quote(str(again))} && " if start else ""
         run = [*self.launcher, "-m", self.plan.program, *self.overrides, f"run_dir={again}"]
         return f"{copy}OMP_NUM_THREADS=1 {shlex.join(run)}"
 
@@ -173,25 +180,25 @@ def plan_check(
         needs = "a case" if is_alone else "a reference and a case to compare with it"
         what = f"check {check} has {len(parsed)} cases to run, but requires {needs}"
         raise ConfigError(what, where=f"{check}, max_ranks", fix="list cases, the reference first, or allow more ranks")
-    names = [f"{check}: {case.name}" for case in parsed]
-    folders = list(map(_folder_name, names))
-    for name, folder in zip(names, folders, strict=True):
+    folders = [_folder_name(f"{check}: {case.name}") for case in parsed]
+    total, start = steps, None
+    if plan.from_checkpoint:
+        total, start = steps + steps_before, f"{check}: start"
+    cells: list[Cell] = []
+    for folder, case in zip(folders, parsed, strict=True):
+        name = f"{check}: {case.name}"
         if folders.count(folder) > 1:
             raise ConfigError(f"two cases are named {name!r}, or alike", where=check, fix="omit one of them")
         if (size := len(folder.encode())) > _LONGEST_NAME:
             what = f"the name of a case takes {size} bytes, but a folder's name has at most {_LONGEST_NAME}"
             raise ConfigError(what, where=name, fix="put its settings into a file of a group, such as parallel=NAME")
-    total = steps + (steps_before if plan.from_checkpoint else 0)
-    start = f"{check}: start" if plan.from_checkpoint else None
-    cells = []
-    for name, case in zip(names, parsed, strict=True):
         dataset = _choose(datasets, case.value_of(FORMAT), check, "datasets")
         cells.append(
             Cell(
                 name=name,
                 check=check,
                 case=case,
-                reference=None if name == names[0] or is_alone else names[0],
+                reference=cells[0].name if cells and not is_alone else None,
                 settings=(f"data.path={dataset}", *settings, f"optimizer.decay_steps={total}", *case.settings),
                 steps=total,
                 python=_choose(pythons, case.value_of(VERSION), check, "versions"),

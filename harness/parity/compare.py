@@ -1,22 +1,35 @@
-"""Compare a run with a reference: data, steps, counts, losses and gradient norms, each as one check."""
+"""Compare a run with a reference: its data, steps, counts, losses and norms as checks; or its curves and settings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from harness.checks import CheckedSettings, bounded
-from harness.errors import FormatError
+from harness.errors import ConfigError, FormatError
 from harness.parity.locate import Recorded, data_difference, placement_difference
 from harness.parity.result import Check, Difference
-from harness.train import StepMetrics
+from harness.paths import explain_path, is_run
+from harness.settings import flatten
+from harness.train import METRICS_FILE, StepMetrics, read_metrics
+from harness.train.folder import SETTINGS_FILE, read_settings
+from harness.train.metrics import validation_losses
 
 # Columns that are equal on every layout, with any workers and in every format.
 EXACT = ("trained_tokens", "tokens", "epoch", "packs_consumed")
 # Of the routers of a mixture of experts: counts, and numbers that are computed.
 EXACT_EXPERTS = ("routed_tokens", "shared_tokens", "bias_tokens")
 EXPERTS = ("load", "worst_load", "entropy", "aux_loss", "bias")
+# Returns values of a step by name, those first that explain most.
+Read = Callable[[StepMetrics], Mapping[str, float | None]]
+# Settings of where a run is, which differ between any two.
+PLACES = ("name", "run_dir", "runs", "resume")
 
 
 @dataclass
@@ -55,21 +68,36 @@ def compare_runs(
         checks.append(_check_data("placement", reference, run, placement_difference))
     made, both = {step.step: step for step in run.steps}, (*reference.steps, *run.steps)
     pairs = [(step, made[step.step]) for step in reference.steps if step.step in made]
+
+    def compare(name: str, read: Read, limit: float, reason: str, exact: Sequence[str] = (), of: str = "") -> Check:
+        """Compare values of all steps, and name the first that differs; those in `exact` must be equal."""
+        difference, largest = None, 0.0
+        for expected, actual in pairs:
+            before, after = read(expected), read(actual)
+            for column in dict.fromkeys((*before, *after)):
+                wanted, got = before.get(column), after.get(column)
+                size, is_exact = relative_difference(wanted, got), column in exact
+                largest = max(largest, 0.0 if is_exact else size)
+                if size > (0.0 if is_exact else limit) and difference is None:
+                    message = f"step {expected.step}: {column}{of} is {_format(got)}, not {_format(wanted)}"
+                    allowed = f"at most {limit:g}" if limit else "expected bit-identical"
+                    message += "" if is_exact else f" (relative difference {size:.1e}, {allowed})"
+                    difference = Difference(message, step=expected.step, field=column, expected=wanted, found=got)
+        known = largest if math.isfinite(largest) else None
+        return Check(name, difference is None, limit, known, reason, difference)
+
     checks.append(_check_steps(reference.steps, run.steps))
-    counts = _check_values("trained_tokens", pairs, _read(*EXACT), 0.0, "counts are whole numbers", exact=EXACT)
+    counts = compare("trained_tokens", _read(*EXACT), 0.0, "counts are whole numbers", EXACT)
     checks.append(replace(counts, largest=None))
-    limit, reason = tolerances.loss, tolerances.reason
+    most, reason = tolerances.loss, tolerances.reason
     if any(step.experts for step in both):
-        checks.append(
-            _check_values("experts", pairs, _statistics, limit, reason, exact=EXACT_EXPERTS, of=" of the experts")
-        )
+        checks.append(compare("experts", _statistics, most, reason, EXACT_EXPERTS, " of the experts"))
     if any(step.source_losses for step in both):
-        checks.append(_check_values("sources", pairs, lambda step: step.source_losses, limit, reason, of=" loss"))
+        checks.append(compare("sources", lambda step: step.source_losses, most, reason, of=" loss"))
     if any(step.mtp_losses for step in both):
-        checks.append(_check_values("mtp", pairs, _further, limit, reason, exact=("mtp_tokens",)))
-    for column, most in {"loss": limit, "validation_loss": limit, "grad_norm": tolerances.grad_norm}.items():
-        read = _validations if column == "validation_loss" else _read(column)
-        check = _check_values(column, pairs, read, most, reason)
+        checks.append(compare("mtp", _further, most, reason, ("mtp_tokens",)))
+    for column, limit in {"loss": most, "validation_loss": most, "grad_norm": tolerances.grad_norm}.items():
+        check = compare(column, _validations if column == "validation_loss" else _read(column), limit, reason)
         if not pairs:
             nothing = Difference(f"no step has a {column} to compare", field=column)
             check = replace(check, passed=False, largest=None, difference=nothing)
@@ -100,39 +128,7 @@ def _check_steps(reference: Sequence[StepMetrics], run: Sequence[StepMetrics]) -
     return Check("steps", difference is None, 0.0, None, "the same steps in the same order", difference)
 
 
-def _check_values(
-    name: str,
-    pairs: Sequence[tuple[StepMetrics, StepMetrics]],
-    read: Callable[[StepMetrics], Mapping[str, float | None]],
-    limit: float,
-    reason: str,
-    *,
-    exact: Sequence[str] = (),
-    of: str = "",
-) -> Check:
-    """Compare the values of steps by name, and name the first that differs.
-
-    Args:
-        read: returns the values of a step, those first that explain most.
-        limit: largest relative difference; those named in `exact` are equal.
-    """
-    difference, largest = None, 0.0
-    for expected, actual in pairs:
-        before, after = read(expected), read(actual)
-        for column in dict.fromkeys((*before, *after)):
-            wanted, got = before.get(column), after.get(column)
-            size, is_exact = relative_difference(wanted, got), column in exact
-            largest = max(largest, 0.0 if is_exact else size)
-            if size > (0.0 if is_exact else limit) and difference is None:
-                message = f"step {expected.step}: {column}{of} is {_format(got)}, not {_format(wanted)}"
-                allowed = f"at most {limit:g}" if limit else "expected bit-identical"
-                message += "" if is_exact else f" (relative difference {size:.1e}, {allowed})"
-                difference = Difference(message, step=expected.step, field=column, expected=wanted, found=got)
-    known = largest if math.isfinite(largest) else None
-    return Check(name, difference is None, limit, known, reason, difference)
-
-
-def _read(*columns: str) -> Callable[[StepMetrics], Mapping[str, float | None]]:
+def _read(*columns: str) -> Read:
     return lambda step: {column: getattr(step, column) for column in columns}
 
 
@@ -178,3 +174,110 @@ def on_device(tolerances: Tolerances, device: str, *, num_ranks: int = 1) -> Tol
     if tolerances == IDENTICAL and num_ranks > 1:
         return Tolerances(reason="sums over several ranks are taken in the order in which their parts arrive")
     return tolerances
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """The steps of a run so far, at least one, and its settings by their dotted names."""
+
+    name: str
+    steps: list[StepMetrics]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CurveDifference:
+    """One curve of two runs over the steps that have a value in both.
+
+    Attributes:
+        last: values of both at the last of these steps.
+        largest, largest_step: largest relative difference, and the step that has it.
+        first: first step whose difference is above the tolerance, with both values; None if there is none, or the
+            curve is not judged.
+    """
+
+    curve: str
+    steps: list[int]
+    last: tuple[float, float]
+    largest: float
+    largest_step: int
+    mean: float
+    first: tuple[int, float, float] | None
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """A run and the one that it is compared with.
+
+    Attributes:
+        curves: loss first, then validation sets, then grad_norm, which is not judged.
+        other_data: first common step that trained on other data, by its counts; None if there is none.
+    """
+
+    reference: str
+    run: str
+    curves: list[CurveDifference]
+    settings: dict[str, tuple[Any, Any]]
+    other_data: int | None
+
+    @property
+    def first(self) -> CurveDifference | None:
+        """The curve that is above the tolerance at the earliest step; None where the runs are the same."""
+        return min((each for each in self.curves if each.first), key=lambda each: each.first or (), default=None)
+
+
+def read_curves(folder: Path) -> RunCurves:
+    """Read the curves of a run's folder; a step that is being written is left out.
+
+    Raises:
+        ConfigError: the folder is not that of a run, or the run has no step yet.
+        FormatError: its files are damaged.
+    """
+    if not is_run(folder):
+        usual = ("there is no run in this folder", "use the folder of a run, such as runs/sft-001")
+        what, fix = explain_path(folder, expected="a run") or usual
+        raise ConfigError(what, where=str(folder), fix=fix)
+    settings = flatten(read_settings(folder / SETTINGS_FILE))
+    steps = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else []
+    if not steps:
+        raise ConfigError("the run has not completed a step yet", where=str(folder), fix="wait for its first step")
+    return RunCurves(str(folder), steps, settings)
+
+
+def compare_curves(reference: RunCurves, run: RunCurves, *, tolerance: float) -> RunComparison:
+    """Compare a run with another over the steps that both have; raise ConfigError if there is none."""
+    before, after = ({step.step: step for step in one.steps} for one in (reference, run))
+    common = sorted(before.keys() & after.keys())
+    if not common:
+        ranges = " and ".join(f"{min(steps)} to {max(steps)}" for steps in (before, after))
+        fix = "compare runs from their first step; a run that was resumed in another folder has only its own steps"
+        raise ConfigError(f"no common steps: {ranges}", where=f"{reference.name} and {run.name}", fix=fix)
+
+    def values_of(column: str) -> list[dict[int, float]]:
+        return [{step: getattr(metrics, column) for step, metrics in steps.items()} for steps in (before, after)]
+
+    curves = [_compare_curve("loss", values_of("loss"), tolerance)]
+    sets = validation_losses(reference.steps), validation_losses(run.steps)
+    curves += [
+        _compare_curve(name, [losses, sets[1][name]], tolerance)
+        for name, losses in sets[0].items()
+        if losses.keys() & sets[1].get(name, {}).keys()
+    ]
+    curves.append(_compare_curve("grad_norm", values_of("grad_norm"), None))
+    counts = attrgetter(*EXACT)
+    other = (step for step in common if counts(before[step]) != counts(after[step]))
+    names = [name for name in {**reference.settings, **run.settings} if name not in PLACES]
+    pairs = {name: (reference.settings.get(name), run.settings.get(name)) for name in names}
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return RunComparison(reference.name, run.name, curves, differing, next(other, None))
+
+
+def _compare_curve(curve: str, both: Sequence[Mapping[int, float]], tolerance: float | None) -> CurveDifference:
+    before, after = both
+    steps = sorted(before.keys() & after.keys())
+    pairs = [(before[step], after[step]) for step in steps]
+    sizes = [relative_difference(*pair) for pair in pairs]
+    largest = int(np.argmax(sizes))
+    above = (number for number, size in enumerate(sizes) if tolerance is not None and size > tolerance)
+    first = next(((steps[number], *pairs[number]) for number in above), None)
+    return CurveDifference(curve, steps, pairs[-1], sizes[largest], steps[largest], float(np.mean(sizes)), first)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,12 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config
 
-from harness.loader import RankLayout
 from harness.megatron.batch import RowTensors, run_row, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_model
 from harness.parity.cells import ISOLATION_FILE
-from harness.plan import ParallelConfig, SftConfig
+from harness.plan import SftConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
 
@@ -60,8 +59,7 @@ def check_isolation(config: SftConfig) -> list[str]:
         folder = None if config.run_dir is None else Path(config.run_dir)
         if folder is not None:
             runtime.on_rank_0(lambda: folder.mkdir(parents=True, exist_ok=True))
-        check = IsolationCheck.of_job(config, job)
-        for turn, new in check.turns():
+        for turn, new in IsolationCheck(config, job).turns():
             findings += new
             if job.rank == 0 and folder is not None:
                 with (folder / ISOLATION_FILE).open("a") as file:
@@ -69,57 +67,34 @@ def check_isolation(config: SftConfig) -> list[str]:
     return findings
 
 
-def sample_documents(vocab_size: int) -> list[SequenceView]:
-    """Return four documents of different lengths with random tokens and masks, the same every time."""
-    rng = np.random.default_rng(3)
-    documents = []
-    for length in _DOCUMENT_TOKENS:
-        mask = np.ones(length, dtype=np.uint8)
-        mask[rng.integers(0, length, size=length // 3)] = 0
-        mask[-1] = 0
-        documents.append(SequenceView(rng.integers(0, vocab_size - 1, size=length).astype(np.int32), mask))
-    return documents
-
-
-@dataclass
 class IsolationCheck:
-    """Checks one model on one layout; every rank of the job makes the same calls.
+    """Checks the model of a run's settings, with random weights; every rank of the job makes the same calls.
+
+    Its row has four documents of different lengths with random tokens and masks, the same every time.
 
     Attributes:
-        chunks: from `build_model`; initial weights of a large standard deviation show more.
-        pad_to_multiple: each is padded to a multiple of this many tokens.
+        chunks: from `build_model`.
+        pad_to_multiple: each document is padded to a multiple of this many tokens.
     """
 
-    chunks: list[DistributedDataParallel]
-    sequences: Sequence[SequenceView]
-    parallel: ParallelConfig
-    layout: RankLayout
-    device: torch.device
-    pad_to_multiple: int
-    vocab_size: int
-    row: ThdBatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.row = build_thd_batch(self.sequences, pad_to_multiple=self.pad_to_multiple)
-
-    @classmethod
-    def of_job(cls, config: SftConfig, job: runtime.Runtime) -> IsolationCheck:
-        """Build the model of a run's settings, with random weights, and a row of sample documents."""
+    def __init__(self, config: SftConfig, job: runtime.Runtime) -> None:
         # Biases of experts that move after a pass would change the next one.
         still: dict[str, Any] = {"expert_bias_rate": 0.0} if config.model.num_experts else {}
         model = replace(config.model, init_std=_INIT_STD, **still)
-        vocab_size = model.vocab_size or _VOCABULARY
-        layout = join(config.parallel, job.world_size)
-        return cls(
-            build_model(model, config.parallel, vocab_size=vocab_size, device=job.device),
-            sample_documents(vocab_size),
-            parallel=config.parallel,
-            layout=layout,
-            device=job.device,
-            # Four at least, so that there is padding to change on every layout.
-            pad_to_multiple=int(np.lcm(config.parallel.pad_to_multiple, 4)),
-            vocab_size=vocab_size,
-        )
+        self.parallel, self.device, self.vocab_size = config.parallel, job.device, model.vocab_size or _VOCABULARY
+        self.layout = join(self.parallel, job.world_size)
+        self.chunks = build_model(model, self.parallel, vocab_size=self.vocab_size, device=job.device)
+        # Four at least, so that there is padding to change on every layout.
+        self.pad_to_multiple = int(np.lcm(self.parallel.pad_to_multiple, 4))
+        rng = np.random.default_rng(3)
+        self.sequences: list[SequenceView] = []
+        for length in _DOCUMENT_TOKENS:
+            mask = np.ones(length, dtype=np.uint8)
+            mask[rng.integers(0, length, size=length // 3)] = 0
+            mask[-1] = 0
+            ids = rng.integers(0, self.vocab_size - 1, size=length).astype(np.int32)
+            self.sequences.append(SequenceView(ids, mask))
+        self.row = build_thd_batch(self.sequences, pad_to_multiple=self.pad_to_multiple)
 
     def run(self, prepare: Prepare = to_device) -> list[str]:
         """Return the findings of all ranks; `prepare` makes this rank's tensors of a row: tests plant defects here."""
@@ -138,7 +113,15 @@ class IsolationCheck:
         for changed in [*range(len(self.sequences)), PADDING]:
             findings = []
             if (owners == changed).any():
-                findings = self._find_leaks(before, self._train(self._with_changed(changed), prepare), owners, changed)
+                after = self._train(self._with_changed(changed), prepare)
+                for (place, values), (_, others) in zip(before, after, strict=True):
+                    held = self._part_of_rank(owners, values.shape[0])
+                    differ = (values != others).flatten(1).any(dim=1).cpu().numpy()
+                    # Values at padding belong to no document; its owner is the document that it follows.
+                    leaked = np.unique(held[differ & (held != changed) & (held != PADDING)])
+                    if leaked.size:
+                        names = ", ".join(map(str, leaked))
+                        findings.append(f"{place}: changing {_describe(changed)} changed document(s) {names}")
             yield _describe(changed), _of_all_ranks(findings)
 
     def _owners(self) -> npt.NDArray[np.int64]:
@@ -156,20 +139,6 @@ class IsolationCheck:
         sequences[changed] = replace(old, input_ids=(old.input_ids + 1) % self.vocab_size)
         return build_thd_batch(sequences, pad_to_multiple=self.pad_to_multiple)
 
-    def _find_leaks(
-        self, before: list[Observation], after: list[Observation], owners: npt.NDArray[np.int64], changed: int
-    ) -> list[str]:
-        findings = []
-        for (place, values), (_, others) in zip(before, after, strict=True):
-            held = self._part_of_rank(owners, values.shape[0])
-            differ = (values != others).flatten(1).any(dim=1).cpu().numpy()
-            # Values at padding belong to no document; its owner is the document that it follows.
-            leaked = np.unique(held[differ & (held != changed) & (held != PADDING)])
-            if leaked.size:
-                names = ", ".join(map(str, leaked))
-                findings.append(f"{place}: changing {_describe(changed)} changed document(s) {names}")
-        return findings
-
     def _part_of_rank(self, whole: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
         """Return the part of a row's [T] field where this rank has `tokens` of them, by slow slicing."""
         held = _slice_for_rank(whole, self.row.cu_seqlens_padded, self.layout.cp_size, self.layout.cp_rank)
@@ -180,15 +149,15 @@ class IsolationCheck:
     def _check_fields(self, prepare: Prepare) -> list[str]:
         """Compare the batch on this rank with one made document by document."""
         layout, pad_to_multiple = self.layout, self.pad_to_multiple
-        columns: dict[str, list[npt.NDArray[Any]]] = {"tokens": [], "labels": [], "position_ids": [], "loss_mask": []}
+        columns: dict[str, list[npt.NDArray[Any]]] = {}
         real, padded = [0], [0]
         for sequence in self.sequences:
             length = len(sequence) - 1
             room = -(-length // pad_to_multiple) * pad_to_multiple
-            parts = {"tokens": sequence.input_ids[:-1], "labels": sequence.input_ids[1:]}
-            for name, values in (parts | {"loss_mask": sequence.loss_mask[:-1]}).items():
-                columns[name].append(np.pad(values, (0, room - length)))
-            columns["position_ids"].append(np.arange(room))
+            fields: dict[str, npt.NDArray[Any]] = {"tokens": sequence.input_ids[:-1], "labels": sequence.input_ids[1:]}
+            fields |= {"position_ids": np.arange(room), "loss_mask": sequence.loss_mask[:-1]}
+            for name, values in fields.items():
+                columns.setdefault(name, []).append(np.pad(values, (0, room - len(values))))
             real.append(real[-1] + length)
             padded.append(padded[-1] + room)
         bounds = np.asarray(padded)
@@ -217,32 +186,42 @@ class IsolationCheck:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
+        tensors = prepare(row, self.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank, **further)
         values: dict[str, list[torch.Tensor]] = {}
-
-        def forward(rows: Iterator[ThdBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-            tensors = prepare(next(rows), self.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank, **further)
-            output = run_row(model, tensors)
-
-            def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-                values.setdefault("losses", []).append(losses.detach().transpose(0, 1))
-                total = (losses.float() * tensors.loss_mask).sum()
-                return total, tensors.loss_mask.sum().to(torch.int), total.detach()
-
-            return output, loss
-
-        count, is_one = self.parallel.group_size, len(self.chunks) == 1
-        iterators = [iter([row] * count) for _ in self.chunks]
         with _observe(self.chunks, values):
-            get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iterators[0] if is_one else iterators,
-                model=self.chunks[0] if is_one else self.chunks,
-                num_microbatches=count,
-                seq_length=len(row),
-                micro_batch_size=1,
-                forward_only=False,
-            )
+            reports = run_rows(self.chunks, [tensors] * self.parallel.group_size, len(row))
+        values["losses"] = [report["losses"].transpose(0, 1) for report in reports]
         return [(place, tensor) for place in sorted(values) for tensor in values[place]]
+
+
+def run_rows(
+    chunks: list[DistributedDataParallel], rows: Sequence[RowTensors], seq_length: int
+) -> list[dict[str, torch.Tensor]]:
+    """Run rows forward and backward with Megatron's own calls; return the loss of each, and those of all its tokens.
+
+    The list is empty on stages of a pipeline before the last.
+    """
+
+    def forward(ready: Iterator[RowTensors], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+        row = next(ready)
+
+        def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            total = (losses.float() * row.loss_mask).sum()
+            return total, row.loss_mask.sum().to(torch.int), {"loss": total.detach(), "losses": losses.detach()}
+
+        return run_row(model, row), loss
+
+    iterators, is_one = [iter(rows) for _ in chunks], len(chunks) == 1
+    reports: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iterators[0] if is_one else iterators,
+        model=chunks[0] if is_one else chunks,
+        num_microbatches=len(rows),
+        seq_length=seq_length,
+        micro_batch_size=rows[0].tokens.shape[0],
+        forward_only=False,
+    )
+    return reports
 
 
 def _describe(changed: int) -> str:

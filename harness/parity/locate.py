@@ -75,12 +75,11 @@ def placement_difference(reference: Recorded, run: Recorded) -> Difference | Non
             other = rows.pop((row.microbatch, row.rank), None)
             ids = np.zeros(0, np.int64) if other is None else other.sequences
             if not np.array_equal(row.sequences, ids):
-                at = first_difference(row.sequences, ids)
-                wanted, got = _number(row.sequences, at), _number(ids, at)
+                at, wanted, got = _first(row.sequences, ids)
                 holds = "no sequence" if got is None else f"sequence {got}"
                 lacks = "none" if wanted is None else f"sequence {wanted}"
-                details: dict[str, Any] = {"sequence": wanted, "position": at, "expected": wanted, "found": got}
                 message = f"place {at} of the row contains {holds}, not {lacks}"
+                details: dict[str, Any] = {"sequence": wanted, "position": at, "expected": wanted, "found": got}
                 return _difference_in(row, expected.step, "placement", message, **details)
         if rows:
             return _difference_in(rows[min(rows)], expected.step, "placement", "the reference has no such row")
@@ -100,92 +99,77 @@ def _common_steps(reference: Recorded, run: Recorded) -> Iterator[tuple[StepDige
 def _compare_packs(expected: StepDigests, actual: StepDigests) -> Difference | None:
     if expected.packs == actual.packs and expected.epoch == actual.epoch:
         return None
-    details: dict[str, Any] = {"field": "epoch", "position": 0, "expected": expected.epoch, "found": actual.epoch}
+    field, at = "epoch", 0
+    wanted: float | None = expected.epoch
+    got: float | None = actual.epoch
     message = f"epoch {actual.epoch} is trained, not {expected.epoch}"
     if expected.packs != actual.packs:
-        packs, other = np.asarray(expected.packs), np.asarray(actual.packs)
-        at = first_difference(packs, other)
-        wanted, got = _number(packs, at), _number(other, at)
-        details = {"field": "packs", "position": at, "expected": wanted, "found": got}
-        if expected.epoch == actual.epoch:
+        field, (at, wanted, got) = "packs", _first(np.asarray(expected.packs), np.asarray(actual.packs))
+        if expected.epoch == actual.epoch and wanted is None:
+            message = f"the global batch has an extra pack {got} after the {len(expected.packs)} of the reference"
+        elif expected.epoch == actual.epoch:
             message = f"pack {at} of the global batch is {'missing' if got is None else got}, not {wanted}"
-            if wanted is None:
-                message = f"the global batch has an extra pack {got} after the {packs.shape[0]} of the reference"
-    lost = _place_of_first(expected, set(_ids(expected)) - set(_ids(actual)))
-    if lost is not None:
-        row, index = lost
-        details |= {"microbatch": row.microbatch, "rank": row.rank, "sequence": int(row.sequences[index])}
-        message += f"; sequence {row.sequences[index]} (microbatch {row.microbatch}, rank {row.rank}) is not trained"
+    details: dict[str, Any] = {"field": field, "position": at, "expected": wanted, "found": got}
+    trained = {sequence for sequence, *_ in _places(actual)}
+    if lost := next((place for place in _places(expected) if place[0] not in trained), None):
+        sequence, row, _ = lost
+        details |= {"microbatch": row.microbatch, "rank": row.rank, "sequence": sequence}
+        message += f"; sequence {sequence} (microbatch {row.microbatch}, rank {row.rank}) is not trained"
     return Difference(f"step {expected.step}: {message}", step=expected.step, **details)
 
 
 def _compare_sequences(expected: StepDigests, actual: StepDigests) -> Difference | None:
-    wanted, got = Counter(_ids(expected)), Counter(_ids(actual))
-    if wanted == got:
-        return None
-    changed = {sequence for sequence in wanted | got if wanted[sequence] != got[sequence]}
+    wanted, got = (Counter(sequence for sequence, *_ in _places(step)) for step in (expected, actual))
     # A sequence that should not be there has no place in the reference, only in the run.
-    place = _place_of_first(expected, changed) or _place_of_first(actual, changed)
-    assert place is not None
-    row, index = place
-    sequence = int(row.sequences[index])
-    name = f"sequence {sequence}" if sequence >= 0 else "tokens that are not a sequence of the dataset"
-    message = f"{name} is trained {got[sequence]} times, not {wanted[sequence]}"
-    details: dict[str, Any] = {"sequence": sequence, "expected": wanted[sequence], "found": got[sequence]}
-    return _difference_in(row, expected.step, "sequences", message, **details)
+    for sequence, row, _ in (*_places(expected), *_places(actual)):
+        if wanted[sequence] != got[sequence]:
+            name = f"sequence {sequence}" if sequence >= 0 else "tokens that are not a sequence of the dataset"
+            message = f"{name} is trained {got[sequence]} times, not {wanted[sequence]}"
+            details: dict[str, Any] = {"sequence": sequence, "expected": wanted[sequence], "found": got[sequence]}
+            return _difference_in(row, expected.step, "sequences", message, **details)
+    return None
 
 
 def _compare_values(
     expected: StepDigests, actual: StepDigests, reference: Recorded, run: Recorded
 ) -> Difference | None:
     places: dict[int, list[tuple[RowDigests, int]]] = {}
-    for row, index in _places(actual):
-        places.setdefault(int(row.sequences[index]), []).append((row, index))
-    for row, index in _places(expected):
-        other, place = places[int(row.sequences[index])].pop(0)
+    for sequence, row, index in _places(actual):
+        places.setdefault(sequence, []).append((row, index))
+    for sequence, row, index in _places(expected):
+        other, place = places[sequence].pop(0)
         differs = row.digests[index] != other.digests[place]
-        if row.lengths[index] == other.lengths[place] and not differs.any():
+        lengths = int(row.lengths[index]), int(other.lengths[place])
+        if lengths[0] == lengths[1] and not differs.any():
             continue
-        field = FIELDS[int(np.argmax(differs))] if row.lengths[index] == other.lengths[place] else "boundaries"
-        at: int | None = None
+        column = int(np.argmax(differs))
+        field, at = FIELDS[column] if lengths[0] == lengths[1] else "boundaries", None
         wanted: Any
         got: Any
         values = reference.arrays(expected.step, row, index).get(field)
         others = run.arrays(expected.step, other, place).get(field)
         if field == "boundaries":
-            wanted, got = int(row.lengths[index]), int(other.lengths[place])
-            at = min(wanted, got)
+            at, (wanted, got) = min(lengths), lengths
             message = f"the boundaries contain {got} tokens, not {wanted}"
         elif values is not None and others is not None:
-            at = first_difference(values, others)
-            wanted, got = _number(values, at), _number(others, at)
+            at, wanted, got = _first(values, others)
             message = f"{field} at position {at} is {got}, not {wanted}"
         else:
-            column = FIELDS.index(field)
             wanted, got = f"{row.digests[index, column]:016x}", f"{other.digests[place, column]:016x}"
             message = f"{field} has the digest {got}, not {wanted} (recorded batches would have its position)"
-        sequence = int(row.sequences[index])
         details: dict[str, Any] = {"sequence": sequence, "position": at, "expected": wanted, "found": got}
         return _difference_in(row, expected.step, field, message, place=f", sequence {sequence}", **details)
     return None
 
 
-def _places(step: StepDigests) -> Iterator[tuple[RowDigests, int]]:
-    for row in step.rows:
-        for index in range(row.sequences.shape[0]):
-            yield row, index
+def _places(step: StepDigests) -> Iterator[tuple[int, RowDigests, int]]:
+    """Yield the id of every sequence of a step, its row, and its place there."""
+    return ((sequence, row, index) for row in step.rows for index, sequence in enumerate(row.sequences.tolist()))
 
 
-def _place_of_first(step: StepDigests, sequences: set[int]) -> tuple[RowDigests, int] | None:
-    return next(((row, index) for row, index in _places(step) if int(row.sequences[index]) in sequences), None)
-
-
-def _ids(step: StepDigests) -> list[int]:
-    return [int(row.sequences[index]) for row, index in _places(step)]
-
-
-def _number(values: npt.NDArray[Any], index: int) -> float | int | None:
-    if index >= values.shape[0]:
-        return None
-    value = values[index].item()
-    return int(value) if float(value).is_integer() else float(value)
+def _first(values: npt.NDArray[Any], others: npt.NDArray[Any]) -> tuple[int, float | int | None, float | int | None]:
+    """Return the place of the first difference and both values there; None where an array has ended."""
+    at = first_difference(values, others)
+    found = (each[at].item() if at < each.shape[0] else None for each in (values, others))
+    wanted, got = (int(value) if value is not None and float(value).is_integer() else value for value in found)
+    return at, wanted, got

@@ -57,15 +57,15 @@ def _rules_of(encoder: str) -> MediaRules:
     model, values = read_encoder(encoder)
     if model.kind == "image":
         vision = values["vision_config"]
-        if "image_size" not in vision:
-            numbers = {"patch_size": vision["patch_size"], "merge_size": 2, "temporal_patch_size": 2}
-            token = (2 * vision["patch_size"]) ** 2
-            size = {"shortest_edge": token, "longest_edge": 16 * token}
+        patch, side = vision["patch_size"], vision.get("image_size")
+        if side is None:
+            size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": 16 * (2 * patch) ** 2}
+            numbers = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2}
             numbers |= {"processor": "Qwen2VLImageProcessor", "size": size}
-            return MediaRules(model.rules, {model.kind: int(values[model.token])}, numbers)
-        size = {"height": vision["image_size"], "width": vision["image_size"]}
-        numbers = {"processor": "CLIPImageProcessor", "size": size, "crop_size": size, "do_center_crop": True}
-        numbers["tokens"] = (vision["image_size"] // vision["patch_size"]) ** 2
+        else:
+            size = {"height": side, "width": side}
+            numbers = {"processor": "CLIPImageProcessor", "size": size, "crop_size": size, "do_center_crop": True}
+            numbers["tokens"] = (side // patch) ** 2
     else:
         audio = values["audio_config"]
         numbers = {"feature_size": audio["num_mel_bins"], "sampling_rate": _SAMPLES_PER_S, "hop_length": 160}

@@ -95,10 +95,15 @@ def train_reference(config: SftConfig) -> int:
     model = getattr(_transformers(), name).from_pretrained(
         config.model.init_from, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
+    groups: dict[float, list[torch.Tensor]] = {}
     for weight, values in model.named_parameters():
         # Sinusoids, which the class of the encoder does not train; transformers 5 forgets that when it loads weights.
         values.requires_grad_(not weight.endswith("audio_tower.embed_positions.weight"))
-    adam = _adam(model, optimizer)
+        # Matrices decay, and neither vectors nor biases (those of stacked experts are matrices).
+        decays = values.ndim > 1 and not weight.endswith("bias")
+        groups.setdefault(optimizer.weight_decay if decays else 0.0, []).append(values)
+    params = [{"params": values, "weight_decay": decay} for decay, values in groups.items()]
+    adam = torch.optim.AdamW(params, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
     folder, last = Path(config.run_dir), trainer.last_step
     loader = Loader(data.train, config.loader, schedule=config.schedule, num_steps=last, features=features)
     with (
@@ -139,21 +144,6 @@ def _transformers() -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
-
-
-def _adam(model: torch.nn.Module, optimizer: OptimizerConfig) -> torch.optim.AdamW:
-    """Return an AdamW that decays matrices, and neither vectors nor biases (those of stacked experts are matrices)."""
-    groups: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    for name, values in model.named_parameters():
-        groups[values.ndim > 1 and not name.endswith("bias")].append(values)
-    return torch.optim.AdamW(
-        [
-            {"params": groups[True], "weight_decay": optimizer.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-        betas=(optimizer.beta1, optimizer.beta2),
-        eps=optimizer.eps,
-    )
 
 
 def _learning_rate(optimizer: OptimizerConfig, done: int) -> float:

@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
 from rich.console import Console
@@ -28,10 +27,6 @@ from harness.parity.cells import Cell
 from harness.printing import indented, one_line, redact
 from harness.settings import CONFIGS, load
 from harness.storage import Marker
-from harness.train.lines import whole_lines
-
-if TYPE_CHECKING:
-    import psutil  # a prep machine prints the settings of a matrix without it
 
 _ROOT = Path(harness.__file__).resolve().parent.parent
 _DONE = "cell.json"
@@ -82,29 +77,39 @@ def run_cells(
     with _lock(folder):
         if fresh:
             shutil.rmtree(folder / "cells", ignore_errors=True)
-        known = {cell.name: cell for cell in cells}
         prints = fingerprints(cells)
-        finished: dict[str, Finished] = {}
-        for cell in cells:
-            if (kept := _read_finished(folder, cell, prints[cell.name])) is not None:
-                finished[cell.name] = kept
+        kept = {cell.name: _read_finished(folder, cell, prints[cell.name]) for cell in cells}
+        finished = {name: outcome for name, outcome in kept.items() if outcome is not None}
         batches = [[cell for cell in batch if cell.name not in finished] for batch in _batches(cells)]
         waiting = list(filter(None, batches))
         running: list[CellBatch] = []
         try:
             while waiting or running:
-                _start_batches(waiting, running, folder, slots, known, finished)
-                for batch in list(running):
-                    if _update(batch, folder, prints, finished, timeout_s):
-                        running.remove(batch)
-                        rest = [cell for cell in batch.cells if cell.name not in finished]
-                        if rest:  # cells after one that failed in the same processes
-                            waiting.insert(0, rest)
+                for batch in list(waiting):
+                    starts = [cell.start for cell in batch if cell.start is not None]
+                    taken = sum(other.ranks for other in running)
+                    if any(name not in finished for name in starts):
+                        continue
+                    failed = next((name for name in starts if finished[name].reason), None)
+                    if failed is None and running and taken + batch[0].case.ranks > slots:
+                        continue
+                    waiting.remove(batch)
+                    if failed is None:
+                        running.append(CellBatch(folder, batch))
+                        continue
+                    reason = f"{failed}: {finished[failed].reason}"
+                    finished |= {cell.name: Finished("", reason, 0.0, None) for cell in batch}
+                for job in list(running):
+                    if job.update(prints, finished, timeout_s):
+                        running.remove(job)
+                        # Cells after one that failed in the same processes come next.
+                        left = [cell for cell in job.cells if cell.name not in finished]
+                        waiting[:0] = [left] if left else []
                 watch(finished)
                 time.sleep(_POLL_S if running else 0)
         finally:
-            for batch in running:
-                end_job(batch.process)
+            for job in running:
+                end_job(job.process)
         return finished
 
 
@@ -141,69 +146,6 @@ def _batches(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
     yield from shared.values()
 
 
-def _start_batches(
-    waiting: list[list[Cell]],
-    running: list[CellBatch],
-    folder: Path,
-    slots: int,
-    known: dict[str, Cell],
-    finished: dict[str, Finished],
-) -> None:
-    for cells in list(waiting):
-        starts = {cell.start: known[cell.start] for cell in cells if cell.start}
-        if any(name not in finished for name in starts):
-            continue
-        failed = next((name for name in starts if finished[name].reason), None)
-        if failed is not None:
-            waiting.remove(cells)
-            for cell in cells:
-                finished[cell.name] = Finished("", f"{failed}: {finished[failed].reason}", 0.0, None)
-            continue
-        taken = sum(batch.ranks for batch in running)
-        if running and taken + cells[0].case.ranks > slots:
-            continue
-        waiting.remove(cells)
-        for cell in cells:
-            shutil.rmtree(cell.folder(folder), ignore_errors=True)
-            cell.folder(folder).mkdir(parents=True)
-        running.append(CellBatch(folder, cells, starts))
-
-
-def _update(
-    batch: CellBatch, folder: Path, prints: dict[str, str], finished: dict[str, Finished], timeout_s: float
-) -> bool:
-    """Record the progress of a batch; return True where it has ended."""
-    now = time.monotonic()
-    # The kernel walks every page for it: a twentieth of the time at most.
-    if now - batch.measured >= max(_MEASURE_S, 20 * batch.measuring_s):
-        batch.measure()
-    code = batch.process.poll()
-    late = now - batch.began > timeout_s
-    if late:
-        end_job(batch.process)
-    over = late or code is not None
-    open_cells = [cell for cell in batch.cells if cell.name not in finished]
-    for place, cell in enumerate(open_cells):
-        made = batch.steps_made(cell)
-        follows = place + 1 < len(open_cells)
-        # A run has ended when the next one of its processes has begun; the last one when these end well.
-        done = made == cell.steps and (
-            batch.steps_made(open_cells[place + 1]) > 0 or (over and not late) if follows else code == 0
-        )
-        reason = ""
-        if not done and over:
-            reason = f"ended after {timeout_s:g} s" if late else last_words(batch.cells[0].log_file(folder), code)
-        if not done and not over:
-            break
-        outcome = Finished(prints[cell.name], reason, now - batch.began, batch.peak_memory_bytes or None)
-        batch.began, batch.peak_memory_bytes = now, 0
-        finished[cell.name] = outcome
-        if reason:
-            break
-        (cell.folder(folder) / _DONE).write_text(json.dumps(asdict(outcome)))
-    return over
-
-
 def last_words(log: Path, code: int | None) -> str:
     """Return the error that a failed run printed, or the end of its log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
@@ -217,14 +159,12 @@ def last_words(log: Path, code: int | None) -> str:
 
 def _read_finished(folder: Path, cell: Cell, fingerprint: str) -> Finished | None:
     """Return the outcome of an earlier try, where it ran to its end on today's settings, data and code."""
-    try:
-        done = cell.folder(folder) / _DONE
+    done = cell.folder(folder) / _DONE
+    with suppress(OSError, FormatError):
         finished = replace(load(Finished, done.read_bytes(), where=done), was_kept=True)
-        made = sum(1 for _ in whole_lines(cell.record(folder)))
-    except (OSError, FormatError):
-        return None
-    is_whole = finished.fingerprint == fingerprint and not finished.reason and made == cell.steps
-    return finished if is_whole else None
+        is_whole = finished.fingerprint == fingerprint and not finished.reason
+        return finished if is_whole and cell.steps_made(folder) == cell.steps else None
+    return None
 
 
 @contextmanager
@@ -245,56 +185,66 @@ def _lock(folder: Path) -> Iterator[None]:
 class CellBatch:
     """Cells of one number of ranks that run one after another in the same processes; mostly one cell."""
 
-    def __init__(self, folder: Path, cells: Sequence[Cell], starts: dict[str, Cell]) -> None:
-        self.cells = list(cells)
-        self._folder = folder
-        self.began = time.monotonic()
-        self.measured = self.began
-        self.measuring_s = 0.0  # time of the last measurement
-        self.peak_memory_bytes = 0
-        first = self.cells[0]
+    def __init__(self, folder: Path, cells: Sequence[Cell]) -> None:
+        self.cells, self.ranks, self._folder = cells, cells[0].case.ranks, folder
+        self._log = cells[0].log_file(folder)
+        self._began = self._measured = time.monotonic()
+        self._measuring_s, self._peak_bytes = 0.0, 0
         runs = []
-        for port, cell in zip(free_ports(len(self.cells)), self.cells, strict=True):
-            start = str(starts[cell.start].run_folder(folder)) if cell.start else None
-            runs.append([port, cell.overrides, str(cell.run_folder(folder)), start])
-        listed = first.folder(folder) / "runs.json"
-        listed.write_text(json.dumps({"program": first.plan.program, "runs": runs}))
-        command = [*first.launcher, "-m", "harness.recipes.sft_runs", str(listed)]
+        for port, cell in zip(free_ports(len(cells)), cells, strict=True):
+            shutil.rmtree(cell.folder(folder), ignore_errors=True)
+            cell.folder(folder).mkdir(parents=True)
+            start = cell.start_folder(folder)
+            runs.append([port, cell.overrides, str(cell.run_folder(folder)), start and str(start)])
+        listed = cells[0].folder(folder) / "runs.json"
+        listed.write_text(json.dumps({"program": cells[0].plan.program, "runs": runs}))
+        command = [*cells[0].launcher, "-m", "harness.recipes.sft_runs", str(listed)]
         fix = "set `versions` to the Python of a virtual environment"
-        what = f"the interpreter of {first.name} cannot be started"
-        with os_errors_as(ConfigError, what, where=first.python, fix=fix):
-            self.process = start_job(command, first.log_file(folder))
+        what = f"the interpreter of {cells[0].name} cannot be started"
+        with os_errors_as(ConfigError, what, where=cells[0].python, fix=fix):
+            self.process = start_job(command, self._log)
 
-    @property
-    def ranks(self) -> int:
-        return self.cells[0].case.ranks
+    def update(self, prints: dict[str, str], finished: dict[str, Finished], timeout_s: float) -> bool:
+        """Add the outcomes of cells that have ended to `finished`; return True where the processes have ended."""
+        now = time.monotonic()
+        # The kernel walks every page for it: a twentieth of the time at most.
+        if now - self._measured >= max(_MEASURE_S, 20 * self._measuring_s):
+            self._measure()
+        code, late = self.process.poll(), now - self._began > timeout_s
+        if late:
+            end_job(self.process)
+        over = late or code is not None
+        left = [cell for cell in self.cells if cell.name not in finished]
+        for cell, following in zip(left, [*left[1:], None], strict=True):
+            # A run has ended when the next one of its processes has begun; the last one when these end well.
+            ended = code == 0 if following is None else over and not late
+            ended |= following is not None and following.steps_made(self._folder) > 0
+            done = ended and cell.steps_made(self._folder) == cell.steps
+            if not done and not over:
+                break
+            reason = "" if done else f"ended after {timeout_s:g} s" if late else last_words(self._log, code)
+            outcome = Finished(prints[cell.name], reason, now - self._began, self._peak_bytes or None)
+            self._began, self._peak_bytes = now, 0
+            finished[cell.name] = outcome
+            if reason:
+                break
+            (cell.folder(self._folder) / _DONE).write_text(json.dumps(asdict(outcome)))
+        return over
 
-    def steps_made(self, cell: Cell) -> int:
-        with suppress(OSError):
-            return sum(1 for _ in whole_lines(cell.record(self._folder)))
-        return 0
-
-    def measure(self) -> None:
+    def _measure(self) -> None:
         """Measure the memory of the fullest rank with its workers, where pages that processes share count once."""
         import psutil
 
-        start = time.monotonic()
+        self._measured = time.monotonic()
         with suppress(psutil.Error, OSError):
             top = psutil.Process(self.process.pid)
-            ranks = [top] if self.ranks == 1 else top.children()
-            for rank in ranks:
-                total = sum(_proportional_bytes(process) for process in [rank, *rank.children(recursive=True)])
-                self.peak_memory_bytes = max(self.peak_memory_bytes, total)
-        self.measured = time.monotonic()
-        self.measuring_s = self.measured - start
-
-
-def _proportional_bytes(process: psutil.Process) -> int:
-    import psutil
-
-    with suppress(psutil.Error, OSError, AttributeError):
-        return int(process.memory_full_info().pss)
-    return 0
+            for rank in [top] if self.ranks == 1 else top.children():
+                total = 0
+                for process in [rank, *rank.children(recursive=True)]:
+                    with suppress(psutil.Error, OSError, AttributeError):
+                        total += int(process.memory_full_info().pss)
+                self._peak_bytes = max(self._peak_bytes, total)
+        self._measuring_s = time.monotonic() - self._measured
 
 
 def rank_environment() -> dict[str, str]:

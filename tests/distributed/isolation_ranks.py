@@ -11,48 +11,28 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from harness.config import compose_config
 from harness.megatron.job import runtime
-from harness.megatron.job.runtime import join
-from harness.megatron.model.gpt import build_model
-from harness.parity.isolation import IsolationCheck, sample_documents
+from harness.parity.isolation import IsolationCheck
 from harness.plan.model import ModelConfig
 from harness.plan.settings import SftConfig
 
 from .forked import jobs_of
 from .planted_defects import planted_defects
 
-VOCAB = 256
-MODEL = ModelConfig(
-    num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=4, init_std=0.2
-)
+MODEL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=4)
 
 
 def check(name: str, out: Path, device: str) -> None:
     parallel = compose_config("sft", SftConfig, f"parallel={name}".split()).parallel
     with runtime.start(device, timeout_s=60) as job:
-        layout = join(parallel, job.world_size)
         dtype = "float32" if job.device.type == "cpu" else "bfloat16"
         # A layer at least for each virtual stage: pp4_vpp2 has eight of them.
         stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
         model = replace(MODEL, dtype=dtype, num_layers=max(MODEL.num_layers, stages))
-        chunks = build_model(model, parallel, vocab_size=VOCAB, device=job.device)
-        multiple = int(np.lcm(parallel.pad_to_multiple, 4))
-        checker = IsolationCheck(
-            chunks,
-            sample_documents(VOCAB),
-            parallel=parallel,
-            layout=layout,
-            device=job.device,
-            pad_to_multiple=multiple,
-            vocab_size=VOCAB,
-        )
-        found = {"": checker.run()}
-        found |= {
-            defect: checker.run(prepare) for defect, prepare in planted_defects(layout, parallel, multiple).items()
-        }
+        checker = IsolationCheck(SftConfig(model=model, parallel=parallel), job)
+        defects = planted_defects(checker.layout, parallel, checker.pad_to_multiple)
+        found = {"": checker.run(), **{defect: checker.run(prepare) for defect, prepare in defects.items()}}
     if job.rank == 0:
         with out.open("a") as file:
             file.write(json.dumps({"layout": name, "found": found}) + "\n")

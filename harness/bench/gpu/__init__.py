@@ -1,5 +1,1 @@
-"""`harness bench gpu`: first contact with a machine of GPUs, in resumable parts; on a CPU the same program in full.
-
-Each part is a process (or one a rank) that writes a JSON file; `parts` starts those that have none yet, and makes one
-JSON and one page of all. Read `parts` first, then one part, such as `training`; `environment` has their sizes.
-"""
+"""`harness bench gpu`: first contact with a machine of GPUs; on a CPU the same program in full. Read `parts` first."""

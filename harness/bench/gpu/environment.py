@@ -23,6 +23,7 @@ from harness.bench.workspace import Workspace
 from harness.config import compose_config
 from harness.megatron.job import runtime
 from harness.plan import ModelConfig, ParallelConfig, SftConfig, plan_memory
+from harness.plan.memory import Memory
 
 # Variables that change what is measured.
 _VARIABLES = ("NCCL_", "NVTE_", "CUDA_", "TORCH_", "CUBLAS_", "UB_", "OMP_NUM_THREADS", "PYTORCH_")
@@ -44,11 +45,8 @@ _TINY = ModelConfig(num_layers=2, hidden_size=64, ffn_hidden_size=192, num_atten
 _PEAKS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "H800": 989.0,
+    **dict.fromkeys(("H100", "H200", "H800"), 989.0),  # GH200 too
     "H20": 148.0,
-    "GH200": 989.0,
     "GB200": 2500.0,
     "B200": 2250.0,
     "A100": 312.0,
@@ -79,11 +77,8 @@ def describe_gpus(device: str) -> dict[str, Any]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         known["gpus"].append(f"{properties.name}, {properties.total_memory / 1e9:.1f} GB")
-    known["driver"] = "unknown: there is no nvidia-smi"
-    if (program := shutil.which("nvidia-smi")) is not None:
-        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
-        known["driver"] = (done.stdout.splitlines() or ["unknown"])[0].strip()
+    printed = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    known["driver"] = "unknown: there is no nvidia-smi" if printed is None else printed.partition("\n")[0] or "unknown"
     try:
         import transformer_engine.pytorch  # noqa: F401
 
@@ -183,25 +178,25 @@ def _facts(device: torch.device) -> dict[str, str]:
         with suppress(RuntimeError, AttributeError):
             facts["NCCL"] = ".".join(map(str, of_nccl()))
         facts["compute capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        program = shutil.which("nvidia-smi")
-        if program is not None and torch.cuda.device_count() > 1:
-            done = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, check=False, timeout=60)
-            facts["links"] = done.stdout.strip()
+        if torch.cuda.device_count() > 1 and (links := _nvidia_smi("topo", "-m")) is not None:
+            facts["links"] = links
     for name, module in (("Apex's weight gradient", "fused_weight_gradient_mlp_cuda"), ("flash-attn", "flash_attn")):
         facts[name] = "installed" if importlib.util.find_spec(module) else "not installed"
-    for name, value in sorted(os.environ.items()):
-        if name.startswith(_VARIABLES):
-            facts[name] = value
-    return facts
+    return facts | {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
 
 
-def add_memory(report: BenchReport, device: torch.device, planned_bytes: int) -> None:
+def _nvidia_smi(*options: str) -> str | None:
+    if (program := shutil.which("nvidia-smi")) is None:
+        return None
+    return subprocess.run([program, *options], capture_output=True, text=True, check=False, timeout=60).stdout.strip()
+
+
+def add_memory(report: BenchReport, device: torch.device, planned: Memory) -> None:
     """Add the most memory that tensors took on a GPU, and its ratio to the plan."""
-    if device.type != "cuda":
-        return
-    most = torch.cuda.max_memory_allocated(device)
-    report.add(Figure("most memory of tensors", most / 1e9, "GB"))
-    report.add(Figure("most memory of tensors over `harness plan`", most / planned_bytes, "x"))
+    if device.type == "cuda":
+        most = torch.cuda.max_memory_allocated(device)
+        report.add(Figure("most memory of tensors", most / 1e9, "GB"))
+        report.add(Figure("most memory of tensors over `harness plan`", most / planned.total, "x"))
 
 
 def shape_of(name: str, sizes: Sizes, device: torch.device, *, share: float = 1.0) -> ModelConfig:

@@ -36,9 +36,9 @@ _FIELDS = {"part", "status", "reason", "machine", "host", "size", "seconds", "re
 PARTS: dict[str, tuple[str, int | None]] = {
     "environment": ("environment:measure_environment", 1),
     "links": ("environment:measure_links", None),
-    **{f"attention-{name}": ("attention:measure_attention", 1) for name in ("torch", "flash", "fused", "unfused")},
-    **{f"scan-{name}": ("attention:measure_attention", 1) for name in ("mamba2", "delta")},
-    **{f"layouts-{ranks}": ("layouts:measure_layouts", ranks) for ranks in (1, 2, 4, 8)},
+    **{f"attention-{name}": ("agreement:measure_attention", 1) for name in ("torch", "flash", "fused", "unfused")},
+    **{f"scan-{name}": ("agreement:measure_attention", 1) for name in ("mamba2", "delta")},
+    **{f"layouts-{ranks}": ("agreement:measure_layouts", ranks) for ranks in (1, 2, 4, 8)},
     **{f"step-{shape}": ("training:measure_step", None) for shape in ("1b", "8b")},
     "packed-8b": ("training:measure_packed", 1),
     "checkpoint": ("training:measure_checkpoint", None),

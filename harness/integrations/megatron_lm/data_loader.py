@@ -9,7 +9,7 @@ from typing import Any, cast
 from harness.errors import CheckpointError, ConfigError, ScheduleError
 from harness.formats import PackReader, open_dataset
 from harness.integrations import FixedRows, MegatronRow, RankStream, require
-from harness.integrations.fixed_rows import saved_position
+from harness.integrations.stream import saved_position
 from harness.loader import LoaderConfig, RankLayout
 from harness.megatron.data.feed import readable
 from harness.megatron.job.runtime import place_in_groups
@@ -20,37 +20,27 @@ from harness.thd import padding_multiple
 Provider = Callable[..., tuple["ExternalLoader | None", "ExternalLoader | None", "ExternalLoader | None"]]
 
 
-class ExternalLoader:
+class ExternalLoader(FixedRows):
     """Yields the rows of this rank, one a microbatch, without end; Megatron saves its state in checkpoints.
 
-    Args:
-        num_microbatches: rows of each batch; a batch with fewer, at the end of an epoch, is filled with rows of zero
-            loss.
-        pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
+    Each batch has `num_microbatches` rows, padded to `pad_rows_to` tokens unless that is None; see `FixedRows`.
     """
 
     def __init__(self, stream: RankStream, *, num_microbatches: int, pad_rows_to: int | None = None) -> None:
+        super().__init__(stream, rows_per_step=num_microbatches, pad_rows_to=pad_rows_to)
         self.stream = stream
-        self._rows = FixedRows(stream, rows_per_step=num_microbatches, pad_rows_to=pad_rows_to)
 
-    def __iter__(self) -> ExternalLoader:
-        return self
-
-    def __next__(self) -> MegatronRow:
+    def __next__(self) -> MegatronRow:  # type: ignore[override]
         """Return the next row as tensors (see MegatronRow)."""
-        return MegatronRow.of(next(self._rows)).tensors()
+        return MegatronRow.of(super().__next__()).tensors()
 
     def save_state(self) -> dict[str, int | str]:
         """Return the position after the last global batch all rows of which were read: the same on every rank."""
-        return self._rows.position()
+        return self.position()
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
         """Continue after a position that `save_state` returned, on any number of ranks; see `RankStream`."""
-        self._rows.load_state_dict(state)
-
-    def close(self) -> None:
-        """End the workers."""
-        self._rows.close()
+        self.load_state_dict(state)
 
 
 def datasets_provider(
@@ -141,13 +131,10 @@ def _open(data: PackReader | str, config: LoaderConfig, layout: RankLayout, args
         what = f"--seq-length {args.seq_length} is not a multiple of --context-parallel-size {layout.cp_size}"
         raise ConfigError(what, where="the arguments of Megatron-LM", fix="choose a multiple")
     try:
-        stream = RankStream(
-            # Stages that read nothing need only bounds.
-            cast(PackReader, readable(reader, layout)),
-            config,
-            schedule=ScheduleConfig("as_packed", args.seq_length // layout.cp_size),
-            layout=layout,
-        )
+        # Stages that read nothing need only bounds.
+        source = cast(PackReader, readable(reader, layout))
+        schedule = ScheduleConfig("as_packed", args.seq_length // layout.cp_size)
+        stream = RankStream(source, config, schedule=schedule, layout=layout)
     except ScheduleError as error:
         fix = "raise --seq-length, or prepare smaller packs"
         raise ScheduleError(error.what, where=f"--seq-length {args.seq_length}", fix=fix) from None

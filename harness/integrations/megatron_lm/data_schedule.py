@@ -3,10 +3,8 @@
 Put this module in place of Megatron's. Streams of sequences whose lengths are not known in advance need it; for a
 stored dataset every rank plans from stored lengths and reads its own part, which exchanges nothing.
 
-`wrap_data_iterator` runs once per global batch: it fetches samples, gathers their lengths over data-parallel ranks,
-schedules, sends every sample to its rank and builds rows. `get_batch_on_this_rank_for_sequence_packing` runs once per
-microbatch: it takes the context-parallel slice of a row, broadcasts it over tensor-parallel ranks and makes
-PackedSeqParams and the mask of padding. An error of one rank is raised on every rank.
+`wrap_data_iterator` runs once per global batch, and `get_batch_on_this_rank_for_sequence_packing` once per microbatch.
+An error of one rank is raised on every rank.
 
 Differences from Megatron's: rows may be empty where it fails with "Not enough samples to move" (they train nothing), a
 sequence longer than a row is refused, `cost_balanced` balances ranks by cost, and attention gets the real bounds of
@@ -20,14 +18,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from harness.errors import ConfigError, LoaderError, ScheduleError
@@ -71,6 +71,7 @@ _Field = torch.Tensor | None
 Microbatch = tuple[_Field, _Field, _Field, None, _Field, PackedSeqParams, torch.Tensor]
 
 
+@dataclass(eq=False)
 class BasePackingScheduler:
     """Fetches a global batch, schedules it, and gives every rank its rows.
 
@@ -80,8 +81,6 @@ class BasePackingScheduler:
 
     Args:
         max_seqlen_per_dp_cp_rank: tokens that one rank holds; a row holds cp_size times as many.
-        cp_size: context-parallel ranks that share a row.
-        dp_size: data-parallel ranks.
         microbatch_group_size_per_vp_stage: the number of microbatches becomes a multiple of this; None without virtual
             pipeline stages.
         max_num_seqs: the most sequences of a row; None for any number.
@@ -93,22 +92,13 @@ class BasePackingScheduler:
     name: ClassVar[str]
     shares_rows: ClassVar[bool] = False
     cost = SequenceCost()
-    # Arguments of `padding_multiple`.
-    _parts: Mapping[str, Any] = MappingProxyType({})
 
-    def __init__(
-        self,
-        max_seqlen_per_dp_cp_rank: int,
-        cp_size: int,
-        dp_size: int,
-        microbatch_group_size_per_vp_stage: int | None,
-        max_num_seqs: int | None = None,
-    ) -> None:
-        self.max_seqlen_per_dp_cp_rank = max_seqlen_per_dp_cp_rank
-        self.cp_size = cp_size
-        self.dp_size = dp_size
-        self.microbatch_group_size_per_vp_stage = microbatch_group_size_per_vp_stage
-        self.max_num_seqs = max_num_seqs
+    max_seqlen_per_dp_cp_rank: int
+    cp_size: int
+    dp_size: int
+    microbatch_group_size_per_vp_stage: int | None
+    max_num_seqs: int | None = None
+    _parts: Mapping[str, Any] = field(default_factory=dict, init=False, repr=False)  # arguments of `padding_multiple`
 
     def get_required_sample_keys(self) -> list[str]:
         """Return the entries that every sample needs."""
@@ -124,32 +114,27 @@ class BasePackingScheduler:
             ScheduleError: no row holds a sample, or a row gets more than `max_num_seqs` of them. Megatron would begin
                 another row.
         """
-        numbers = [number for number, _ in sample_id_seqlens]
-        ranks = self.dp_size * self.cp_size
-        cp_size = 1 if self.shares_rows else self.cp_size
+        numbers, lengths = np.asarray(sample_id_seqlens, dtype=np.int64).T
+        ranks, cp_size = self.dp_size * self.cp_size, 1 if self.shares_rows else self.cp_size
         # Samples arrive padded: those that are for all ranks can be shared by any number of them.
         most_padded = padding_multiple(cp_size=largest_share(ranks), **self._parts)
         placed = schedule(
             self.name,
-            np.asarray([length for _, length in sample_id_seqlens], dtype=np.int64),
+            lengths,
             dp_size=ranks // cp_size,
             cp_size=cp_size,
             max_tokens_per_rank=self.max_seqlen_per_dp_cp_rank,
             group_size=self.microbatch_group_size_per_vp_stage or 1,
             cost=self.cost,
-            pads_further=not any(length % most_padded for _, length in sample_id_seqlens),
+            pads_further=not (lengths % most_padded).any(),
         )
-        most = max(
-            len(placed.row(step, rank)) for step in range(placed.num_microbatches) for rank in range(placed.dp_size)
-        )
+        steps = range(placed.num_microbatches)
+        most = max(len(placed.row(step, rank)) for step in steps for rank in range(placed.dp_size))
         if self.max_num_seqs is not None and most > self.max_num_seqs:
             what = f"a row contains {most:,} sequences, more than the maximum of {self.max_num_seqs:,}"
             fix = f"set it to {most:,} or more, or lower config.max_seqlen_per_dp_cp_rank"
             raise ScheduleError(what, where="config.thd_max_packed_sequences", fix=fix)
-        return [
-            [[numbers[index] for index in placed.row(microbatch, rank // cp_size).tolist()] for rank in range(ranks)]
-            for microbatch in range(placed.num_microbatches)
-        ]
+        return [[numbers[placed.row(step, rank // cp_size)].tolist() for rank in range(ranks)] for step in steps]
 
     def run(
         self,
@@ -165,26 +150,24 @@ class BasePackingScheduler:
         """Fetch, schedule, route, pack and broadcast; returns and raises as `wrap_data_iterator` does."""
         if isinstance(data_iterator, (list, tuple)):  # one per virtual pipeline stage, all of the same data
             data_iterator = next((one for one in data_iterator if one is not None), None)
-        parts = self._parts = {
-            "tp_size": tp_group.size(),
-            "sequence_parallel": bool(getattr(config, "sequence_parallel", False)),
-        }
+        sequence_parallel = bool(getattr(config, "sequence_parallel", False))
+        parts = self._parts = {"tp_size": tp_group.size(), "sequence_parallel": sequence_parallel}
         error: Exception | None = None
-        batch, placed, ended = None, [], False
+        batch, placed = None, []
         if data_iterator is not None:
             try:
-                batch = get_batch_and_global_seqlens(data_iterator, num_microbatches, dp_group)
-                placed = self.get_groups_and_subsamples(batch[1])
-                self._check(placed, batch[1])
-                _check_padding(dict(batch[1]), placed, parts)
-            except StopIteration:
-                ended = True
+                # StopIteration, at the end of the streams, comes from here alone.
+                with suppress(StopIteration):
+                    batch = get_batch_and_global_seqlens(data_iterator, num_microbatches, dp_group)
+                if batch is not None:
+                    placed = self.get_groups_and_subsamples(batch[1])
+                    self._check(placed, dict(batch[1]), parts)
             except Exception as raised:
                 error = raised
         raise_together(error, (dp_cp_group, tp_group, pp_group))
 
-        rows, scalars = None, (0, 0.0, 0.0)
-        if batch is not None and not ended:
+        rows, scalars = None, list[Any]((0, 0.0, 0.0))
+        if batch is not None:
             samples, id_lengths, ids, offsets, lengths = batch
             # All at both ends of the pipeline, as in Megatron, and none between them.
             is_end = pp_group.rank() in (0, pp_group.size() - 1)
@@ -201,19 +184,21 @@ class BasePackingScheduler:
             if self.shares_rows:
                 for row, group in zip(rows, placed, strict=True):
                     row[_SIZE] = torch.tensor(_sizes(group)[rank], dtype=torch.int32, device=dev)
-            scalars = (len(rows), float(sum(lengths)), float(sum(length * length for length in lengths)))
+            scalars = [len(rows), float(sum(lengths)), float(sum(length * length for length in lengths))]
         if tp_group.rank() == 0:
-            rows, *of_stages = broadcast_to_pp_group(rows, *scalars, pp_group, dev)
-            scalars = (int(of_stages[0] or 0), float(of_stages[1] or 0.0), float(of_stages[2] or 0.0))
+            rows, *scalars = broadcast_to_pp_group(rows, scalars[0], scalars[1], scalars[2], pp_group, dev)
         count, total, squared = broadcast_scalars(scalars, tp_group, dev)
         if not count:
             raise StopIteration
         return create_data_iterator(rows, pp_group, tp_group, config), int(count), float(total), float(squared)
 
-    def _check(self, placed: Groups, sample_id_seqlens: Sequence[tuple[int, int]]) -> None:
-        """Raise ScheduleError unless every sample is in one row, the same on the neighbors that share it."""
-        wanted, ranks = sorted(number for number, _ in sample_id_seqlens), self.dp_size * self.cp_size
-        found: list[int] = []
+    def _check(self, placed: Groups, lengths: dict[int, int], parts: dict[str, Any]) -> None:
+        """Check a schedule of samples by their padded tokens, on a layout of these `parts` of `padding_multiple`.
+
+        ScheduleError unless every sample is in one row, the same on the neighbors that share it; LoaderError if a
+        sample cannot be cut as its row is.
+        """
+        ranks, found, multiples = self.dp_size * self.cp_size, list[int](), dict[int, int]()
         is_shared = all(len(group) == ranks for group in placed)
         for group in placed if is_shared else []:
             sizes = _sizes(group) if self.shares_rows else [self.cp_size] * ranks
@@ -221,18 +206,24 @@ class BasePackingScheduler:
                 first = rank - rank % size
                 is_shared &= list(row) == list(group[first]) and (not self.shares_rows or size & (size - 1) == 0)
                 found += row if rank == first else []
+                multiples |= dict.fromkeys(row, padding_multiple(cp_size=size, **parts))
         size = self.microbatch_group_size_per_vp_stage or 1
-        if sorted(found) == wanted and is_shared and placed and len(placed) % size == 0:
-            return
-        lost = sorted({*wanted} - {*found})
-        neighbors = "a power of two of" if self.shares_rows else "context-parallel"
-        raise ScheduleError(
-            f"{type(self).__name__} placed {len(found):,} of {len(wanted):,} samples in {len(placed)} microbatches"
-            + (f"; sample {lost[0]} was not placed" if lost else ""),
-            where="get_groups_and_subsamples",
-            fix=f"place every sample once, in a multiple of {size} microbatches of {ranks} ranks, of which {neighbors} "
-            "neighbors share a row",
-        )
+        if sorted(found) != sorted(lengths) or not is_shared or not placed or len(placed) % size:
+            lost = sorted(lengths.keys() - found)
+            neighbors = "a power of two of" if self.shares_rows else "context-parallel"
+            raise ScheduleError(
+                f"{type(self).__name__} placed {len(found):,} of {len(lengths):,} samples in {len(placed)} microbatches"
+                + (f"; sample {lost[0]} was not placed" if lost else ""),
+                where="get_groups_and_subsamples",
+                fix=f"place every sample once, in a multiple of {size} microbatches of {ranks} ranks, of which "
+                f"{neighbors} neighbors share a row",
+            )
+        if wrong := sorted(number for number, multiple in multiples.items() if lengths[number] % multiple):
+            number, multiple = wrong[0], math.lcm(*multiples.values())
+            what = f"sample {number} of the global batch has a padded_seq_len of {lengths[number]}, but the layout "
+            what += f"requires multiples of {multiples[number]} (affects {len(wrong):,} of {len(lengths):,} samples)"
+            fix = f"pad samples to a multiple of {multiple} (harness.thd.padding_multiple)"
+            raise LoaderError(what, where="the data iterator", fix=fix)
 
 
 class DpBalancedScheduler(BasePackingScheduler):
@@ -275,24 +266,17 @@ def _cost_of(config: Any) -> SequenceCost:
     return SequenceCost(2.0 * weights, 2.0 * queries, FLOPS_PER_BYTE * 2 * keys * DTYPE_BYTES["bfloat16"])
 
 
-_GROUPS: dict[str, Callable[[], ProcessGroup]] = {
-    "dp_cp": partial(parallel_state.get_data_parallel_group, with_context_parallel=True),
-    "dp": parallel_state.get_data_parallel_group,
-    "tp": parallel_state.get_tensor_model_parallel_group,
-    "pp": parallel_state.get_pipeline_model_parallel_group,
-    "cp": parallel_state.get_context_parallel_group,
-}
-
-
 def _groups(collection: Any, *names: str) -> list[ProcessGroup]:
     """Return process groups of a collection; of Megatron's parallel state where that is None."""
-    return [_GROUPS[name]() if collection is None else getattr(collection, name) for name in names]
+    if collection is None:
+        collection = ProcessGroupCollection.use_mpu_process_groups(list(names))
+    return [getattr(collection, name) for name in names]
 
 
 def wrap_data_iterator(
     data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None
 ) -> tuple[Any, int, float, float]:
-    """Run phase 1, once per global batch, on every rank of the job.
+    """Run phase 1, once per global batch, on every rank of the job: fetch samples, schedule, send and pack them.
 
     Args:
         data_iterator: the samples of this data-parallel rank, the same on all ranks that share it (see
@@ -330,16 +314,12 @@ def wrap_data_iterator(
         what = f"{name} {'needs' if scheduler_map[name].shares_rows else 'does not use'} dynamic context parallelism"
         fix = "set config.dynamic_context_parallel=True for default_dynamic_cp alone"
         raise ConfigError(what, where="config.dynamic_context_parallel", fix=fix)
-    virtual_stages = config.virtual_pipeline_model_parallel_size
-    most = getattr(config, "thd_max_packed_sequences", None)
-    scheduler = scheduler_map[name](
-        tokens,
-        dp_cp_group.size() // dp_group.size(),
-        dp_group.size(),
-        None if virtual_stages is None else config.microbatch_group_size_per_vp_stage,
-        # A scheduler of an earlier version does not know it.
-        **({} if most is None else {"max_num_seqs": most}),
-    )
+    stages, most = config.virtual_pipeline_model_parallel_size, getattr(config, "thd_max_packed_sequences", None)
+    group = None if stages is None else config.microbatch_group_size_per_vp_stage
+    # A scheduler of an earlier version does not know it.
+    further = {} if most is None else {"max_num_seqs": most}
+    cp_size = dp_cp_group.size() // dp_group.size()
+    scheduler = scheduler_map[name](tokens, cp_size, dp_group.size(), group, **further)
     if scheduler.cost is BasePackingScheduler.cost:
         scheduler.cost = _cost_of(config)
     return scheduler.run(
@@ -359,7 +339,7 @@ def get_batch_on_this_rank_for_sequence_packing(
     dynamic_cp_group_func: Any = None,
     return_context_parallel_batch: bool = False,
 ) -> Microbatch:
-    """Run phase 2, once per microbatch.
+    """Run phase 2, once per microbatch: share the slice of a row with the tensor-parallel ranks.
 
     Args:
         data_iterator: from `wrap_data_iterator` (that of this virtual stage); None on tensor-parallel ranks other than
@@ -410,12 +390,12 @@ def _share_row(
     if tp_group.rank() == 0:
         try:
             values = _own_slice(rows, fields, group_of, device, is_dynamic)
-            is_padded = not torch.equal(values["cu_seqlens"], values["cu_seqlens_padded"])
-            ends, total = values["cu_seqlens"].shape[0], int(values["cu_seqlens_padded"][-1])
-            header = [ends, int(values["max_seqlen"]), total, int(is_padded), int(values[_SIZE])]
+            real, padded = (values[name] for name in _BOUNDS)
+            is_padded = not torch.equal(real, padded)
+            header = [len(real), int(values["max_seqlen"]), int(padded[-1]), int(is_padded), int(values[_SIZE])]
         except Exception as raised:
             error, header = raised, [_FAILED, 0, 0, 0, 0]
-    ends, max_seqlen, total, padded, ranks = map(int, broadcast_scalars(header, tp_group, device, torch.int64))
+    ends, max_seqlen, total, has_padding, ranks = map(int, broadcast_scalars(header, tp_group, device, torch.int64))
     if ends == _FAILED:
         raise_together(error, (tp_group,))
     cp_group, source = group_of(ranks), torch.distributed.get_process_group_ranks(tp_group)[0]
@@ -429,7 +409,7 @@ def _share_row(
     size = (1, total // (1 if cp_group is None else cp_group.size()))
     row = {name: shared(name, size, FIELDS[name]) for name in fields}
     mask = shared("padding_mask", size, torch.bool)
-    sizes: dict[str, Any] = {"max_seqlen": max_seqlen, "is_padded": bool(padded)}
+    sizes: dict[str, Any] = {"max_seqlen": max_seqlen, "is_padded": bool(has_padding)}
     sizes |= {"cp_group": cp_group} if is_dynamic else {}
     params = packed_seq_params(cu_seqlens=bounds, cu_seqlens_padded=padded_bounds, **sizes)
     if is_dynamic:
@@ -460,19 +440,16 @@ def _own_slice(
     cp_group = group_of(int(size))
     # Rows of another scheduler may have padding only at their end.
     real, padded = visible_bounds(*(row[name].cpu().reshape(-1) for name in _BOUNDS))
-    values = {"cu_seqlens": torch.from_numpy(real).to(device), "cu_seqlens_padded": torch.from_numpy(padded).to(device)}
-    total = int(padded[-1])
-    keep = None
+    values = {name: torch.from_numpy(bounds).to(device) for name, bounds in zip(_BOUNDS, (real, padded), strict=True)}
+    total, keep = int(padded[-1]), None
     if cp_group is not None and cp_group.size() > 1:
         own = context_parallel_indices(padded, cp_size=cp_group.size(), cp_rank=cp_group.rank())
         keep = torch.from_numpy(own).to(device)
-    mask = row.get("padding_mask")
-    # Rows of another scheduler have none, and all of their sequences are somebody's.
-    if mask is None:
-        mask = padding_mask(values["cu_seqlens"], values["cu_seqlens_padded"])
-    whole = {**{name: row[name] for name in fields}, "padding_mask": mask}
-    for name, tensor in whole.items():
-        value = tensor.reshape(-1).to(device, FIELDS.get(name, torch.bool))
+    whole = dict(row)
+    if row.get("padding_mask") is None:  # a row of another scheduler, all of whose sequences are somebody's
+        whole["padding_mask"] = padding_mask(*values.values())
+    for name in (*fields, "padding_mask"):
+        value = whole[name].reshape(-1).to(device, FIELDS.get(name, torch.bool))
         if value.shape[0] != total:
             what = f"a row has {value.shape[0]:,} {name}, but its sequences end at {total:,}"
             fix = "the last cu_seqlens_padded of a row must be its length"
@@ -485,22 +462,6 @@ def _sizes(group: Sequence[Sequence[int]]) -> list[int]:
     """Return the ranks that share the row of each rank; a row without samples is its own."""
     counts = Counter(row[0] for row in group if row)
     return [counts[row[0]] if row else 1 for row in group]
-
-
-def _check_padding(lengths: dict[int, int], placed: Groups, parts: dict[str, Any]) -> None:
-    multiples = {
-        number: padding_multiple(cp_size=size, **parts)
-        for group in placed
-        for row, size in zip(group, _sizes(group), strict=True)
-        for number in row
-    }
-    wrong = sorted(number for number, multiple in multiples.items() if lengths[number] % multiple)
-    if wrong:
-        number, multiple = wrong[0], math.lcm(*multiples.values())
-        what = f"sample {number} of the global batch has a padded_seq_len of {lengths[number]}, but the layout "
-        what += f"requires multiples of {multiples[number]} (affects {len(wrong):,} of {len(lengths):,} samples)"
-        fix = f"pad samples to a multiple of {multiple} (harness.thd.padding_multiple)"
-        raise LoaderError(what, where="the data iterator", fix=fix)
 
 
 def _dynamic_group(given: Callable[..., ProcessGroup] | None, size: int) -> ProcessGroup | None:

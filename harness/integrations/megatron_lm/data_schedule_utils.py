@@ -3,8 +3,8 @@
 A *sample* is one sequence as a dict of tensors: `tokens`, `labels`, `position_ids` (int64 [n]), `loss_mask` (float32
 [n]), `original_seq_len` and `padded_seq_len` (integers [1]; n is the padded length). A *row* is the samples of one
 microbatch laid end to end, with `cu_seqlens`, `cu_seqlens_padded` (int32 [S + 1]), `max_seqlen` (int32 scalar) and
-`padding_mask` (bool [T], True at padding); with dynamic context parallelism also `local_cp_size`
-(int32 scalar), the ranks that share it.
+`padding_mask` (bool [T], True at padding); with dynamic context parallelism also `local_cp_size` (int32 scalar), the
+ranks that share it.
 
 Counts and sums travel as int64 or float64: float32 would round a count above 2^24.
 """
@@ -43,16 +43,7 @@ def samples_of_pack(pack: Pack, *, pad_to_multiple: int = 1) -> list[Sample]:
     `pad_to_multiple` is that of the layout (`harness.thd.padding_multiple`).
     """
     row = build_thd_batch(pack.sequences(), pad_to_multiple=pad_to_multiple)
-    real, bounds = np.diff(row.cu_seqlens), row.cu_seqlens_padded
-    return [
-        {
-            **{name: torch.from_numpy(getattr(row, name)[start:stop]) for name in FIELDS},
-            "original_seq_len": torch.tensor([length], dtype=torch.int32),
-            "padded_seq_len": torch.tensor([stop - start], dtype=torch.int32),
-        }
-        for start, stop, length in zip(bounds[:-1].tolist(), bounds[1:].tolist(), real.tolist(), strict=True)
-        if length
-    ]
+    return list(_checked({name: getattr(row, name) for name in (*FIELDS, *_BOUNDS)}, "the pack"))
 
 
 def get_batch_and_global_seqlens(
@@ -142,28 +133,27 @@ def _checked(item: Any, where: str) -> Iterator[Sample]:
         what = f"a sample has {', '.join(f'{size:,} {name}' for name, size in sizes.items())}"
         raise LoaderError(what, where=where, fix="use the same length for all four")
     for start, stop, real in _bounds(values, data, where):
-        yield {
-            **{name: value[start:stop] for name, value in data.items()},
-            "original_seq_len": torch.tensor([real], dtype=torch.int32),
-            "padded_seq_len": torch.tensor([stop - start], dtype=torch.int32),
-        }
+        lengths = (torch.tensor([length], dtype=torch.int32) for length in (real, stop - start))
+        yield {name: value[start:stop] for name, value in data.items()} | dict(zip(_LENGTHS, lengths, strict=True))
 
 
 def _bounds(values: Sample, data: Sample, where: str) -> list[tuple[int, int, int]]:
+    """Return the start, the end and the real tokens of each sequence of an item."""
     total = data["tokens"].shape[0]
     if "padded_seq_len" in values:
-        stop = int(values["padded_seq_len"])
-        found = [(0, stop, int(values.get("original_seq_len", values["padded_seq_len"])))]
+        padded = [0, int(values["padded_seq_len"])]
+        real = [0, int(values.get("original_seq_len", values["padded_seq_len"]))]
     else:
         real = values["cu_seqlens"].reshape(-1).tolist()
         padded = values.get("cu_seqlens_padded", values["cu_seqlens"]).reshape(-1).tolist()
-        if len(real) != len(padded) or len(real) < 2 or real[0] != 0 or padded[0] != 0:
-            what = f"cu_seqlens begin {real[:3]} with {len(real)} entries, cu_seqlens_padded {padded[:3]} with "
-            what += f"{len(padded)}"
-            fix = "both are cumulative lengths that start at 0, with one entry more than the number of sequences"
-            raise LoaderError(what, where=where, fix=fix)
-        spans = zip(padded[:-1], padded[1:], np.diff(real).tolist(), strict=True)
-        found = [(start, stop, length) for start, stop, length in spans if stop != start]
+    if len(real) != len(padded) or len(real) < 2 or real[0] != 0 or padded[0] != 0:
+        what = (
+            f"cu_seqlens begin {real[:3]} with {len(real)} entries, cu_seqlens_padded {padded[:3]} with {len(padded)}"
+        )
+        fix = "both are cumulative lengths that start at 0, with one entry more than the number of sequences"
+        raise LoaderError(what, where=where, fix=fix)
+    spans = zip(padded[:-1], padded[1:], np.diff(real).tolist(), strict=True)
+    found = [span for span in spans if span[0] != span[1]]
     wrong = [span for span in found if not (0 <= span[0] < span[1] <= total and 0 < span[2] <= span[1] - span[0])]
     end = max((stop for _, stop, _ in found), default=0)
     if wrong or not found or bool(data["loss_mask"][end:].any()) or ("padded_seq_len" in values and end != total):
@@ -211,15 +201,13 @@ def reroute_samples_to_dcp_ranks(
     received: dict[int, Sample] = {i: {} for i in received_ids}
     device = device_of(dp_group)
     for name in batch[0]:
-        one_each = name in _LENGTHS
-        sent = [sum(1 if one_each else lengths[i] for i in ids) for ids in outgoing]
-        arriving = [1 if one_each else lengths[i] for i in received_ids]
+        sizes = dict.fromkeys(lengths, 1) if name in _LENGTHS else lengths
+        sent, counts = ([sum(sizes[i] for i in ids) for ids in side] for side in (outgoing, incoming))
         parts = [batch[i - first][name].reshape(-1) for ids in outgoing for i in ids]
         data = torch.cat([batch[0][name].new_empty(0), *parts]).to(device)
-        target = data.new_empty(sum(arriving))
-        counts = [sum(1 if one_each else lengths[i] for i in ids) for ids in incoming]
+        target = data.new_empty(sum(counts))
         torch.distributed.all_to_all_single(target, data, counts, sent, group=dp_group)
-        for i, values in zip(received_ids, torch.split(target, arriving), strict=True):
+        for i, values in zip(received_ids, torch.split(target, [sizes[i] for i in received_ids]), strict=True):
             received[i][name] = values
     return received
 
@@ -270,15 +258,13 @@ def broadcast_to_pp_group(
 
     The last stage has rows of its own. Returns the rows, their number, and the two sums.
     """
-    ours = (new_samples, num_micro_batches, seqlen_sum_this_global_batch, seqlen_squared_sum_this_global_batch)
+    ours = new_samples, num_micro_batches, seqlen_sum_this_global_batch, seqlen_squared_sum_this_global_batch
     if pp_group.size() <= 2:
         return ours
     source = torch.distributed.get_process_group_ranks(pp_group)[0]
-    rows = [
-        ({name: row[name].tolist() for name in _NUMBERS if name in row}, bool(row["padding_mask"].all()))
-        for row in new_samples or []
-    ]
-    carried: list[Any] = [rows, *ours[1:]]
+    numbers = [{name: row[name].tolist() for name in _NUMBERS if name in row} for row in new_samples or []]
+    is_empty = [bool(row["padding_mask"].all()) for row in new_samples or []]
+    carried: list[Any] = [list(zip(numbers, is_empty, strict=True)), *ours[1:]]
     torch.distributed.broadcast_object_list(carried, src=source, group=pp_group, device=dev)
     rows, count, total, squared = carried
     if not rows or pp_group.rank() in (0, pp_group.size() - 1):  # no rows: the end of the streams

@@ -14,15 +14,11 @@ from harness.megatron.batch import padding_argument, sum_loss
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Microbatch:
-    """Return this rank's part of the next microbatch.
+    """Return this rank's part of the next microbatch, as `get_batch_on_this_rank_for_sequence_packing` does.
 
     Args:
         data_iterator: that Megatron made of an `ExternalLoader`; None on tensor-parallel ranks other than the first.
         vp_stage: the virtual pipeline stage that asks; None without them.
-
-    Returns:
-        tokens, labels, loss_mask, attention_mask (None), position_ids, packed_seq_params, padding_mask, as
-        `get_batch_on_this_rank_for_sequence_packing` returns them.
     """
     return get_batch_on_this_rank_for_sequence_packing(data_iterator, vp_stage=vp_stage)
 

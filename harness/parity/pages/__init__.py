@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 from harness.errors import ConfigError, os_errors_as
 from harness.parity.pages import words
 from harness.parity.pages.curves import draw_charts, draw_waves
-from harness.parity.pages.matrix import group_cells
 from harness.parity.result import REPORT_FILE, STATUSES, CellResult, ParityReport, to_json
 from harness.printing import duration, indented, one_line, printable, redact_all
 from harness.settings import from_plain
@@ -39,7 +38,7 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
     """
     report = from_plain(ParityReport, redact_all(asdict(report)))
     console.print(one_line(report.title), soft_wrap=True)
-    for group in group_cells(report):
+    for group in words.group_cells(report):
         console.print(group.checks.to_terminal())
     for cell in report.cells:
         found = [check.difference.message for check in cell.checks if check.difference is not None]
@@ -80,7 +79,7 @@ def render_page(report: ParityReport) -> str:
     return templates.get_template("report.html.j2").render(
         report=report,
         problem=words.first_problem(report),
-        groups=group_cells(report),
+        groups=words.group_cells(report),
         counts={status: counts[status] for status in reversed(STATUSES) if counts[status]},
         numbers={cell.name: number for number, cell in enumerate(report.cells)},
         w=words,
@@ -97,19 +96,22 @@ def render_junit(report: ParityReport) -> str:
     It has a failure or an error exactly where the verdict is not `same`.
     """
     root = ElementTree.Element("testsuites", name=_clean(report.title))
-    suites: dict[str, ElementTree.Element] = {}
-    for cell in report.cells:
-        if cell.check not in suites:
-            suites[cell.check] = ElementTree.SubElement(
-                root, "testsuite", name=_clean(f"parity.{cell.check}"), timestamp=_clean(report.created)
-            )
-        _add_cell(suites[cell.check], cell)
+    created = _clean(report.created)
+    for name in dict.fromkeys(cell.check for cell in report.cells):
+        suite = ElementTree.SubElement(root, "testsuite", name=_clean(f"parity.{name}"), timestamp=created)
+        for cell in report.cells:
+            if cell.check == name:
+                _add_cell(suite, cell)
     if report.verdict == "failed":
-        suite = ElementTree.SubElement(root, "testsuite", name="parity", timestamp=_clean(report.created))
+        suite = ElementTree.SubElement(root, "testsuite", name="parity", timestamp=created)
         case = ElementTree.SubElement(suite, "testcase", classname="parity", name="something was compared", time="0")
         _add(case, "error", words.summary(report), report.command)
     for element in (*root, root):
-        _count(element)
+        cases = list(element.iter("testcase"))
+        element.set("tests", str(len(cases)))
+        for kind, plural in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+            element.set(plural, str(sum(case.find(kind) is not None for case in cases)))
+        element.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -118,12 +120,9 @@ def _add_cell(suite: ElementTree.Element, cell: CellResult) -> None:
     classname = _clean(f"parity.{cell.check}.{cell.name}")
     # The run is its own case: it has the time of the cell, and fails where nothing could be compared.
     run = ElementTree.SubElement(suite, "testcase", classname=classname, name="run", time=f"{cell.seconds:.3f}")
-    if cell.status == "failed":
-        _add(run, "error", words.trouble(cell), cell.command)
-    elif cell.status == "skipped":
-        _add(run, "skipped", words.trouble(cell), "")
-    elif cell.status == "different" and all(check.passed for check in cell.checks):
-        _add(run, "failure", words.trouble(cell), cell.command)
+    kind = {"failed": "error", "skipped": "skipped", "different": "failure"}.get(cell.status)
+    if kind is not None and (kind != "failure" or all(check.passed for check in cell.checks)):
+        _add(run, kind, words.trouble(cell), "" if kind == "skipped" else cell.command)
     for check in cell.checks:
         case = ElementTree.SubElement(suite, "testcase", classname=classname, name=_clean(check.name), time="0")
         if not check.passed:
@@ -135,14 +134,6 @@ def _add_cell(suite: ElementTree.Element, cell: CellResult) -> None:
 
 def _add(case: ElementTree.Element, kind: str, message: str, text: str) -> None:
     ElementTree.SubElement(case, kind, message=_clean(message)).text = _clean(text)
-
-
-def _count(element: ElementTree.Element) -> None:
-    cases = list(element.iter("testcase"))
-    element.set("tests", str(len(cases)))
-    for kind, name in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
-        element.set(name, str(sum(case.find(kind) is not None for case in cases)))
-    element.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
 
 
 def _clean(text: str) -> str:

@@ -10,11 +10,10 @@ import pytest
 from harness.bench import BENCHES
 from harness.bench.figures import BenchReport, Figure
 from harness.bench.gpu import parts, training
-from harness.bench.gpu.attention import measure_attention
+from harness.bench.gpu.agreement import measure_attention
 from harness.bench.gpu.environment import SIZES
 from harness.bench.gpu.parts import PARTS, bench_gpu, render_page
-from harness.bench.gpu.profiling import add_trace, hidden_share, kind_of
-from harness.bench.gpu.training import measure_packed
+from harness.bench.gpu.training import add_trace, hidden_share, kind_of, measure_packed
 from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, HarnessError
 

@@ -15,7 +15,6 @@ from harness.integrations.megatron_lm.data_schedule import (
     BasePackingScheduler,
     DefaultDynamicCPScheduler,
     DpBalancedScheduler,
-    _check_padding,
     get_batch_on_this_rank_for_sequence_packing,
     scheduler_map,
     wrap_data_iterator,
@@ -291,14 +290,14 @@ def test_the_phases_agree_on_a_context_parallel_size_of_each_row(one_rank: None)
 
 def test_ranks_that_share_a_row_are_neighbors_and_samples_have_their_chunks(one_rank: None) -> None:
     scheduler = DefaultDynamicCPScheduler(8, 2, 2, None)
-    placed = scheduler.get_groups_and_subsamples(numbered(32, 12, 8, 8))
+    placed = scheduler.get_groups_and_subsamples(numbered(32, 16, 8, 8))
     assert placed[0] == [[0]] * 4
-    scheduler._check(placed, numbered(32, 12, 8, 8))
+    scheduler._check(placed, {0: 32, 1: 16, 2: 8, 3: 8}, {})
     for wrong in ([[0], [0], [0], [1]], [[1], [0], [0], [2]], [[0], [0], [1], [1, 2]], [[0]] * 3 + [[]]):
         with pytest.raises(ScheduleError, match="a power of two of neighbors share a row"):
-            scheduler._check([wrong], numbered(16, 8, 8))
+            scheduler._check([wrong], {0: 16, 1: 8, 2: 8}, {})
     with pytest.raises(LoaderError, match=r"padded_seq_len of 30, .* the layout requires multiples of 8"):
-        _check_padding({0: 30}, [[[0]] * 4], {})
+        scheduler._check([[[0]] * 4], {0: 30}, {})
 
 
 def test_short_samples_are_shared_where_they_are_padded_for_all_ranks_and_only_there() -> None:
@@ -306,7 +305,7 @@ def test_short_samples_are_shared_where_they_are_padded_for_all_ranks_and_only_t
     assert {len(row) for row in scheduler.get_groups_and_subsamples(list(enumerate(lengths)))[0]} == {5}
     lengths[0] += 2
     groups = scheduler.get_groups_and_subsamples([*enumerate(lengths), (5, 40_000)])
-    _check_padding(dict(enumerate([*lengths, 40_000])), groups, {"tp_size": 1, "sequence_parallel": False})
+    scheduler._check(groups, dict(enumerate([*lengths, 40_000])), {})
     assert sorted(len({*map(tuple, group)}) for group in groups) == [1, 4]
 
 
@@ -318,4 +317,4 @@ def test_an_error_of_a_stream_is_raised_as_it_is_and_padding_that_does_not_fit_i
     with pytest.raises(ValueError, match="a reader failed"):
         wrap_data_iterator(stream(), config(), 2)
     with pytest.raises(LoaderError, match="sample 1 of the global batch has a padded_seq_len of 6"):
-        _check_padding({0: 8, 1: 6}, [[[0, 1]] * 2], {})
+        DpBalancedScheduler(8, 2, 1, None)._check([[[0, 1]] * 2], {0: 8, 1: 6}, {})

@@ -90,7 +90,7 @@ def test_cells_use_the_named_datasets_and_versions_and_isolation_is_checked_on_e
     cells, _ = plan(config("check=isolation", "max_ranks=2"), tmp_path, tmp_path, "cpu")
     assert {cell.case.ranks for cell in cells} == {1, 2}
     assert {cell.reference for cell in cells} == {None}
-    assert " -m harness.recipes.isolation " in cells[0].command(tmp_path, None)
+    assert " -m harness.recipes.isolation " in cells[0].command(tmp_path)
     alone, _ = plan(config("check=isolation", 'isolation=["2 parallel=cp2"]'), tmp_path, tmp_path, "cpu")
     assert [cell.name for cell in alone] == ["isolation: 2x cp2"]
 

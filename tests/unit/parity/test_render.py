@@ -19,7 +19,7 @@ from harness.errors import ConfigError
 from harness.parity import result
 from harness.parity.pages import publish, render_all, render_junit, render_page
 from harness.parity.pages.curves import FLOOR, differences, draw_charts
-from harness.parity.pages.matrix import arrange
+from harness.parity.pages.words import arrange
 from harness.parity.result import Difference, Series, to_json
 from harness.printing import open_console
 from harness.tables import Table
