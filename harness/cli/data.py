@@ -15,9 +15,16 @@ from harness.cli.indexed import find_checks
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats import FORMATS, convert_dataset, load_manifest, open_dataset, repair_manifest, verify_dataset
-from harness.formats.foreign.exporting import BRIDGE, BridgeExport, BridgeFiles, export_to_bridge
+from harness.formats.foreign.exporting import (
+    BRIDGE,
+    SWIFT,
+    BridgeExport,
+    BridgeFiles,
+    SwiftExport,
+    export_to_bridge,
+    export_to_swift,
+)
 from harness.formats.foreign.importing import CONVENTIONS, import_dataset
-from harness.formats.foreign.swift import SWIFT, SwiftExport, export_to_swift
 from harness.formats.inspect import (
     find_datasets,
     find_pack,
@@ -27,7 +34,7 @@ from harness.formats.inspect import (
     render_summary,
 )
 from harness.formats.verify import describe_checks, diff_datasets
-from harness.indexed.verify import verify_indexed
+from harness.indexed.index import verify_indexed
 from harness.prep import TokenizerConfig
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig

@@ -103,7 +103,7 @@ def family(
     as_json: AsJson = False,
 ) -> None:
     """Write token shards as one named pair of .bin and .idx per split, with the JSON files that Megatron reads."""
-    from harness.indexed.family import TokenFamily, write_family
+    from harness.indexed.convert import TokenFamily, write_family
 
     settings: FamilySettings = context.obj
     if bool(sources) == bool(settings.shards) or (settings.shards and settings.split):
@@ -150,9 +150,8 @@ def find_checks(path: str) -> list[tuple[str, Callable[..., list[Problem]]]]:
 
     Of a folder that holds these alone, all of its families, and its pairs that belong to none.
     """
-    from harness.indexed.family import family_pairs, is_family, verify_family
-    from harness.indexed.index import BIN, IDX, LOSS_BIN, prefix_of, with_suffix
-    from harness.indexed.verify import verify_indexed
+    from harness.indexed.convert import family_pairs, is_family, verify_family
+    from harness.indexed.index import BIN, IDX, LOSS_BIN, prefix_of, verify_indexed, with_suffix
 
     if path.endswith(".json"):
         return [(path, verify_family)] if is_family(path) else []

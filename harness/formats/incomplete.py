@@ -10,10 +10,8 @@ import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FORMATS, Format, load_format
@@ -30,20 +28,16 @@ from harness.storage.files import TEMPORARY_SUFFIX
 MARKER_NAME = "_writing"
 
 _ROWS = 64
+_LISTED = ("sequence_lengths", "checksums")
 _UNKNOWN = "provenance (tokenizer, chat template, packer, seed, mask) is lost; prepare again if a run requires it"
 
 
 @dataclass
 class Traces:
-    """Names in a folder that only this package writes.
+    """Names in a folder that only this package writes: files of an index, and of each format the shards by number."""
 
-    Attributes:
-        index: files of an index, finished or not.
-        shards: of each format, the shards by number.
-    """
-
-    index: list[str] = field(default_factory=list)
-    shards: dict[str, dict[int, str]] = field(default_factory=dict)
+    index: list[str]
+    shards: dict[str, dict[int, str]]
 
     def __bool__(self) -> bool:
         return bool(self.index or self.shards)
@@ -51,45 +45,45 @@ class Traces:
 
 def find_traces(folder: Folder) -> Traces:
     """Find what a dataset left in a folder: its index, and shards that have our names and are of our making."""
-    names = folder.names()
-    traces = Traces()
+    names, index = folder.names(), []
     if INDEX_FOLDER in names:
-        traces.index = [name for name in (*INDEX_NAMES, INDEX) if folder.exists(name)]
+        index = [name for name in (*INDEX_NAMES, INDEX) if folder.exists(name)]
         if isinstance(folder, LocalFolder) and (folder.place / INDEX_FOLDER).is_dir():
-            traces.index += [f"{INDEX_FOLDER}/{one.name}" for one in (folder.place / INDEX_FOLDER).glob("*.part")]
-    traces.shards = find_own_shards(folder, names)
-    return traces
+            index += [f"{INDEX_FOLDER}/{one.name}" for one in (folder.place / INDEX_FOLDER).glob("*.part")]
+    return Traces(index, find_own_shards(folder, names))
 
 
 def find_own_shards(folder: Folder, names: Sequence[str]) -> dict[str, dict[int, str]]:
     """Return our shards among names of files, folders or prefixes in a folder: of each format, by number."""
+
+    def is_own(format: Format, shard: str) -> bool:
+        if isinstance(folder, BucketFolder) and not format.in_buckets:
+            return True  # No other tool's files of this kind open there.
+        try:
+            return format.is_own(folder.place / shard)
+        except (OSError, FormatError, ValueError, MemoryError):
+            return False
+
     found = {}
     for format in map(load_format, FORMATS):
         shards = format.find_shards(name + end for name in names for end in {"", *format.shard_files})
         # The first and the last, because either can be damaged beyond recognition.
-        if shards and any(_is_own(folder, format, shards[number]) for number in {min(shards), max(shards)}):
+        if shards and any(is_own(format, shards[number]) for number in {min(shards), max(shards)}):
             found[format.name] = shards
     return found
 
 
-def _is_own(folder: Folder, format: Format, shard: str) -> bool:
-    if isinstance(folder, BucketFolder) and not format.in_buckets:
-        return True  # No other tool's files of this kind open there.
-    try:
-        return format.is_own(folder.place / shard)
-    except (OSError, FormatError, ValueError, MemoryError):
-        return False
-
-
-def incomplete_error(folder: Folder, traces: Traces) -> FormatError:
-    """Describe a dataset without a manifest: what is missing, and how to restore it."""
+def refuse_traces(folder: Folder) -> None:
+    """Raise FormatError for a folder with traces of a dataset but no manifest: what is missing, how to restore it."""
+    if not (traces := find_traces(folder)):
+        return
     missing = [MANIFEST_NAME, *(name for name in INDEX_NAMES if name not in traces.index)]
     for name, shards in traces.shards.items():
         missing += [load_format(name).shard_name(number) for number in _gaps(shards)]
     shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
-    found = sum(map(len, traces.shards.values()))
-    what = f"the dataset is incomplete: {shown} missing ({count_of(found, 'shard')} found)"
-    return FormatError(what, where=folder.where(), fix=restore_hint(folder.where()))
+    found = count_of(sum(map(len, traces.shards.values())), "shard")
+    what = f"the dataset is incomplete: {shown} missing ({found} found)"
+    raise FormatError(what, where=folder.where(), fix=restore_hint(folder.where()))
 
 
 def _gaps(shards: dict[int, str]) -> list[int]:
@@ -123,29 +117,31 @@ class Survey:
 
 def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | None = None) -> Survey:
     """Read all shards of a folder without a whole manifest, and compare them with what is left of the index."""
-    survey = Survey()
-    names, traces = folder.names(), find_traces(folder)
+    survey, names, traces = Survey(), folder.names(), find_traces(folder)
+
+    def note(what: str, name: str = "", fix: str = "") -> Survey:
+        survey.problems.append(Problem(what, folder.where(name), fix))
+        return survey
+
     if MARKER_NAME in names:
-        survey.problems.append(Problem("a write is in progress or was interrupted", folder.where(MARKER_NAME)))
-    unfinished = [name for name in [*names, *traces.index] if name.endswith((TEMPORARY_SUFFIX, ".part"))]
-    survey.problems += [Problem("a file left by an interrupted write", folder.where(name)) for name in unfinished]
+        note("a write is in progress or was interrupted", MARKER_NAME)
+    for name in [*names, *traces.index]:
+        if name.endswith((TEMPORARY_SUFFIX, ".part")):
+            note("a file left by an interrupted write", name)
     if media := [name for name in [*names, *traces.index] if name == INDEX or re.fullmatch(SHARDS, name)]:
         what = "the dataset has media, whose manifest and index cannot be made again"
-        survey.problems.append(Problem(what, folder.where(media[0]), "copy the dataset again, or prepare it again"))
-        return survey
+        return note(what, media[0], "copy the dataset again, or prepare it again")
     if len(traces.shards) != 1:
         what = f"shards of {len(traces.shards)} formats were found ({', '.join(traces.shards)})"
-        survey.problems.append(Problem(what if traces.shards else "no shards were found", folder.where()))
-        return survey
+        return note(what if traces.shards else "no shards were found")
     [(survey.format, shards)] = traces.shards.items()
     format = load_format(survey.format)
     for number in _gaps(shards):
-        what = f"shard {number:,} is missing, but shards up to {max(shards):,} exist"
-        survey.problems.append(Problem(what, folder.where(format.shard_name(number))))
+        note(f"shard {number:,} is missing, but shards up to {max(shards):,} exist", format.shard_name(number))
     known = {name for shard in shards.values() for name in (shard + end for end in format.shard_files)}
     for name in names:
         if name not in known and not name.startswith(".") and re.fullmatch(format.shard_pattern, name):
-            survey.problems.append(Problem("a file that looks like a shard, with another name", folder.where(name)))
+            note("a file that looks like a shard, with another name", name)
     for count, number in enumerate(sorted(shards), start=1):
         _survey_shard(survey, folder, format, shards[number])
         if progress is not None:
@@ -190,32 +186,24 @@ def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
     if not survey.parts:
         return
     counts = np.concatenate([part.sequence_counts for part in survey.parts])
-    arrays: list[npt.NDArray[Any]] = [
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]),
-        np.concatenate([part.sequence_lengths for part in survey.parts]),
-        np.concatenate([part.checksums for part in survey.parts]),
-    ]
+    lengths, checksums = (np.concatenate([getattr(part, name) for part in survey.parts]) for name in _LISTED)
     if not folder.exists(PACK_CHECKSUMS) and format.has_checksums:
         last = survey.shards[-1].path
         survey.notes.append(f"without {PACK_CHECKSUMS}, nothing shows whether {last} was the last shard")
     elif not folder.exists(PACK_CHECKSUMS):
         what = f"missing, and {format.name} shards contain no checksums to check them with"
         survey.problems.append(Problem(what, folder.where(PACK_CHECKSUMS)))
-    for name, found in zip(INDEX_NAMES, arrays, strict=True):
-        if not folder.exists(name):
-            continue
+    for name, found in zip(
+        INDEX_NAMES, (np.append(0, np.cumsum(counts, dtype=np.int64)), lengths, checksums), strict=True
+    ):
         try:
-            stored = map_npy(folder.place / name, found.dtype)
+            stored = map_npy(folder.place / name, found.dtype) if folder.exists(name) else found
+            if stored.shape != found.shape:
+                raise FormatError(f"the index has {len(stored):,} entries, but the shards have {len(found):,}")
+            if (stored != found).any():
+                raise FormatError(f"the index differs from the shards at entry {int(np.argmax(stored != found)):,}")
         except FormatError as error:
-            survey.problems.append(Problem(error.what, error.where))
-            continue
-        if stored.shape != found.shape:
-            what = f"the index has {stored.shape[0]:,} entries, but the shards have {found.shape[0]:,}"
-        elif (stored != found).any():
-            what = f"the index differs from the shards at entry {int(np.argmax(stored != found)):,}"
-        else:
-            continue
-        survey.problems.append(Problem(what, folder.where(name)))
+            survey.problems.append(Problem(error.what, folder.where(name)))
 
 
 def repair_manifest(

@@ -17,7 +17,7 @@ import numpy as np
 from harness.errors import FormatError
 from harness.formats.base import FORMATS, Format, ShardReader, load_format
 from harness.formats.digest import KeptFingerprint
-from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, incomplete_error
+from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, refuse_traces
 from harness.formats.index import IndexPart, PackIndex, index_names, load_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, file_problems, load_manifest
 from harness.formats.media import SHARDS
@@ -91,13 +91,16 @@ def _open(path: str, folder: Folder) -> PackReader:
     else:
         is_pattern, is_folder = glob.has_magic(path) and not place.exists(), place.is_dir()
     if is_pattern:
-        # Not Path.glob, which takes no absolute pattern.
-        found: list[Place] = [*match_objects(place)] if isinstance(place, ObjectPath) else _match(path)
-        _refuse_lost_shards(found, whole=True)
-        _refuse_datasets(found)
-        if not found:
+        places: list[Place]
+        if isinstance(place, ObjectPath):
+            places = [*match_objects(place)]
+        else:  # not Path.glob, which takes no absolute pattern; and no folders that `**` alone matches
+            folders, names = set(glob.glob(path)), glob.glob(path, recursive=True)  # noqa: PTH207
+            places = [Path(name) for name in names if name in folders or Path(name).is_file()]
+        refuse_parts(places, of_pattern=True)
+        if not places:
             raise FormatError("no file matches the pattern", where=path, fix="check the path")
-        return _open_files(path, found)
+        return _open_files(path, places)
     if is_folder:
         if isinstance(place, ObjectPath) and not folder.names():
             check_bucket(place)
@@ -108,66 +111,47 @@ def _open(path: str, folder: Folder) -> PackReader:
             return open_unchecked(folder, manifest)
         if isinstance(place, Path) and is_run(place):  # its metrics are no packs
             raise _nothing(place)
-        _refuse_parts(folder)
         if isinstance(place, ObjectPath):
+            _refuse_traces(folder)
             if objects := [place / name for name in folder.names() if name.endswith(_suffixes())]:
                 return _open_files(folder.where(), objects)
             raise _incomplete(folder)
-    _refuse_lost_shards([place])
+    refuse_parts([place])
     return _open_files(path, [place])
 
 
-def refuse_parts(path: str | PathLike[str]) -> None:
-    """Raise FormatError if a path on a disk is, or belongs to, an incomplete dataset of ours."""
-    place = Path(path)
-    if place.is_dir() and load_manifest(place) is None:
-        _refuse_parts(LocalFolder(place))
-    _refuse_lost_shards([place])
+def refuse_parts(places: Sequence[Place], *, of_pattern: bool = False) -> None:
+    """Raise FormatError if places are incomplete datasets of ours, or shards in a folder that is not a dataset.
+
+    A single shard of a whole dataset may be opened by its name. A pattern that matches shards means all of them, so
+    each file of the dataset must be there; and the folder of a dataset is not to be opened bare.
+    """
+    # A relative path such as `.` does not end with the name of a shard.
+    whole = [Path(os.path.abspath(place)) if isinstance(place, Path) else place for place in places]  # noqa: PTH100
+    for parent in dict.fromkeys(place.parent for place in whole):
+        folder = BucketFolder(parent) if isinstance(parent, ObjectPath) else LocalFolder(parent)
+        if find_own_shards(folder, [place.name for place in whole if place.parent == parent]):
+            manifest = load_manifest(folder)
+            if manifest is None:
+                _refuse_traces(folder)
+            elif manifest.num_media:
+                what = "a shard of a dataset with media cannot be opened alone: only the dataset names its media"
+                raise FormatError(what, where=str(whole[0]), fix=f"open the dataset, {folder.where()}")
+            elif of_pattern:
+                _check_files(folder, manifest)
+    for inner in (LocalFolder(place) for place in places if isinstance(place, Path) and place.is_dir()):
+        if load_manifest(inner) is None:
+            _refuse_traces(inner)
+        elif of_pattern:
+            what = "the pattern matches the folder of a dataset, expected files"
+            raise FormatError(what, where=inner.where(), fix="open the folder itself")
 
 
-def _refuse_parts(folder: Folder) -> None:
+def _refuse_traces(folder: Folder) -> None:
     """Raise FormatError if a folder without a manifest of ours holds an interrupted write or parts of a dataset."""
     if folder.exists(MARKER_NAME):
         raise _incomplete(folder)
-    if traces := find_traces(folder):
-        raise incomplete_error(folder, traces)
-
-
-def _match(pattern: str) -> list[Place]:
-    """Return the files that match a pattern, and folders, but for those that `**` alone matches."""
-    folders = set(glob.glob(pattern))  # noqa: PTH207
-    found = glob.glob(pattern, recursive=True)  # noqa: PTH207
-    return [Path(name) for name in found if name in folders or Path(name).is_file()]
-
-
-def _refuse_datasets(places: Sequence[Place]) -> None:
-    """Raise FormatError if a pattern matches the folder of a dataset of ours, whose files are not to be opened bare."""
-    for folder in (place for place in places if isinstance(place, Path) and place.is_dir()):
-        if load_manifest(folder) is not None:
-            what = "the pattern matches the folder of a dataset, expected files"
-            raise FormatError(what, where=str(folder), fix="open the folder itself")
-        _refuse_parts(LocalFolder(folder))
-
-
-def _refuse_lost_shards(places: Sequence[Place], *, whole: bool = False) -> None:
-    """Raise FormatError if places are shards of ours in a folder that is not a dataset.
-
-    A single shard of a whole dataset may be opened by its name. A pattern that matches shards means all of them, so
-    with `whole` each file of the dataset must be there.
-    """
-    # A relative path such as `.` does not end with the name of a shard.
-    places = [Path(os.path.abspath(place)) if isinstance(place, Path) else place for place in places]  # noqa: PTH100
-    for parent in dict.fromkeys(place.parent for place in places):
-        folder = BucketFolder(parent) if isinstance(parent, ObjectPath) else LocalFolder(parent)
-        if find_own_shards(folder, [place.name for place in places if place.parent == parent]):
-            manifest = load_manifest(folder)
-            if manifest is None:
-                _refuse_parts(folder)
-            elif manifest.num_media:
-                what = "a shard of a dataset with media cannot be opened alone: only the dataset names its media"
-                raise FormatError(what, where=str(places[0]), fix=f"open the dataset, {folder.where()}")
-            elif whole:
-                _check_files(folder, manifest)
+    refuse_traces(folder)
 
 
 def _check_files(folder: Folder, manifest: Manifest) -> None:

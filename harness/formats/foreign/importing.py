@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -40,8 +40,7 @@ from harness.formats.layouts.jsonl import (
 from harness.formats.manifest import Manifest, Provenance, load_manifest
 from harness.formats.opening import open_dataset, refuse_parts
 from harness.formats.writer import open_writer
-from harness.indexed.index import BIN, IDX, with_suffix
-from harness.indexed.verify import read_lengths
+from harness.indexed.index import BIN, IDX, read_lengths, with_suffix
 from harness.records import Int32Array, Pack
 from harness.storage import is_uri, natural_key
 
@@ -93,7 +92,7 @@ def import_dataset(
     if not is_uri(str(source)):
         if Path(source).is_dir() and load_manifest(Path(source)) is not None:
             raise _ours(source)
-        refuse_parts(source)
+        refuse_parts([Path(source)])
     packs, num_packs = CONVENTIONS[convention](str(source), split)
     if pack_size is None:
         pack_size = max((len(pack) for pack in packs(Counter())), default=0)
@@ -168,11 +167,8 @@ def _read_bridge_rows(prefix: Path) -> ForeignPacks:
     def packs(counts: Counter[str]) -> Iterator[Pack]:
         with data.open("rb") as file:
             for row, length in enumerate(lengths.tolist()):
-                words = np.frombuffer(file.read(4 * length), "<i4")
-                try:
-                    pack = pack_of_bridge_row(words)
-                except FormatError as error:
-                    raise FormatError(f"item {row:,} {error.what}", where=str(data), fix=_FIX) from None
+                with _named(f"{data}, item {row:,}"):
+                    pack = pack_of_bridge_row(np.frombuffer(file.read(4 * length), "<i4"))
                 yield clear_last_positions(pack, counts)
 
     return packs, lengths.shape[0]
@@ -188,32 +184,32 @@ def _read_swift(source: str, _split: str) -> ForeignPacks:
 def _read_jsonl(source: str, pack_of: Callable[[dict[str, Any], Counter[str]], Pack]) -> ForeignPacks:
     """Read the rows of a file, or of all `.jsonl` files of a folder in natural order."""
     path = Path(source)
-    paths = [path]
-    if path.is_dir():
-        paths = sorted(path.glob("*.jsonl"), key=lambda file: natural_key(file.name))
+    paths = sorted(path.glob("*.jsonl"), key=lambda file: natural_key(file.name)) if path.is_dir() else [path]
     if not paths or not paths[0].is_file():
         raise FormatError("there is no .jsonl file", where=source, fix="check the path")
 
-    def rows() -> Iterator[tuple[JsonlShard, int]]:
+    def packs(counts: Counter[str]) -> Iterator[Pack]:
         for file in paths:
             with closing(JsonlShard(file)) as shard:
-                yield from ((shard, row) for row in range(shard.num_packs))
+                for row in range(shard.num_packs):
+                    with _named(shard.where(row)):
+                        pack = pack_of(parse_line(shard.line(row)), counts)
+                        if problem := pack.problem():
+                            raise FormatError(problem)
+                    yield pack
 
-    return lambda counts: (_pack_of_row(*row, pack_of, counts) for row in rows()), sum(1 for _ in rows())
+    return packs, sum(JsonlShard(file).num_packs for file in paths)
 
 
-def _pack_of_row(
-    shard: JsonlShard, row: int, pack_of: Callable[[dict[str, Any], Counter[str]], Pack], counts: Counter[str]
-) -> Pack:
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Name the row that cannot be converted."""
     try:
-        pack = pack_of(parse_line(shard.line(row)), counts)
-        if problem := pack.problem():
-            raise FormatError(problem)
+        yield
     except FormatError as error:
-        raise FormatError(f"the row {error.what}", where=shard.where(row), fix=_FIX) from None
+        raise FormatError(f"the row {error.what}", where=where, fix=_FIX) from None
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise FormatError(f"the row cannot be read: {str(error)[:200]}", where=shard.where(row), fix=_FIX) from None
-    return pack
+        raise FormatError(f"the row cannot be read: {str(error)[:200]}", where=where, fix=_FIX) from None
 
 
 def clear_last_positions(pack: Pack, counts: Counter[str]) -> Pack:

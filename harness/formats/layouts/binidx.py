@@ -25,8 +25,7 @@ import numpy.typing as npt
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardReader, ShardWriter, make_pack
 from harness.formats.index import IndexPart, lengths_from_starts
-from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, IndexHeader, with_suffix
-from harness.indexed.verify import read_lengths
+from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, IndexHeader, read_lengths, with_suffix
 from harness.records import Int64Array, Pack
 from harness.storage import Folder, natural_key
 from harness.storage.files import OutputFile

@@ -31,7 +31,7 @@ import numpy as np
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats.base import Format, ShardReader, ShardWriter, find_folders, make_pack, start_arrays
 from harness.formats.digest import sequence_digest
-from harness.formats.incomplete import find_traces, incomplete_error
+from harness.formats.incomplete import refuse_traces
 from harness.formats.index import INDEX_NAMES, IndexPart, check_offsets, load_index, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.media import INDEX, MEDIA_DTYPE
@@ -146,8 +146,8 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
     folder = open_folder(path)
     manifest = load_manifest(folder)
     is_there = not isinstance(folder, LocalFolder) or folder.place.is_dir()
-    if manifest is None and is_there and (traces := find_traces(folder)):
-        raise incomplete_error(folder, traces)
+    if manifest is None and is_there:
+        refuse_traces(folder)
     if manifest is None or manifest.format != NAME:
         kind = "not a dataset" if manifest is None else f"a dataset of format {manifest.format}"
         what = f"{kind}, expected a sequence store"

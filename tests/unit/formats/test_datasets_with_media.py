@@ -27,8 +27,7 @@ from harness.formats import (
     repair_manifest,
     verify_dataset,
 )
-from harness.formats.foreign.exporting import export_to_bridge
-from harness.formats.foreign.swift import export_to_swift
+from harness.formats.foreign.exporting import export_to_bridge, export_to_swift
 from harness.formats.inspect import inspect_dataset, render_summary
 from harness.formats.layouts.virtual import open_store
 from harness.formats.media import MEDIA_DTYPE, check_rows, read_data

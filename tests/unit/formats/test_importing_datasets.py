@@ -79,7 +79,7 @@ def test_megatron_bridge_indexed_rows_are_imported(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "train.sft.bin").read_bytes())
     data[8] = 200
     (tmp_path / "train.sft.bin").write_bytes(data)
-    with pytest.raises(FormatError, match="item 0 claims 200 sequences in 12 words"):
+    with pytest.raises(FormatError, match="the row claims 200 sequences in 12 words"):
         import_dataset(tmp_path / "train.sft", tmp_path / "x", convention="megatron_bridge")
 
 

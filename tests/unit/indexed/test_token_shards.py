@@ -17,10 +17,8 @@ from typer.testing import CliRunner
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, HarnessError, PrepError
 from harness.indexed import token_shards
-from harness.indexed.convert import TokenSource, convert_tokens
-from harness.indexed.family import TokenFamily, verify_family, write_family
-from harness.indexed.index import MappedIndex
-from harness.indexed.verify import verify_indexed
+from harness.indexed.convert import TokenFamily, TokenSource, convert_tokens, verify_family, write_family
+from harness.indexed.index import MappedIndex, verify_indexed
 
 ROWS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 
@@ -266,7 +264,7 @@ def test_a_file_that_only_resembles_the_record_of_a_family_is_none(tmp_path: Pat
     write_family([shard(tmp_path / "s.parquet", ROWS)], tmp_path / "out", TokenFamily("c"))
     path = tmp_path / "out" / "c.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    monkeypatch.setattr("harness.indexed.family._MAX_RECORD_BYTES", path.stat().st_size - (not change), raising=False)
+    monkeypatch.setattr("harness.indexed.convert._MAX_RECORD_BYTES", path.stat().st_size - (not change), raising=False)
     assert [one.what for one in verify_family(str(path))] == ["is not a record of a token family"]
 
 
