@@ -271,7 +271,8 @@ class Verdict(Enum):
     REFUSED = "the request itself is refused"
 
 
-# What obstore and multi-storage-client write, with the names of errors of the three providers.
+# Of the names of an error's classes, on the first line, and of what obstore and multi-storage-client write, with the
+# names of errors of the three providers; the first that is found counts.
 _PATTERNS = (
     (Verdict.NO_BUCKET, r"NoSuchBucket|InvalidBucketName|ContainerNotFound|FilesystemNotFound"),
     (
@@ -280,8 +281,11 @@ _PATTERNS = (
         r"|RequestTimeTooSkewed|AuthenticationFailed|AuthorizationFailure|AuthorizationPermissionMismatch"
         r"|status code: 40[13]\b|169\.254\.|metadata\.google|token request|Azure CLI|CredentialRetrievalError",
     ),
+    (Verdict.MISSING, r"\A.*\b(FileNotFoundError|NotADirectoryError|IsADirectoryError)\b"),
+    (Verdict.DENIED, r"\A.*\b(PermissionError|PermissionDeniedError|UnauthenticatedError)\b"),
     (Verdict.MISSING, r"NoSuchKey|BlobNotFound|does not exist|status code: 404\b"),
     (Verdict.REFUSED, r"status code: (30\d|4\d\d)\b|InvalidConfig|not found"),
+    (Verdict.PASSING, r"\A.*\b(OSError|RuntimeError|GenericError)\b"),
 )
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials with access",
@@ -292,19 +296,8 @@ _AZURE_CREDENTIALS = "set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log i
 
 def judge(error: Exception) -> Verdict:
     """Classify an error of a client; an unknown error of its network counts as transient."""
-    text = str(error)
-    for verdict, pattern in _PATTERNS[:2]:
-        if re.search(pattern, text):
-            return verdict
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return Verdict.MISSING
-    if isinstance(error, PermissionError) or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
-        return Verdict.DENIED
-    for verdict, pattern in _PATTERNS[2:]:
-        if re.search(pattern, text):
-            return verdict
-    is_known = isinstance(error, OSError | RuntimeError) or type(error).__name__ == "GenericError"
-    return Verdict.PASSING if is_known else Verdict.REFUSED
+    text = f"{' '.join(kind.__name__ for kind in type(error).__mro__)}\n{error}"
+    return next((verdict for verdict, pattern in _PATTERNS if re.search(pattern, text)), Verdict.REFUSED)
 
 
 def explain(error: Exception, place: ObjectPath) -> FormatError:

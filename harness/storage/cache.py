@@ -16,7 +16,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -70,11 +70,18 @@ class LocalCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             while True:
-                if (entry := self._find(name)) is not None:
-                    return entry
-                with self._locked(name) as descriptor:
-                    if not (self.folder / name).is_dir():
-                        self._download(name, descriptor, files, download)
+                # Waits while another process downloads it, which takes bounded time.
+                if (shared := self._lock(name, fcntl.LOCK_SH)) is not None:
+                    if (self.folder / name).is_dir():
+                        os.utime(self.folder / (name + _LOCK))
+                        return Entry(self.folder / name, shared)
+                    os.close(shared)
+                if (own := self._lock(name, fcntl.LOCK_EX, create=True)) is not None:
+                    try:
+                        if not (self.folder / name).is_dir():
+                            self._download(name, own, files, download)
+                    finally:
+                        os.close(own)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             fix = f"free space, or set {_BYTES_NAME} below the size of the disk" if full else "check permissions"
@@ -82,34 +89,20 @@ class LocalCache:
             fix = f"{fix}; to use another folder, set {_FOLDER_NAME}"
             raise FormatError(what, where=str(error.filename or self.folder), fix=fix) from error
 
-    def _find(self, name: str) -> Entry | None:
-        """Return a complete entry, locked against eviction, or None."""
+    def _lock(self, name: str, kind: int, *, create: bool = False) -> int | None:
+        """Lock an entry; return its open lock file, or None if there is none, or it is removed or in use."""
         lock = self.folder / (name + _LOCK)
         try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
         except FileNotFoundError:
             return None
-        # Waits while another process downloads it, which takes bounded time.
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if is_open_at(lock, descriptor) and (self.folder / name).is_dir():
-            os.utime(lock)
-            return Entry(self.folder / name, descriptor)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, kind)
+            # Eviction removes the lock file: a lock on a removed file protects nothing.
+            if is_open_at(lock, descriptor):
+                return descriptor
         os.close(descriptor)
         return None
-
-    @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[int]:
-        lock = self.folder / (name + _LOCK)
-        while True:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                # Eviction removes the lock file: a lock on a removed file protects nothing.
-                if is_open_at(lock, descriptor):
-                    yield descriptor
-                    return
-            finally:
-                os.close(descriptor)
 
     def _download(self, name: str, descriptor: int, files: Sequence[StoredFile], download: Download) -> None:
         num_bytes = sum(stored.num_bytes for stored in files)
@@ -139,29 +132,17 @@ class LocalCache:
         entries = []
         for lock in self.folder.glob(f"*{_LOCK}"):
             with contextlib.suppress(OSError, ValueError):
-                entries.append((lock.stat().st_mtime_ns, int(lock.read_text() or "0"), lock))
+                entries.append((lock.stat().st_mtime_ns, int(lock.read_text() or "0"), lock.name.removesuffix(_LOCK)))
         total = sum(num_bytes for _, num_bytes, _ in entries)
-        for _, num_bytes, lock in sorted(entries):
+        for _, num_bytes, name in sorted(entries):
             if total <= self.max_bytes:
                 return
-            if self._evict(lock):
-                total -= num_bytes
-
-    def _evict(self, lock: Path) -> bool:
-        try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not is_open_at(lock, descriptor):
-                return False
-            entry = lock.with_name(lock.name.removesuffix(_LOCK))
-            shutil.rmtree(entry, ignore_errors=True)
-            shutil.rmtree(entry.with_name(entry.name + _PARTIAL), ignore_errors=True)
-            lock.unlink(missing_ok=True)
-            return True
-        except OSError:  # in use
-            return False
-        finally:
-            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                if (descriptor := self._lock(name, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+                    try:
+                        for end in ("", _PARTIAL):
+                            shutil.rmtree(self.folder / (name + end), ignore_errors=True)
+                        (self.folder / (name + _LOCK)).unlink(missing_ok=True)
+                        total -= num_bytes
+                    finally:
+                        os.close(descriptor)
