@@ -15,16 +15,17 @@ from harness.cli.indexed import find_checks
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats import FORMATS, convert_dataset, load_manifest, open_dataset, repair_manifest, verify_dataset
-from harness.formats.foreign.exporting import (
+from harness.formats.foreign import (
     BRIDGE,
+    CONVENTIONS,
     SWIFT,
     BridgeExport,
     BridgeFiles,
     SwiftExport,
     export_to_bridge,
     export_to_swift,
+    import_dataset,
 )
-from harness.formats.foreign.importing import CONVENTIONS, import_dataset
 from harness.formats.inspect import (
     find_datasets,
     find_pack,
@@ -145,7 +146,7 @@ def inspect(
         return
     summaries = [inspect_dataset(dataset) for dataset in find_datasets(path)]
     if as_json:
-        print_json([asdict(summary) for summary in summaries])
+        print_json(summaries)
         return
     for summary in summaries:
         console.print(render_summary(summary))

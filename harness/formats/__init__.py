@@ -8,18 +8,17 @@
     verify_dataset("out")                               every problem; [] if there is none
 
 A dataset is a folder of shards, an index of lengths and checksums, and a manifest that is written last: a folder
-without one is an incomplete dataset, which is refused (`incomplete`). Images and sounds lie beside the shards
-(`media`). Read `opening`, `reader`, `index`, `manifest` and `writer` in this order; `base` is the interface that a new
-format implements, in a module of `layouts`.
+without one is an incomplete dataset, which is refused. Images and sounds lie beside the shards (`media`). Read
+`opening`, `reader`, `index`, `manifest` and `writer` in this order; `base` is the interface that a new format
+implements, in a module of `layouts`.
 """
 
 from harness.formats.base import FORMATS, load_format
 from harness.formats.convert import convert_dataset
-from harness.formats.incomplete import repair_manifest
 from harness.formats.manifest import Manifest, Provenance, load_manifest
 from harness.formats.opening import holds_manifest, open_dataset
 from harness.formats.reader import PackReader
-from harness.formats.verify import diff_datasets, verify_dataset
+from harness.formats.verify import diff_datasets, repair_manifest, verify_dataset
 from harness.formats.writer import open_writer
 
 __all__ = [

@@ -1,4 +1,8 @@
-"""Opening a dataset: a path is a dataset folder, bare files of some tool, or nothing, on a disk or in a bucket."""
+"""Opening a dataset: a path is a dataset folder, bare files of some tool, or nothing, on a disk or in a bucket.
+
+A dataset without its manifest may lack shards too, and nothing in its files would show that. So the names of our index
+or of our shards make a folder an incomplete dataset, unless the files are those of another tool that uses such names.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -16,13 +20,20 @@ import numpy as np
 
 from harness.errors import FormatError
 from harness.formats.base import FORMATS, Format, ShardReader, load_format
-from harness.formats.digest import KeptFingerprint
-from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, refuse_traces
-from harness.formats.index import IndexPart, PackIndex, index_names, load_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, file_problems, load_manifest
-from harness.formats.media import SHARDS
+from harness.formats.index import (
+    INDEX_FOLDER,
+    INDEX_NAMES,
+    IndexPart,
+    KeptFingerprint,
+    PackIndex,
+    index_names,
+    load_index,
+)
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, file_problems, load_manifest, restore_hint
+from harness.formats.media import INDEX, SHARDS
 from harness.formats.reader import MAX_OPEN_FILES, PackReader, explained, stamp_shard
 from harness.paths import explain_path, is_run, near_paths
+from harness.printing import count_of
 from harness.storage import (
     BucketFolder,
     Folder,
@@ -36,6 +47,9 @@ from harness.storage import (
 )
 from harness.storage.bucket import check_bucket, find_size
 from harness.storage.inputs import match_objects
+
+# Present while a writer is at work: distinguishes an interrupted write from a folder of another tool.
+MARKER_NAME = "_writing"
 
 
 def open_dataset(path: str | PathLike[str]) -> PackReader:
@@ -152,6 +166,72 @@ def _refuse_traces(folder: Folder) -> None:
     if folder.exists(MARKER_NAME):
         raise _incomplete(folder)
     refuse_traces(folder)
+
+
+# ---- what a dataset left
+
+
+@dataclass
+class Traces:
+    """Names in a folder that only this package writes: files of an index, and of each format the shards by number."""
+
+    index: list[str]
+    shards: dict[str, dict[int, str]]
+
+    def __bool__(self) -> bool:
+        return bool(self.index or self.shards)
+
+
+def find_traces(folder: Folder) -> Traces:
+    """Find what a dataset left in a folder: its index, and shards that have our names and are of our making."""
+    names, index = folder.names(), []
+    if INDEX_FOLDER in names:
+        index = [name for name in (*INDEX_NAMES, INDEX) if folder.exists(name)]
+        if isinstance(folder, LocalFolder) and (folder.place / INDEX_FOLDER).is_dir():
+            index += [f"{INDEX_FOLDER}/{one.name}" for one in (folder.place / INDEX_FOLDER).glob("*.part")]
+    return Traces(index, find_own_shards(folder, names))
+
+
+def find_own_shards(folder: Folder, names: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Return our shards among names of files, folders or prefixes in a folder: of each format, by number."""
+
+    def is_own(format: Format, shard: str) -> bool:
+        if isinstance(folder, BucketFolder) and not format.in_buckets:
+            return True  # No other tool's files of this kind open there.
+        try:
+            return format.is_own(folder.place / shard)
+        except (OSError, FormatError, ValueError, MemoryError):
+            return False
+
+    found = {}
+    for format in map(load_format, FORMATS):
+        shards = format.find_shards(name + end for name in names for end in {"", *format.shard_files})
+        # The first and the last, because either can be damaged beyond recognition.
+        if shards and any(is_own(format, shards[number]) for number in {min(shards), max(shards)}):
+            found[format.name] = shards
+    return found
+
+
+def refuse_traces(folder: Folder) -> None:
+    """Raise FormatError for a folder with traces of a dataset but no manifest: what is missing, how to restore it."""
+    if not (traces := find_traces(folder)):
+        return
+    missing = [MANIFEST_NAME, *(name for name in INDEX_NAMES if name not in traces.index)]
+    for name, shards in traces.shards.items():
+        missing += [load_format(name).shard_name(number) for number in find_gaps(shards)]
+    shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
+    found = count_of(sum(map(len, traces.shards.values())), "shard")
+    what = f"the dataset is incomplete: {shown} missing ({found} found)"
+    raise FormatError(what, where=folder.where(), fix=restore_hint(folder.where()))
+
+
+def find_gaps(shards: dict[int, str]) -> list[int]:
+    # At most as many as there are shards: a number may be damaged too.
+    gaps = (number for number in range(max(shards, default=-1)) if number not in shards)
+    return [number for number, _ in zip(gaps, range(len(shards) + 1), strict=False)]
+
+
+# ---- datasets with a manifest
 
 
 def _check_files(folder: Folder, manifest: Manifest) -> None:

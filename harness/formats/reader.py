@@ -15,8 +15,14 @@ import numpy as np
 
 from harness.errors import ConfigError, FormatError
 from harness.formats.base import Format, PackPart, ShardReader
-from harness.formats.digest import KeptFingerprint, content_digest, dataset_fingerprint, extended_digest, pack_digest
-from harness.formats.index import PackIndex
+from harness.formats.index import (
+    KeptFingerprint,
+    PackIndex,
+    content_digest,
+    dataset_fingerprint,
+    extended_digest,
+    pack_digest,
+)
 from harness.formats.manifest import Manifest
 from harness.formats.media import find_rows, fold_media, media_tokens, read_data
 from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, moved

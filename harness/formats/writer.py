@@ -17,11 +17,10 @@ import xxhash
 
 from harness.errors import ConfigError, FormatError
 from harness.formats.base import FORMATS, Format, ShardWriter, load_format
-from harness.formats.digest import dataset_fingerprint
-from harness.formats.incomplete import MARKER_NAME, find_traces
-from harness.formats.index import INDEX_FOLDER, IndexBuilder, IndexPart, index_names, write_index
+from harness.formats.index import INDEX_FOLDER, IndexBuilder, IndexPart, dataset_fingerprint, index_names, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, file_problems, load_manifest
 from harness.formats.media import MediaWriter
+from harness.formats.opening import MARKER_NAME, find_traces
 from harness.records import Pack
 from harness.settings import from_plain
 from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_path, write_atomically

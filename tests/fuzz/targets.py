@@ -20,7 +20,7 @@ from small_packs import write_packs
 
 from harness.errors import HarnessError
 from harness.formats import FORMATS, load_format, load_manifest, open_dataset
-from harness.formats.foreign.importing import CONVENTIONS
+from harness.formats.foreign import CONVENTIONS
 from harness.formats.index import load_index
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.formats.manifest import content_checksum

@@ -30,11 +30,10 @@ import numpy as np
 
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats.base import Format, ShardReader, ShardWriter, find_folders, make_pack, start_arrays
-from harness.formats.digest import sequence_digest
-from harness.formats.incomplete import refuse_traces
-from harness.formats.index import INDEX_NAMES, IndexPart, check_offsets, load_index, write_npy
+from harness.formats.index import INDEX_NAMES, IndexPart, check_offsets, load_index, sequence_digest, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.media import INDEX, MEDIA_DTYPE
+from harness.formats.opening import refuse_traces
 from harness.formats.reader import HandleCache
 from harness.formats.writer import FolderClaim
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array

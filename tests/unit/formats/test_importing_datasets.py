@@ -15,7 +15,7 @@ from small_packs import write_packs
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset
-from harness.formats.foreign.importing import import_dataset
+from harness.formats.foreign import import_dataset
 from harness.records import Pack
 
 # Two conversations of 4 and 3 tokens, and one of 5; masks aligned with labels as Megatron-Bridge stores them.
