@@ -19,7 +19,7 @@ from harness.printing import count_of, print_line
 
 if TYPE_CHECKING:
     from harness.indexed.convert import TokenSource
-    from harness.indexed.writer import IndexedReport
+    from harness.indexed.index import IndexedReport
 
 indexed_app = typer.Typer(help="Build Megatron's indexed datasets from token shards.", no_args_is_help=True)
 

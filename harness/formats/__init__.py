@@ -15,10 +15,11 @@ implements, in a module of `layouts`.
 
 from harness.formats.base import FORMATS, load_format
 from harness.formats.convert import convert_dataset
+from harness.formats.incomplete import repair_manifest
 from harness.formats.manifest import Manifest, Provenance, load_manifest
 from harness.formats.opening import holds_manifest, open_dataset
 from harness.formats.reader import PackReader
-from harness.formats.verify import diff_datasets, repair_manifest, verify_dataset
+from harness.formats.verify import diff_datasets, verify_dataset
 from harness.formats.writer import open_writer
 
 __all__ = [

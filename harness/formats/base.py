@@ -19,7 +19,7 @@ from harness.formats.media import media_name
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.storage import Folder, Place, natural_key
 from harness.storage.arrays import NpyStream
-from harness.storage.cache import Entry
+from harness.storage.bucket import Entry
 from harness.storage.files import OutputFile
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")

@@ -107,8 +107,15 @@ def lengths_from_starts(
     if (counts <= 0).any() or not 0 <= offsets[0] <= offsets[-1] <= starts.shape[0]:
         row = first_row + int(np.argmax(counts <= 0))
         raise FormatError(f"pack {row:,} refers to no sequences, or to more than are stored", where=where)
-    _check_zeros(starts[int(offsets[0]) : int(offsets[-1])], counts.shape[0], where)
-    begins = starts[int(offsets[0]) : int(offsets[-1])].astype(np.int64)
+    own = starts[int(offsets[0]) : int(offsets[-1])]
+    zeros = 0
+    # Before memory is spent on them: a file with a hole reads as any number of zeros, and takes no space.
+    for begin in range(0, own.shape[0], _BLOCK):
+        zeros += int(np.count_nonzero(own[begin : begin + _BLOCK] == 0))
+        if zeros > counts.shape[0] + _BLOCK:
+            what = f"has {zeros:,} sequences that start at 0 in {counts.shape[0]:,} packs"
+            raise FormatError(what, where=where)
+    begins = own.astype(np.int64)
     lasts = np.cumsum(counts) - 1
     ends = np.append(begins[1:], 0)
     ends[lasts] = num_tokens
@@ -121,18 +128,6 @@ def lengths_from_starts(
         what = f"the seq_start_id of pack {row:,} do not start at 0, do not increase, or exceed its tokens"
         raise FormatError(what, where=where)
     return lengths.astype(np.int32)
-
-
-def _check_zeros(starts: npt.NDArray[Any], num_packs: int, where: str) -> None:
-    """Refuse more zeros among starts than there are packs, before memory is spent on them.
-
-    A file with a hole reads as any number of zeros, and takes no space.
-    """
-    zeros = 0
-    for begin in range(0, starts.shape[0], _BLOCK):
-        zeros += int(np.count_nonzero(starts[begin : begin + _BLOCK] == 0))
-        if zeros > num_packs + _BLOCK:
-            raise FormatError(f"has {zeros:,} sequences that start at 0 in {num_packs:,} packs", where=where)
 
 
 def index_names(manifest: Manifest) -> tuple[str, ...]:

@@ -33,6 +33,8 @@ from harness.indexed.index import (
     INT32,
     LOSS_BIN,
     UINT16,
+    IndexedReport,
+    IndexedWriter,
     MappedIndex,
     check_indexed,
     prefix_of,
@@ -40,7 +42,6 @@ from harness.indexed.index import (
     verify_indexed,
     with_suffix,
 )
-from harness.indexed.writer import IndexedReport, IndexedWriter
 from harness.records import MAX_TOKEN_ID
 from harness.settings import from_plain
 from harness.storage import Marker, StoredFile, file_digest, make_folder, stamp_of, write_atomically

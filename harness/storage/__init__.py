@@ -11,7 +11,7 @@
 Read `folders` first: the interface that readers and writers of datasets use.
 """
 
-from harness.storage.cache import LocalCache
+from harness.storage.bucket import LocalCache
 from harness.storage.checksums import read_checksums
 from harness.storage.files import Marker, StoredFile, file_digest, make_folder, natural_key, sync_path
 from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder, write_atomically

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from harness.errors import FormatError
 from harness.storage import bucket
-from harness.storage.bucket import REQUEST_BYTES, UploadFile
-from harness.storage.cache import Entry, LocalCache
+from harness.storage.bucket import REQUEST_BYTES, Entry, LocalCache, UploadFile
 from harness.storage.claims import ClaimStore, Lease
 from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, make_folder, sync_path
 from harness.storage.uris import ObjectPath, Place, is_uri

@@ -17,8 +17,7 @@ import pytest
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_writer
 from harness.indexed.convert import count_sequences, merge_indexed, save_counts
-from harness.indexed.index import HEADER, INT32, MAGIC, UINT16, VERSION, verify_indexed
-from harness.indexed.writer import IndexedWriter
+from harness.indexed.index import HEADER, INT32, MAGIC, UINT16, VERSION, IndexedWriter, verify_indexed
 from harness.records import Pack
 from harness.storage.files import AtomicFile
 
