@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import operator
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,26 +48,21 @@ class HandleCache(Generic[T]):
     def __init__(self, capacity: int) -> None:
         self._capacity = max(1, capacity)
         self._pid = os.getpid()
-        self._handles: OrderedDict[int, T] = OrderedDict()
+        self._handles: dict[int, T] = {}  # the most recently used last
 
     def get(self, key: int, open_handle: Callable[[int], T]) -> T:
         if self._pid != os.getpid():
             # Dropped, not closed: closing could flush or unlock what the parent uses.
-            self._handles = OrderedDict()
-            self._pid = os.getpid()
-        handle = self._handles.get(key)
-        if handle is None:
-            handle = open_handle(key)
-            self._handles[key] = handle
-            if len(self._handles) > self._capacity:
-                self._handles.popitem(last=False)[1].close()
-        else:
-            self._handles.move_to_end(key)
+            self._handles, self._pid = {}, os.getpid()
+        handle = self._handles.pop(key, None)
+        handle = self._handles[key] = open_handle(key) if handle is None else handle
+        if len(self._handles) > self._capacity:
+            self._handles.pop(next(iter(self._handles))).close()
         return handle
 
     def close(self) -> None:
         """Close all; a later `get` opens anew."""
-        handles, self._handles = self._handles, OrderedDict()
+        handles, self._handles = self._handles, {}
         if self._pid == os.getpid():
             for handle in handles.values():
                 handle.close()

@@ -167,8 +167,9 @@ def merge_indexed(
         if with_suffix(pair, LOSS_BIN).is_file():
             raise FormatError("contains packs, whose masks would be lost", where=where, fix="use `harness convert`")
         if number and index.has_modes != has_modes:
-            what = f"has {'modes' if index.has_modes else 'no modes'}, but the first pair has "
-            what += "modes: one index cannot contain both" if has_modes else "none: one index cannot contain both"
+            what = (
+                f"has {'modes' if index.has_modes else 'no modes'}, unlike the first pair: one index cannot have both"
+            )
             raise FormatError(what, where=where, fix="merge multimodal pairs and others separately")
         has_modes = index.has_modes
         if index.header.dtype not in (UINT16, INT32):

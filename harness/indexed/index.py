@@ -152,9 +152,8 @@ def verify_indexed(
                 at = int(np.argmax(bad))
                 sequence = int(np.searchsorted(index.pointers, (done + at) * dtype.itemsize, "right")) - 1
                 position = done + at - int(index.pointers[sequence]) // dtype.itemsize
-                kind, bound = ("the negative token", "") if tokens[at] < 0 else ("the token", f", above {limit:,}")
-                what = f"sequence {sequence:,} has {kind} {int(tokens[at]):,} at position {position:,}{bound}"
-                return [Problem(what, str(bin_path))]
+                what = f"sequence {sequence:,} has the token {int(tokens[at]):,} at position {position:,}"
+                return [Problem(f"{what}, expected 0 to {limit:,}", str(bin_path))]
             done += len(tokens)
             if progress is not None:
                 progress(done, total)
@@ -195,8 +194,7 @@ def _check_structure(prefix: Path) -> tuple[MappedIndex | None, list[Problem]]:
     problems += [Problem(what, str(idx_path)) for what in _document_problems(index)]
     expected = index.header.dtype.itemsize * sum(int(block.sum(dtype=np.int64)) for block in _blocks(index.lengths))
     if (num_bytes := bin_path.stat().st_size) != expected:
-        kind = "short" if num_bytes < expected else "long"
-        what = f"is too {kind}: {num_bytes:,} bytes, expected {expected:,} from the lengths in the index"
+        what = f"has {num_bytes:,} bytes, expected {expected:,} from the lengths in the index"
         problems.append(Problem(what, str(bin_path)))
     return index, problems
 
@@ -225,11 +223,8 @@ def _ledger_problems(index: MappedIndex) -> Iterator[str]:
         wrong = pointers != begins
         if wrong.any():
             at = int(np.argmax(wrong))
-            falls = " and falls" if at and pointers[at] < pointers[at - 1] else ""
-            yield (
-                f"the pointer of sequence {first + at:,} is {int(pointers[at]):,}{falls}, "
-                f"expected {int(begins[at]):,} from the lengths before it"
-            )
+            what = f"the pointer of sequence {first + at:,} is {int(pointers[at]):,}"
+            yield f"{what}, expected {int(begins[at]):,} from the lengths before it"
             return
         first, last = first + len(lengths), int(ends[-1])
 

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import itertools
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,7 +55,7 @@ class ParquetShard(ShardReader):
     def __init__(self, place: Place, pack_size: int | None = None) -> None:
         self._place = place
         self._pack_size = pack_size
-        self._cache: OrderedDict[int, list[Any]] = OrderedDict()
+        self._cache: dict[int, list[Any]] = {}  # the most recently used last
         self._file: Any = None
         with self._explained(f"{place}, the footer"):
             self._source = open_source(place)
@@ -176,13 +175,11 @@ class ParquetShard(ShardReader):
         self._source.close()
 
     def _group(self, group: int) -> list[Any]:
-        if group not in self._cache:
-            self._cache[group] = self._columns(group, FIELDS)
-            sizes = [sum(column.nbytes for column in columns) for columns in self._cache.values()]
-            while len(sizes) > 1 and sum(sizes) > CACHE_BYTES:
-                self._cache.popitem(last=False)
-                del sizes[0]
-        self._cache.move_to_end(group)
+        self._cache[group] = self._cache.pop(group, None) or self._columns(group, FIELDS)
+        sizes = {number: sum(column.nbytes for column in columns) for number, columns in self._cache.items()}
+        for number in [*sizes][:-1]:
+            if sum(sizes.values()) > CACHE_BYTES:
+                del self._cache[number], sizes[number]
         return self._cache[group]
 
     def _columns(self, group: int, names: Sequence[str]) -> list[Any]:

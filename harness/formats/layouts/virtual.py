@@ -183,13 +183,11 @@ class _Plan:
     def find_store(self, folder: Folder) -> Folder:
         """Return the store of a plan in a dataset's folder; raises FormatError if it is missing or has changed."""
         store = open_folder(str(resolve_path(folder.place, self.store)))
-        fix = f"restore the store at {self.store}, relative to the plan, or plan again: "
-        fix += f"harness repack STORE {folder.where()}"
+        fix = f"restore the store of the plan at {store.where()}, or plan again: "
+        fix += f"harness repack {store.where()} {folder.where()} --overwrite"
         with os_errors_as(FormatError, "the plan's sequence store cannot be read", where=store.where(), fix=fix):
             digest = store.digest(MANIFEST_NAME)
         if digest != self.manifest_xxh3:
-            fix = "restore the store of the plan, or plan this one again: "
-            fix += f"harness repack {store.where()} {folder.where()} --overwrite"
             raise FormatError("this is not the sequence store of the plan", where=store.where(), fix=fix)
         return store
 
@@ -322,9 +320,8 @@ def _write(folder: Folder, store: SequenceStore, pack_offsets: Int64Array, seque
     """Write all but the manifest, which is the store's with the plan's own packs and files."""
     shard = FORMAT.shard_name(0)
     names = [f"{shard}/{name}" for name in (PACK_OFFSETS, PLAN, SEQUENCE_IDS)]
-    write_npy(folder, names[2], np.dtype("<i8"), len(sequence_ids), [sequence_ids])
-    write_npy(folder, names[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
-    write_npy(folder, INDEX_NAMES[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
+    for name, values in ((names[2], sequence_ids), (names[0], pack_offsets), (INDEX_NAMES[0], pack_offsets)):
+        write_npy(folder, name, np.dtype("<i8"), len(values), [values])
     write_npy(folder, INDEX_NAMES[1], np.dtype("<i4"), len(sequence_ids), [store.lengths[sequence_ids]])
     stored = store.manifest.shards
     ends = np.cumsum([0, *(one.num_packs for one in stored)])
