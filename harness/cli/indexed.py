@@ -150,13 +150,13 @@ def find_checks(path: str) -> list[tuple[str, Callable[..., list[Problem]]]]:
 
     Of a folder that holds these alone, all of its families, and its pairs that belong to none.
     """
-    from harness.indexed.convert import family_pairs, is_family, verify_family
+    from harness.indexed.convert import family_pairs, verify_family
     from harness.indexed.index import BIN, IDX, LOSS_BIN, prefix_of, verify_indexed, with_suffix
 
     if path.endswith(".json"):
-        return [(path, verify_family)] if is_family(path) else []
+        return [(path, verify_family)] if family_pairs(path) else []
     if Path(path).is_dir():
-        records = [str(one) for one in sorted(Path(path).glob("*.json")) if is_family(str(one))]
+        records = [str(one) for one in sorted(Path(path).glob("*.json")) if family_pairs(str(one))]
         prefixes = sorted({prefix_of(one) for suffix in (BIN, IDX) for one in Path(path).glob(f"*{suffix}")})
         # Shards of packs that lost files, manifest included, are no pairs, and other tools' files are named .bin too.
         if not any(with_suffix(prefix, IDX).exists() for prefix in prefixes):

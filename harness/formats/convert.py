@@ -20,7 +20,7 @@ from harness.formats.reader import PackReader, stamp_shard
 from harness.formats.verify import diff_readers
 from harness.formats.writer import forget_interruption, open_writer
 from harness.storage import ObjectPath, is_uri
-from harness.storage.uris import relative_path
+from harness.storage.connections import relative_path
 
 _CHUNK = 64
 

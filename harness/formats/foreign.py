@@ -379,13 +379,12 @@ def export_to_bridge(
 ) -> BridgeExport:
     """Write a dataset as one file of packs for Megatron-Bridge, and read it back.
 
+    ConfigError if `root` is in object storage, FormatError as for `convert_dataset`, or if the figures of another split
+    cannot be read.
+
     Args:
         root: folder that Bridge's configuration names as dataset_root.
         files: names; None for the defaults of BridgeFiles. Other arguments are those of `convert_dataset`.
-
-    Raises:
-        ConfigError: `root` is in object storage.
-        FormatError: as for `convert_dataset`, or the figures of another split cannot be read.
     """
     files = files or BridgeFiles()
     with closing(_open_plain(source, root, "Megatron-Bridge")) as reader:
@@ -488,9 +487,8 @@ def export_to_swift(
 ) -> SwiftExport:
     """Write a dataset as a folder for `--cached_dataset`; arguments are those of `convert_dataset`.
 
-    Raises:
-        ConfigError: `folder` is in object storage.
-        FormatError: a dataset is there, or the source cannot be read, or trains the last position of a sequence.
+    ConfigError if `folder` is in object storage; FormatError if a dataset is there, or the source cannot be read, or
+    trains the last position of a sequence.
     """
     root = Path(folder)
     with closing(_open_plain(source, folder, "ms-swift")) as reader, explain_os_errors(str(root)):

@@ -15,13 +15,14 @@ from harness.formats.index import INDEX_NAMES, PACK_CHECKSUMS, IndexBuilder, Ind
 from harness.formats.manifest import Manifest, Provenance, Shard, Totals
 from harness.formats.media import INDEX, SHARDS
 from harness.formats.opening import MARKER_NAME, find_gaps, find_traces
+from harness.formats.reader import explained
 from harness.records import HUNDREDTHS
 from harness.storage import LocalFolder, Marker, natural_key, open_folder
 from harness.storage.arrays import map_npy
 from harness.storage.files import TEMPORARY_SUFFIX
 
 _ROWS = 64
-_LISTED = ("sequence_lengths", "checksums")
+_LISTED = ("sequence_counts", "sequence_lengths", "checksums")
 _UNKNOWN = "provenance (tokenizer, chat template, packer, seed, mask) is lost; prepare again if a run requires it"
 
 
@@ -100,10 +101,9 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
             inside = [one.name for one in place.iterdir() if one.is_file() and not one.name.startswith(".")]
             paths = [f"{name}/{file}" for file in sorted(inside, key=natural_key)]
         files = folder.describe(paths)
-    except FormatError as error:
-        survey.problems.append(Problem(error.what, error.where or str(place)))
-    except (OSError, MemoryError) as error:
-        survey.problems.append(Problem(f"cannot be read: {error}", str(place)))
+    except (OSError, MemoryError, FormatError) as error:
+        known = explained(error, place)
+        survey.problems.append(Problem(known.what, known.where))
     else:
         totals, part = builder.totals(), builder.build()
         survey.totals += totals
@@ -115,17 +115,15 @@ def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
     """Compare the packs with the files of the index, which cover order and number of packs."""
     if not survey.parts:
         return
-    counts = np.concatenate([part.sequence_counts for part in survey.parts])
-    lengths, checksums = (np.concatenate([getattr(part, name) for part in survey.parts]) for name in _LISTED)
+    counts, *others = (np.concatenate([getattr(part, name) for part in survey.parts]) for name in _LISTED)
+    arrays = dict(zip(INDEX_NAMES, (np.append(0, np.cumsum(counts, dtype=np.int64)), *others), strict=True))
     if not folder.exists(PACK_CHECKSUMS) and format.has_checksums:
         last = survey.shards[-1].path
         survey.notes.append(f"without {PACK_CHECKSUMS}, nothing shows whether {last} was the last shard")
     elif not folder.exists(PACK_CHECKSUMS):
         what = f"missing, and {format.name} shards contain no checksums to check them with"
         survey.problems.append(Problem(what, folder.where(PACK_CHECKSUMS)))
-    for name, found in zip(
-        INDEX_NAMES, (np.append(0, np.cumsum(counts, dtype=np.int64)), lengths, checksums), strict=True
-    ):
+    for name, found in arrays.items():
         try:
             stored = map_npy(folder.place / name, found.dtype) if folder.exists(name) else found
             if stored.shape != found.shape:
@@ -142,13 +140,11 @@ def repair_manifest(
     """Write index and manifest again from whole shards; nothing is written unless every pack is whole.
 
     A pack is whole if it has the checksum that the index has for it, or if its format keeps checksums in the shards.
+    Returns the manifest, None if it was not written; the problems that prevent it; what could not be restored.
 
     Args:
         path: folder on a disk (ConfigError for others) of a dataset whose manifest is missing or damaged.
         progress: called with shards read and shards in total.
-
-    Returns:
-        the manifest, None if it was not written; the problems that prevent it; what could not be restored.
     """
     folder = open_folder(path)
     if not isinstance(folder, LocalFolder) or not folder.place.is_dir():

@@ -17,7 +17,7 @@ from harness.formats.reader import PackReader
 from harness.printing import count_of, one_line, printable
 from harness.records import Int64Array, Pack, SequenceView
 from harness.storage import open_folder, parse_place
-from harness.storage.uris import resolve_path
+from harness.storage.connections import resolve_path
 from harness.tables import Table, make_histogram
 
 TRAINED_STYLE, CONTEXT_STYLE = "bold green", "dim"

@@ -14,14 +14,7 @@ import numpy as np
 
 from harness.errors import ConfigError, FormatError
 from harness.formats.base import Format, PackPart, ShardReader
-from harness.formats.index import (
-    KeptFingerprint,
-    PackIndex,
-    content_digest,
-    dataset_fingerprint,
-    extended_digest,
-    pack_digest,
-)
+from harness.formats.index import KeptFingerprint, PackIndex, content_digest, dataset_fingerprint, pack_digest
 from harness.formats.manifest import Manifest
 from harness.formats.media import find_rows, fold_media, media_tokens, read_data
 from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, moved
@@ -161,11 +154,9 @@ class PackReader:
         return dataset_fingerprint([digests])
 
     def __getitem__(self, index: int) -> Pack:
-        """Read the pack at `index`, counted from the end if negative.
+        """Read the pack at `index`, counted from the end if negative; IndexError past either end.
 
-        Raises:
-            IndexError: past either end.
-            FormatError: the stored pack differs from what was written, or cannot be read.
+        FormatError if the stored pack differs from what was written, or cannot be read.
         """
         return self.read((index,))[0]
 
@@ -186,9 +177,8 @@ class PackReader:
     def read_parts(self, ids: Sequence[int] | Int64Array, spans: Sequence[Int64Array] | None) -> list[Pack]:
         """Read at least some tokens of packs, without their media.
 
-        Args:
-            spans: int64 [n, 2] of each pack, first and end of the tokens that are needed; None for all of them. Where
-                the format can leave others out, their ids are -1.
+        `spans`, int64 [n, 2] of each pack, are first and end of those that are needed; None for all of them. Where the
+        format can leave others out, their ids are -1.
         """
         pack_ids = [operator.index(index) for index in ids]
         by_shard: dict[int, list[int]] = {}
@@ -216,9 +206,7 @@ class PackReader:
     def read_media(self, sequence_ids: Iterable[int] | Int64Array) -> list[tuple[Medium, ...]]:
         """Read the media of sequences, by their numbers in the dataset, with places counted in the sequence.
 
-        Raises:
-            IndexError: past either end.
-            FormatError: the bytes of a medium differ from what was written, or cannot be read.
+        IndexError past either end; FormatError if bytes of a medium differ from what was written, or cannot be read.
         """
         numbers, rows = [operator.index(number) for number in sequence_ids], self._index.media
         for number in numbers:
@@ -330,10 +318,7 @@ class PackReader:
                     return
                 problem = "contains sequences of other lengths than when the file was opened"
         else:
-            fields = pack.loss_mask, pack.seq_start_id
-            digest = (
-                content_digest(pack.input_ids, *fields) if ids_digest is None else extended_digest(ids_digest, *fields)
-            )
+            digest = content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id, ids_digest)
             if (media := self._index.media) is not None:
                 first, last = self.pack_offsets[pack_id : pack_id + 2].tolist()
                 rows = media[[*find_rows(media, first, last)]]  # a copy

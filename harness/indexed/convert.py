@@ -148,10 +148,8 @@ def merge_indexed(
     Memory does not grow with the data. A mix of uint16 and int32 pairs becomes int32. Multimodal pairs keep the mode of
     every sequence, and merge only with each other. `progress` is called with tokens written and tokens in total.
 
-    Raises:
-        ConfigError: there are no sources, or the destination is one of them.
-        FormatError: a source is damaged, packed, has modes and others have none, or has a dtype that cannot hold
-            tokens.
+    ConfigError if there are no sources, or the destination is one of them; FormatError if a source is damaged, packed,
+    has modes and others have none, or has a dtype that cannot hold tokens.
     """
     pairs = [prefix_of(source) for source in sources]
     destination = prefix_of(prefix)
@@ -201,16 +199,9 @@ def _find_stamp(path: Path) -> Stamp | None:
 def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -> dict[str, tuple[int, int]]:
     """Return the numbers of sequences and of document bounds of each prefix, as Megatron wants them.
 
-    Given these counts, Megatron does not read the headers and takes the dtype from the tokenizer's vocabulary: it
-    would misread the tokens of a file with another dtype.
-
-    Args:
-        prefixes: exactly as in `--data-path`.
-        vocab_size: of the tokenizer used for training; None checks no dtype.
-
-    Raises:
-        FormatError: an index cannot be read or its size does not match its counts, or a dtype is not the one that
-            Megatron will assume.
+    Given these counts, by prefixes exactly as in `--data-path`, Megatron does not read the headers and takes the dtype
+    from the tokenizer's vocabulary: it would misread the tokens of a file with another dtype. FormatError for one,
+    unless `vocab_size` is None, and if an index cannot be read or its size does not match its counts.
     """
     counts = {}
     for prefix in prefixes:
@@ -359,12 +350,8 @@ def _write_pairs(
     return reports
 
 
-def is_family(path: str) -> bool:
-    return _read_record(Path(path)) is not None
-
-
 def family_pairs(path: str) -> list[Path]:
-    """Return the prefixes of the pairs that the record of a family names."""
+    """Return the prefixes of the pairs that the record of a family names; [] for any other file."""
     record = _read_record(Path(path))
     return [] if record is None else [Path(path).parent / split["prefix"] for split in record["splits"].values()]
 

@@ -309,10 +309,8 @@ class IndexedWriter:
     ) -> None:
         """Add whole documents; FormatError if a token is negative or does not fit, or the disk refuses.
 
-        Args:
-            tokens: integers [n] from 0 to 2**31 - 1, end to end.
-            lengths: integers [sequences] that add up to n.
-            documents: integers [documents], number of sequences in each; None makes every sequence a document.
+        Tokens are integers [n] from 0 to 2**31 - 1, end to end; lengths, integers [sequences], add up to n; documents,
+        integers [documents], are the sequences in each, and None makes every sequence a document.
         """
         self.append_tokens(tokens)
         self.append_ledgers(lengths, np.arange(1, len(lengths) + 1) if documents is None else np.cumsum(documents))
@@ -331,12 +329,10 @@ class IndexedWriter:
     def append_ledgers(
         self, lengths: npt.NDArray[Any], document_ends: npt.NDArray[Any], modes: npt.NDArray[np.int8] | None = None
     ) -> None:
-        """Add sequences and documents alone.
+        """Add sequences and documents alone: lengths are integers [sequences].
 
-        Args:
-            lengths: integers [sequences].
-            document_ends: integers [documents], past-the-end sequence of each, counted within these sequences.
-            modes: int8 [sequences] of a multimodal dataset, whose every call gives them.
+        `document_ends`, integers [documents], are the past-the-end sequence of each, counted within these sequences;
+        `modes`, int8 [sequences], those of a multimodal dataset, whose every call gives them.
         """
         with explain_os_errors(self.prefix):
             for start in range(0, len(lengths), _BLOCK):

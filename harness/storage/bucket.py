@@ -33,12 +33,12 @@ import xxhash
 
 from harness.errors import ConfigError, FormatError
 from harness.printing import redact
-from harness.storage.connections import TIMEOUT_NAME, MscStore, connect, load_obstore, s3_endpoint
+from harness.storage.connections import TIMEOUT_NAME, MscStore, ObjectPath, connect, load_obstore, s3_endpoint
 from harness.storage.files import OutputFile, Stamp, StoredFile, file_digest, is_open_at
-from harness.storage.uris import MISSING_OBJECT, ObjectPath
 
 # One ranged request, and one part of an upload; a larger read takes several, so that each has its own time limit.
 REQUEST_BYTES = 8 << 20
+MISSING_OBJECT = "no such object"
 _UPLOADS = 2
 _FOLDER_NAME, _BYTES_NAME = "HARNESS_CACHE", "HARNESS_CACHE_BYTES"
 _MAX_BYTES = 64 << 30
@@ -279,15 +279,8 @@ class UploadFile(OutputFile):
                 self._stream.__exit__(type(error), error, None)
 
 
-class Verdict(Enum):
-    """Classes of errors, by the remedy."""
-
-    PASSING = "try again"
-    MISSING = "the object does not exist"
-    NO_BUCKET = "the bucket does not exist"
-    DENIED = "the credentials are wrong or lack permissions"
-    REFUSED = "the request itself is refused"
-
+# Classes of errors, by the remedy: PASSING is to be tried again, and REFUSED is the request itself.
+Verdict = Enum("Verdict", ("PASSING", "MISSING", "NO_BUCKET", "DENIED", "REFUSED"))
 
 # Of the names of an error's classes, on the first line, and of what obstore and multi-storage-client write, with the
 # names of errors of the three providers; the first that is found counts.

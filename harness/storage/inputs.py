@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from harness.errors import FormatError
 from harness.storage.bucket import check_bucket, find_stamp, list_below, read_object
+from harness.storage.connections import ObjectPath, Place, is_uri
 from harness.storage.files import Stamp
-from harness.storage.uris import ObjectPath, Place, is_uri
 
 # Of an object, read ahead: each request costs tens of milliseconds.
 _REQUEST_BYTES = 4 << 20

@@ -143,8 +143,7 @@ def _pickle_head(num_packs: int) -> bytes:
 
 
 def find_bare(path: Path) -> list[Path]:
-    found = find_files(path, (SUFFIX,))
-    return [file for file in found if _is_pickled(file)] if path.is_dir() else found
+    return [file for file in find_files(path, (SUFFIX,)) if not path.is_dir() or _is_pickled(file)]
 
 
 def _is_pickled(path: Path) -> bool:

@@ -102,11 +102,9 @@ def read_row_groups(source: ByteSource) -> list[RowGroup]:
 
 
 def count_limit(rows: int, ids_bytes: int, pack_size: int | None) -> int:
-    """Return the most values that a column of a row group may hold.
+    """Return the most values that a column of a row group may hold, given the compressed size of its ids.
 
-    Args:
-        ids_bytes: compressed size of its input_ids.
-        pack_size: tokens that no pack exceeds, which allows more; the compressed size limits them as for real text.
+    `pack_size`, tokens that no pack exceeds, allows more.
     """
     honest = _VALUES_PER_BYTE * ids_bytes
     if pack_size is not None:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,20 +40,18 @@ from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.settings import load
 from harness.storage import Folder, LocalFolder, Place, StoredFile, file_digest, open_folder
 from harness.storage.arrays import NpyStream, map_npy
+from harness.storage.connections import relative_path, resolve_path
 from harness.storage.files import explain_os_errors
-from harness.storage.uris import relative_path, resolve_path
 
 NAME = "virtual"
-INPUT_IDS, LOSS_MASK = "input_ids.npy", "loss_mask.npy"
-SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS = "sequence_offsets.npy", "sequence_checksums.npy"
-PACK_OFFSETS = "pack_offsets.npy"
 _ARRAYS: dict[str, np.dtype[Any]] = {
-    INPUT_IDS: np.dtype(np.int32),
-    LOSS_MASK: np.dtype(np.uint8),
-    SEQUENCE_OFFSETS: np.dtype(np.int64),
-    SEQUENCE_CHECKSUMS: np.dtype(np.uint64),
-    PACK_OFFSETS: np.dtype(np.int64),
+    "input_ids.npy": np.dtype(np.int32),
+    "loss_mask.npy": np.dtype(np.uint8),
+    "sequence_offsets.npy": np.dtype(np.int64),
+    "sequence_checksums.npy": np.dtype(np.uint64),
+    "pack_offsets.npy": np.dtype(np.int64),
 }
+INPUT_IDS, LOSS_MASK, SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS, PACK_OFFSETS = _ARRAYS
 
 
 class SequenceShard(ShardReader):
@@ -126,14 +124,8 @@ _MAX_PLAN_BYTES = 64 << 20
 _PLAN_AGAIN = "copy the whole folder again, or plan again: harness repack STORE DST data.pack_size=N"
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceStore:
-    """A dataset whose sequences can be planned over.
-
-    Attributes:
-        folder: on a disk or in object storage.
-        lengths: int32 [sequences], tokens of each sequence, by its number.
-    """
+class SequenceStore(NamedTuple):
+    """A dataset whose sequences can be planned over; `lengths` are int32 [sequences], tokens of each, by its number."""
 
     folder: Folder
     manifest: Manifest
@@ -183,7 +175,7 @@ class _Plan:
     def find_store(self, folder: Folder) -> Folder:
         """Return the store of a plan in a dataset's folder; raises FormatError if it is missing or has changed."""
         store = open_folder(str(resolve_path(folder.place, self.store)))
-        fix = f"restore the store of the plan at {store.where()}, or plan again: "
+        fix = f"restore the store at {self.store}, relative to the plan, or plan again: "
         fix += f"harness repack {store.where()} {folder.where()} --overwrite"
         with os_errors_as(FormatError, "the plan's sequence store cannot be read", where=store.where(), fix=fix):
             digest = store.digest(MANIFEST_NAME)
@@ -275,16 +267,15 @@ def write_plan(
 ) -> Manifest:
     """Write a dataset that is a plan over a store. Its fingerprint is computed when it is first needed.
 
+    ConfigError if the plan does not fit this store, or cannot refer to it; FormatError if the destination is in use,
+    holds something else or cannot be written.
+
     Args:
         path: a new or empty folder, on a disk or in object storage.
         store: holds the tokens, and must keep its place relative to `path`. A plan in object storage needs a store
             there; a plan on a disk may have one.
         pack_offsets, sequence_ids: as in a PackPlan; each sequence of the store once.
         pack_size: tokens that no pack exceeds.
-
-    Raises:
-        ConfigError: the plan does not fit this store, or cannot refer to it.
-        FormatError: the destination is in use, holds something else or cannot be written.
     """
     folder, home = open_folder(path), store.folder.place
     if isinstance(home, Path) and not isinstance(folder.place, Path):
