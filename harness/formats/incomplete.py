@@ -28,14 +28,12 @@ _UNKNOWN = "provenance (tokenizer, chat template, packer, seed, mask) is lost; p
 
 @dataclass
 class Survey:
-    """The state of an incomplete dataset, after reading all of its packs.
+    """The state of an incomplete dataset, after reading all of its packs, as far as it is whole.
 
-    Attributes:
-        problems: all that is wrong besides the manifest; a repair is possible if there are none.
-        notes: what a repair cannot restore or check.
-        format, pack_size, max_weight, shards, totals, parts: of the dataset as far as it is whole.
+    A repair is possible if there are no `problems`; `notes` are what it cannot restore or check.
     """
 
+    folder: LocalFolder
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     format: str = ""
@@ -45,44 +43,43 @@ class Survey:
     totals: Totals = field(default_factory=Totals)
     parts: list[IndexPart] = field(default_factory=list)
 
+    def note(self, what: str, name: str = "", fix: str = "") -> Survey:
+        self.problems.append(Problem(what, self.folder.where(name), fix))
+        return self
+
 
 def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | None = None) -> Survey:
     """Read all shards of a folder without a whole manifest, and compare them with what is left of the index."""
-    survey, names, traces = Survey(), folder.names(), find_traces(folder)
-
-    def note(what: str, name: str = "", fix: str = "") -> Survey:
-        survey.problems.append(Problem(what, folder.where(name), fix))
-        return survey
-
+    survey, names, traces = Survey(folder), folder.names(), find_traces(folder)
     if MARKER_NAME in names:
-        note("a write is in progress or was interrupted", MARKER_NAME)
+        survey.note("a write is in progress or was interrupted", MARKER_NAME)
     for name in [*names, *traces.index]:
         if name.endswith((TEMPORARY_SUFFIX, ".part")):
-            note("a file left by an interrupted write", name)
+            survey.note("a file left by an interrupted write", name)
     if media := [name for name in [*names, *traces.index] if name == INDEX or re.fullmatch(SHARDS, name)]:
         what = "the dataset has media, whose manifest and index cannot be made again"
-        return note(what, media[0], "copy the dataset again, or prepare it again")
+        return survey.note(what, media[0], "copy the dataset again, or prepare it again")
     if len(traces.shards) != 1:
         what = f"shards of {len(traces.shards)} formats were found ({', '.join(traces.shards)})"
-        return note(what if traces.shards else "no shards were found")
+        return survey.note(what if traces.shards else "no shards were found")
     [(survey.format, shards)] = traces.shards.items()
     format = load_format(survey.format)
     for number in find_gaps(shards):
-        note(f"shard {number:,} is missing, but shards up to {max(shards):,} exist", format.shard_name(number))
+        survey.note(f"shard {number:,} is missing, but shards up to {max(shards):,} exist", format.shard_name(number))
     known = {name for shard in shards.values() for name in (shard + end for end in format.shard_files)}
     for name in names:
         if name not in known and not name.startswith(".") and re.fullmatch(format.shard_pattern, name):
-            note("a file that looks like a shard, with another name", name)
+            survey.note("a file that looks like a shard, with another name", name)
     for count, number in enumerate(sorted(shards), start=1):
-        _survey_shard(survey, folder, format, shards[number])
+        _survey_shard(survey, format, shards[number])
         if progress is not None:
             progress(count, len(shards))
-    _compare_index(survey, folder, format)
+    _compare_index(survey, format)
     return survey
 
 
-def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str) -> None:
-    place, builder = folder.place / name, IndexBuilder()
+def _survey_shard(survey: Survey, format: Format, name: str) -> None:
+    place, builder = survey.folder.place / name, IndexBuilder()
     try:
         with closing(format.open_shard(place, None)) as handle:
             for start in range(0, handle.num_packs, _ROWS):
@@ -100,7 +97,7 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
         if place.is_dir():
             inside = [one.name for one in place.iterdir() if one.is_file() and not one.name.startswith(".")]
             paths = [f"{name}/{file}" for file in sorted(inside, key=natural_key)]
-        files = folder.describe(paths)
+        files = survey.folder.describe(paths)
     except (OSError, MemoryError, FormatError) as error:
         known = explained(error, place)
         survey.problems.append(Problem(known.what, known.where))
@@ -111,8 +108,9 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
         survey.shards.append(Shard(name, totals.num_packs, files))
 
 
-def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
+def _compare_index(survey: Survey, format: Format) -> None:
     """Compare the packs with the files of the index, which cover order and number of packs."""
+    folder = survey.folder
     if not survey.parts:
         return
     counts, *others = (np.concatenate([getattr(part, name) for part in survey.parts]) for name in _LISTED)
@@ -121,8 +119,7 @@ def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
         last = survey.shards[-1].path
         survey.notes.append(f"without {PACK_CHECKSUMS}, nothing shows whether {last} was the last shard")
     elif not folder.exists(PACK_CHECKSUMS):
-        what = f"missing, and {format.name} shards contain no checksums to check them with"
-        survey.problems.append(Problem(what, folder.where(PACK_CHECKSUMS)))
+        survey.note(f"missing, and {format.name} shards contain no checksums to check them with", PACK_CHECKSUMS)
     for name, found in arrays.items():
         try:
             stored = map_npy(folder.place / name, found.dtype) if folder.exists(name) else found
@@ -131,7 +128,7 @@ def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
             if (stored != found).any():
                 raise FormatError(f"the index differs from the shards at entry {int(np.argmax(stored != found)):,}")
         except FormatError as error:
-            survey.problems.append(Problem(error.what, folder.where(name)))
+            survey.note(error.what, name)
 
 
 def repair_manifest(

@@ -58,7 +58,8 @@ def sequence_digest(input_ids: Int32Array, loss_mask: UInt8Array) -> int:
 
 def pack_digest(pack: Pack) -> int:
     """`content_digest` of a pack whose arrays may be strided views, and of its media."""
-    digest = content_digest(*map(np.ascontiguousarray, (pack.input_ids, pack.loss_mask, pack.seq_start_id)))
+    ids, mask, starts = map(np.ascontiguousarray, (pack.input_ids, pack.loss_mask, pack.seq_start_id))
+    digest = content_digest(ids, mask, starts)
     return fold_media(digest, media_rows(pack), pack.seq_start_id) if pack.media else digest
 
 
@@ -292,11 +293,9 @@ def write_npy(folder: Folder, name: str, dtype: np.dtype[Any], count: int, piece
 
 @dataclass(frozen=True)
 class KeptFingerprint:
-    """The fingerprint of a plan in a file, valid for one manifest and so for one plan over one store.
+    """The fingerprint of a plan in a file of its folder, or of a folder in the local cache for one in object storage.
 
-    Attributes:
-        folder: of the plan; for one in object storage, a folder in the local cache.
-        manifest_xxh3: of the manifest that the plan was opened with; another may have taken its place.
+    It is valid for the manifest that the plan was opened with, and so for one plan over one store.
     """
 
     folder: Path

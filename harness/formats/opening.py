@@ -384,12 +384,10 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
 
 
 def _incomplete(folder: Folder) -> FormatError:
-    names = folder.names()
-    what = " and no known layout: an interrupted write or no dataset"
+    names, what = folder.names(), " and no known layout: an interrupted write or no dataset"
     fix = "run the command that wrote it again, or specify the right folder"
     if MARKER_NAME in names:
-        what = ": a write is in progress or was interrupted"
-        fix = "wait for the writer, or run the command that wrote it again"
+        what, fix = ": a write is in progress or was interrupted", f"wait for the writer, or {fix}"
     found = ", ".join([*sorted(names, key=natural_key)[:4], *(["..."] if len(names) > 4 else [])]) or "nothing"
     return FormatError(f"no {MANIFEST_NAME}{what} (found {found})", where=folder.where(), fix=fix)
 

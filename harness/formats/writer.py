@@ -157,6 +157,8 @@ class PackWriter:
 
     def __enter__(self) -> Self:
         with explain_os_errors(self.where):
+            if self._file:
+                self._folder.make()
             self._claim.enter()
         self._open = True
         return self
@@ -307,10 +309,6 @@ class _FileClaim(PlacingClaim):
     def _refuse(self) -> None:
         if not self._overwrite and self._folder.exists(self._name):
             raise _already_there(self._folder.where(self._name))
-
-    def enter(self) -> None:
-        self._folder.make()
-        super().enter()
 
     def finish(self, *, whole: bool) -> None:
         """Unlock the file, and remove one that has its name although its last step failed."""

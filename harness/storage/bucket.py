@@ -50,21 +50,17 @@ Download = Callable[[StoredFile, Path], None]
 
 def find_size(place: ObjectPath) -> int | None:
     """Return the bytes of an object, or None if it does not exist."""
-    with naming_errors(place):
-        try:
-            return int(connect(place).head(place.key)["size"]) if place.key else None
-        except FileNotFoundError:
-            return None
+    with naming_errors(place), contextlib.suppress(FileNotFoundError):
+        return int(connect(place).head(place.key)["size"]) if place.key else None
+    return None
 
 
 def check_bucket(place: ObjectPath) -> None:
     """Raise FormatError if the bucket of a place does not exist or may not be listed."""
     bucket = replace(place, key="")
-    error = _list_error(bucket)
-    if isinstance(error, ConfigError):
-        raise error
-    if error is not None and judge(error) is not Verdict.PASSING:
-        raise explain(error, bucket) from None
+    with naming_errors(bucket):
+        if (error := _list_error(bucket)) is not None and judge(error) is not Verdict.PASSING:
+            raise error
 
 
 def read_object(place: ObjectPath, start: int, num_bytes: int) -> bytes:

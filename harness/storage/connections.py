@@ -281,7 +281,7 @@ class MscStore:
             fix = "pip install 'megatron-sft-harness[msc]', and set MSC_CONFIG to its settings"
             raise ConfigError(what, where=f"msc://{profile}", fix=fix) from None
         self._client = StorageClient(StorageClientConfig.from_file(None, profile))
-        self._range = Range
+        self._range, self.delete = Range, self._client.delete
 
     def head(self, key: str) -> dict[str, Any]:
         found = self._client.info(key, strict=False)
@@ -294,9 +294,6 @@ class MscStore:
 
     def list(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
         yield [_described(one) for one in self._client.list(path=prefix) if one.type == "file"]
-
-    def delete(self, key: str) -> None:
-        self._client.delete(key)
 
     def open_writer(self, key: str) -> MscWriter:
         return MscWriter(self._client, key)

@@ -77,11 +77,9 @@ class LocalFolder:
 
     def read(self, name: str, limit: int) -> bytes | None:
         """Read at most `limit` bytes of a small file, or return None if it does not exist."""
-        try:
-            with (self.place / name).open("rb") as file:
-                return file.read(limit)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        with suppress(FileNotFoundError, NotADirectoryError), (self.place / name).open("rb") as file:
+            return file.read(limit)
+        return None
 
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
         """Return local files of these names, which remain until the entry is released."""

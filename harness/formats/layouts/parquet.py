@@ -175,7 +175,7 @@ class ParquetShard(ShardReader):
         self._source.close()
 
     def _group(self, group: int) -> list[Any]:
-        self._cache[group] = self._cache.pop(group, None) or self._columns(group, FIELDS)
+        self._cache[group] = self._cache.pop(group, []) or self._columns(group, FIELDS)
         sizes = {number: sum(column.nbytes for column in columns) for number, columns in self._cache.items()}
         for number in [*sizes][:-1]:
             if sum(sizes.values()) > CACHE_BYTES:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from harness.errors import FormatError
@@ -34,8 +33,7 @@ _DATA_HEADERS = {5: 2, 8: 4}
 _DICTIONARY_ENCODINGS = (2, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A column chunk as the footer describes it: its values, and where its pages are."""
 
     column: str

@@ -20,9 +20,8 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ from harness.formats.reader import HandleCache
 from harness.formats.writer import FolderClaim
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.settings import load
-from harness.storage import Folder, LocalFolder, Place, StoredFile, file_digest, open_folder
+from harness.storage import Folder, LocalFolder, Place, file_digest, open_folder
 from harness.storage.arrays import NpyStream, map_npy
 from harness.storage.connections import relative_path, resolve_path
 from harness.storage.files import explain_os_errors
@@ -196,6 +195,9 @@ class PlanShard(ShardReader):
         self._plan = plan
         self._store = plan.find_store(self._folder)
         self._shards = plan.shards
+        # Of a store in a bucket; those of a store on a disk are opened where they are.
+        manifest = None if isinstance(self._store, LocalFolder) else load_manifest(self._store)
+        self._stored = {} if manifest is None else {shard.path: shard.files for shard in manifest.shards}
         self._first = np.cumsum([0, *(count for _, count in plan.shards)]).tolist()
         digest = file_digest(path / SEQUENCE_IDS)
         if digest != plan.sequence_ids_xxh3:
@@ -246,12 +248,6 @@ class PlanShard(ShardReader):
             # A store that is replaced loses its manifest first: while that is there, the shard is of the planned one.
             self._plan.find_store(self._folder)
         return shard
-
-    @cached_property
-    def _stored(self) -> dict[str, Sequence[StoredFile]]:
-        """The files of each shard of a store in a bucket; those of a store on a disk are opened where they are."""
-        manifest = None if isinstance(self._store, LocalFolder) else load_manifest(self._store)
-        return {} if manifest is None else {shard.path: shard.files for shard in manifest.shards}
 
 
 def write_plan(
