@@ -407,12 +407,13 @@ class LocalCache:
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
         except FileNotFoundError:
             return None
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.ExitStack() as undo, contextlib.suppress(BlockingIOError):
+            undo.callback(os.close, descriptor)
             fcntl.flock(descriptor, kind)
             # Eviction removes the lock file: a lock on a removed file protects nothing.
             if is_open_at(lock, descriptor):
+                undo.pop_all()
                 return descriptor
-        os.close(descriptor)
         return None
 
     def _download(self, name: str, descriptor: int, files: Sequence[StoredFile], download: Download) -> None:

@@ -256,11 +256,11 @@ def _build(value: Any) -> Any:
 
 def _build_array(dtype: Any, count: int, data: Any) -> npt.NDArray[Any] | list[Any]:
     match dtype:
-        case _Recorded(name="dtype", arguments=(str(text), *_), state=(_, order, None, None, None, *_)):
+        case _Recorded(name="dtype", arguments=(str(text), *_), state=(_, str(order), None, None, None, *_)):
             data = _build(data)
             if isinstance(data, str):  # Python 2 pickles bytes as text
                 data = _build(_Recorded("encode", (data, "latin1")))
-            if text.endswith(("O", "O8")) and isinstance(data, list) and len(data) == count:
+            if text.lstrip("<>=|") in ("O", "O8") and isinstance(data, list) and len(data) == count:
                 return data
             if _NUMBER_DTYPE.fullmatch(text) and order in ("<", ">", "|", "=") and isinstance(data, bytes | bytearray):
                 kind = np.dtype(text).newbyteorder(">") if order == ">" else np.dtype(text)
