@@ -14,10 +14,7 @@ from harness.checks import CheckedSettings, bounded
 from harness.cli.indexed import find_checks
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
-from harness.formats import FORMATS, convert_dataset, load_manifest, open_dataset, repair_manifest, verify_dataset
-from harness.formats.foreign.exporting import BRIDGE, BridgeExport, BridgeFiles, export_to_bridge
-from harness.formats.foreign.importing import CONVENTIONS, import_dataset
-from harness.formats.foreign.swift import SWIFT, SwiftExport, export_to_swift
+from harness.formats import FORMATS, convert_dataset, foreign, open_dataset, repair_manifest, verify_dataset
 from harness.formats.inspect import (
     find_datasets,
     find_pack,
@@ -26,8 +23,9 @@ from harness.formats.inspect import (
     render_pack,
     render_summary,
 )
+from harness.formats.manifest import load_manifest
 from harness.formats.verify import describe_checks, diff_datasets
-from harness.indexed.verify import verify_indexed
+from harness.indexed.index import verify_indexed
 from harness.prep import TokenizerConfig
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
@@ -62,7 +60,7 @@ class ConvertSettings:
     """Settings of `harness convert`; those of `bridge` belong to the format megatron_bridge alone."""
 
     data: StoredPacks = field(default_factory=StoredPacks)
-    bridge: BridgeFiles = field(default_factory=BridgeFiles)
+    bridge: foreign.BridgeFiles = field(default_factory=foreign.BridgeFiles)
 
 
 @dataclass
@@ -138,7 +136,7 @@ def inspect(
         return
     summaries = [inspect_dataset(dataset) for dataset in find_datasets(path)]
     if as_json:
-        print_json([asdict(summary) for summary in summaries])
+        print_json(summaries)
         return
     for summary in summaries:
         console.print(render_summary(summary))
@@ -233,7 +231,8 @@ def convert(
         str,
         typer.Argument(
             metavar="FORMAT",
-            help=f"one of {', '.join(FORMATS)}, or {BRIDGE} or {SWIFT} for the readers of these trainers",
+            help=f"one of {', '.join(FORMATS)}, or {foreign.BRIDGE} or {foreign.SWIFT} for the readers of these "
+            "trainers",
         ),
     ],
     overwrite: Overwrite = False,
@@ -244,10 +243,10 @@ def convert(
     Memory does not grow with the dataset, except for npy, whose pickled files are loaded completely.
     """
     settings: ConvertSettings = context.obj
-    if format != BRIDGE and settings.bridge != BridgeFiles():
+    if format != foreign.BRIDGE and settings.bridge != foreign.BridgeFiles():
         what = f"the settings of bridge do not apply to the format {format}"
-        raise ConfigError(what, where="bridge", fix=f"convert to {BRIDGE}")
-    if format in (BRIDGE, SWIFT):
+        raise ConfigError(what, where="bridge", fix=f"convert to {foreign.BRIDGE}")
+    if format in (foreign.BRIDGE, foreign.SWIFT):
         _convert_for_trainer(source, destination, format, settings, overwrite=overwrite, as_json=as_json)
         return
     with progress_bar("", quiet=as_json) as advance:
@@ -274,15 +273,15 @@ def _convert_for_trainer(
             "overwrite": overwrite,
             "progress": lambda stage, done, total: advance(done, total, stage),
         }
-        written: BridgeExport | SwiftExport
-        if format == BRIDGE:
-            written = export_to_bridge(source, destination, files=settings.bridge, **options)
+        written: foreign.BridgeExport | foreign.SwiftExport
+        if format == foreign.BRIDGE:
+            written = foreign.export_to_bridge(source, destination, files=settings.bridge, **options)
         else:
-            written = export_to_swift(source, destination, **options)
+            written = foreign.export_to_swift(source, destination, **options)
     if as_json:
         print_json(asdict(written))
         return
-    if isinstance(written, SwiftExport):
+    if isinstance(written, foreign.SwiftExport):
         print_line(f"{written.path}: {written.num_sequences:,} sequences in {written.num_packs:,} packs")
         print_text(f"arguments of swift sft or megatron sft:\n  {written.arguments}")
         return
@@ -301,7 +300,7 @@ def import_(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="output of the other tool")],
     destination: Destination,
-    convention: Annotated[str, typer.Argument(metavar="CONVENTION", help=f"one of {', '.join(CONVENTIONS)}")],
+    convention: Annotated[str, typer.Argument(metavar="CONVENTION", help=f"one of {', '.join(foreign.CONVENTIONS)}")],
     format: Format = "parquet",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -309,7 +308,7 @@ def import_(
     """Import packed data of Megatron-Bridge, Nemotron, ms-swift or Megatron-LM; changes are counted and printed."""
     settings: ImportSettings = context.obj
     with progress_bar(f"importing {source}", quiet=as_json) as advance:
-        manifest = import_dataset(
+        manifest = foreign.import_dataset(
             source,
             destination,
             convention=convention,

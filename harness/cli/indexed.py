@@ -19,7 +19,7 @@ from harness.printing import count_of, print_line
 
 if TYPE_CHECKING:
     from harness.indexed.convert import TokenSource
-    from harness.indexed.writer import IndexedReport
+    from harness.indexed.index import IndexedReport
 
 indexed_app = typer.Typer(help="Build Megatron's indexed datasets from token shards.", no_args_is_help=True)
 
@@ -103,7 +103,7 @@ def family(
     as_json: AsJson = False,
 ) -> None:
     """Write token shards as one named pair of .bin and .idx per split, with the JSON files that Megatron reads."""
-    from harness.indexed.family import TokenFamily, write_family
+    from harness.indexed.convert import TokenFamily, write_family
 
     settings: FamilySettings = context.obj
     if bool(sources) == bool(settings.shards) or (settings.shards and settings.split):
@@ -150,14 +150,13 @@ def find_checks(path: str) -> list[tuple[str, Callable[..., list[Problem]]]]:
 
     Of a folder that holds these alone, all of its families, and its pairs that belong to none.
     """
-    from harness.indexed.family import family_pairs, is_family, verify_family
-    from harness.indexed.index import BIN, IDX, LOSS_BIN, prefix_of, with_suffix
-    from harness.indexed.verify import verify_indexed
+    from harness.indexed.convert import family_pairs, verify_family
+    from harness.indexed.index import BIN, IDX, LOSS_BIN, prefix_of, verify_indexed, with_suffix
 
     if path.endswith(".json"):
-        return [(path, verify_family)] if is_family(path) else []
+        return [(path, verify_family)] if family_pairs(path) else []
     if Path(path).is_dir():
-        records = [str(one) for one in sorted(Path(path).glob("*.json")) if is_family(str(one))]
+        records = [str(one) for one in sorted(Path(path).glob("*.json")) if family_pairs(str(one))]
         prefixes = sorted({prefix_of(one) for suffix in (BIN, IDX) for one in Path(path).glob(f"*{suffix}")})
         # Shards of packs that lost files, manifest included, are no pairs, and other tools' files are named .bin too.
         if not any(with_suffix(prefix, IDX).exists() for prefix in prefixes):

@@ -8,9 +8,9 @@
     verify_dataset("out")                               every problem; [] if there is none
 
 A dataset is a folder of shards, an index of lengths and checksums, and a manifest that is written last: a folder
-without one is an incomplete dataset, which is refused (`incomplete`). Images and sounds lie beside the shards
-(`media`). Read `opening`, `reader`, `index`, `manifest` and `writer` in this order; `base` is the interface that a new
-format implements, in a module of `layouts`.
+without one is an incomplete dataset, which is refused. Images and sounds lie beside the shards (`media`). Read
+`opening`, `reader`, `index`, `manifest` and `writer` in this order; `base` is the interface that a new format
+implements, in a module of `layouts`.
 """
 
 from harness.formats.base import FORMATS, load_format

@@ -20,7 +20,7 @@ from harness.formats.reader import PackReader, stamp_shard
 from harness.formats.verify import diff_readers
 from harness.formats.writer import forget_interruption, open_writer
 from harness.storage import ObjectPath, is_uri
-from harness.storage.uris import relative_path
+from harness.storage.connections import relative_path
 
 _CHUNK = 64
 
@@ -57,8 +57,7 @@ def convert_dataset(
     with closing(open_dataset(source)) as reader:
         pack_size = reader.pack_size if pack_size is None else pack_size
         _refuse_source(destination, source, reader)
-        finished = None if overwrite else _finished(destination, reader, format, pack_size)
-        if finished is not None:
+        if not overwrite and (finished := _finished(destination, reader, format, pack_size)) is not None:
             return finished
         with open_writer(
             destination,
@@ -79,15 +78,13 @@ def convert_dataset(
         with closing(open_dataset(destination)) as written:
             fingerprint = written.digest_packs(None if progress is None else partial(progress, "compare"))
             if fingerprint != reader.fingerprint:
-                raise _other_content(reader, written, fingerprint, str(destination))
+                what = (
+                    f"the fingerprints differ: {reader.fingerprint} of the source, {fingerprint} of the destination; "
+                )
+                what += f"first difference: {diff_readers(reader, written) or 'none when read again'}"
+                fix = "remove the destination and convert again; if this happens again, check the disk and the memory"
+                raise FormatError(what, where=str(destination), fix=fix)
         return writer.manifest
-
-
-def _other_content(reader: PackReader, written: PackReader, fingerprint: str, where: str) -> FormatError:
-    what = f"the fingerprints differ: {reader.fingerprint} of the source, {fingerprint} of the destination; "
-    what += f"first difference: {diff_readers(reader, written) or 'none when read again'}"
-    fix = "remove the destination and convert again; if this happens again, check the disk and the memory"
-    return FormatError(what, where=where, fix=fix)
 
 
 def _provenance(reader: PackReader, destination: str, format: str) -> Provenance:

@@ -1,116 +1,39 @@
-"""Folders that hold a part of a dataset: recognized by their names and files, surveyed, and repaired if it is whole.
-
-A dataset without its manifest may lack shards too, and nothing in its files would show that. So the names of our index
-or of our shards make a folder an incomplete dataset, unless the files are those of another tool that uses such names.
-"""
+"""Datasets without a whole manifest: surveyed, and repaired if every shard is whole."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, Problem
-from harness.formats.base import FORMATS, Format, load_format
-from harness.formats.index import INDEX_FOLDER, INDEX_NAMES, PACK_CHECKSUMS, IndexBuilder, IndexPart, write_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, restore_hint
+from harness.formats.base import Format, load_format
+from harness.formats.index import INDEX_NAMES, PACK_CHECKSUMS, IndexBuilder, IndexPart, write_index
+from harness.formats.manifest import Manifest, Provenance, Shard, Totals
 from harness.formats.media import INDEX, SHARDS
-from harness.printing import count_of
+from harness.formats.opening import MARKER_NAME, find_gaps, find_traces
+from harness.formats.reader import explained
 from harness.records import HUNDREDTHS
-from harness.storage import BucketFolder, Folder, LocalFolder, Marker, natural_key, open_folder
+from harness.storage import LocalFolder, Marker, natural_key, open_folder
 from harness.storage.arrays import map_npy
 from harness.storage.files import TEMPORARY_SUFFIX
 
-# Present while a writer is at work: distinguishes an interrupted write from a folder of another tool.
-MARKER_NAME = "_writing"
-
 _ROWS = 64
+_LISTED = ("sequence_counts", "sequence_lengths", "checksums")
 _UNKNOWN = "provenance (tokenizer, chat template, packer, seed, mask) is lost; prepare again if a run requires it"
 
 
 @dataclass
-class Traces:
-    """Names in a folder that only this package writes.
-
-    Attributes:
-        index: files of an index, finished or not.
-        shards: of each format, the shards by number.
-    """
-
-    index: list[str] = field(default_factory=list)
-    shards: dict[str, dict[int, str]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.index or self.shards)
-
-
-def find_traces(folder: Folder) -> Traces:
-    """Find what a dataset left in a folder: its index, and shards that have our names and are of our making."""
-    names = folder.names()
-    traces = Traces()
-    if INDEX_FOLDER in names:
-        traces.index = [name for name in (*INDEX_NAMES, INDEX) if folder.exists(name)]
-        if isinstance(folder, LocalFolder) and (folder.place / INDEX_FOLDER).is_dir():
-            traces.index += [f"{INDEX_FOLDER}/{one.name}" for one in (folder.place / INDEX_FOLDER).glob("*.part")]
-    traces.shards = find_own_shards(folder, names)
-    return traces
-
-
-def find_own_shards(folder: Folder, names: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Return our shards among names of files, folders or prefixes in a folder: of each format, by number."""
-    found = {}
-    for format in map(load_format, FORMATS):
-        shards = format.find_shards(name + end for name in names for end in {"", *format.shard_files})
-        # The first and the last, because either can be damaged beyond recognition.
-        if shards and any(_is_own(folder, format, shards[number]) for number in {min(shards), max(shards)}):
-            found[format.name] = shards
-    return found
-
-
-def _is_own(folder: Folder, format: Format, shard: str) -> bool:
-    if isinstance(folder, BucketFolder) and not format.in_buckets:
-        return True  # No other tool's files of this kind open there.
-    try:
-        return format.is_own(folder.place / shard)
-    except (OSError, FormatError, ValueError, MemoryError):
-        return False
-
-
-def incomplete_error(folder: Folder, traces: Traces) -> FormatError:
-    """Describe a dataset without a manifest: what is missing, and how to restore it."""
-    missing = [MANIFEST_NAME, *(name for name in INDEX_NAMES if name not in traces.index)]
-    for name, shards in traces.shards.items():
-        missing += [load_format(name).shard_name(number) for number in _gaps(shards)]
-    shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
-    found = sum(map(len, traces.shards.values()))
-    what = f"the dataset is incomplete: {shown} missing ({count_of(found, 'shard')} found)"
-    return FormatError(what, where=folder.where(), fix=restore_hint(folder.where()))
-
-
-def _gaps(shards: dict[int, str]) -> list[int]:
-    # At most as many as there are shards: a number may be damaged too.
-    gaps = (number for number in range(max(shards, default=-1)) if number not in shards)
-    return [number for number, _ in zip(gaps, range(len(shards) + 1), strict=False)]
-
-
-# ---- survey and repair
-
-
-@dataclass
 class Survey:
-    """The state of an incomplete dataset, after reading all of its packs.
+    """The state of an incomplete dataset, after reading all of its packs, as far as it is whole.
 
-    Attributes:
-        problems: all that is wrong besides the manifest; a repair is possible if there are none.
-        notes: what a repair cannot restore or check.
-        format, pack_size, max_weight, shards, totals, parts: of the dataset as far as it is whole.
+    A repair is possible if there are no `problems`; `notes` are what it cannot restore or check.
     """
 
+    folder: LocalFolder
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     format: str = ""
@@ -120,44 +43,45 @@ class Survey:
     totals: Totals = field(default_factory=Totals)
     parts: list[IndexPart] = field(default_factory=list)
 
+    def note(self, what: str, name: str = "", fix: str = "") -> Survey:
+        self.problems.append(Problem(what, self.folder.where(name), fix))
+        return self
+
 
 def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | None = None) -> Survey:
     """Read all shards of a folder without a whole manifest, and compare them with what is left of the index."""
-    survey = Survey()
-    names, traces = folder.names(), find_traces(folder)
+    survey, names, traces = Survey(folder), folder.names(), find_traces(folder)
     if MARKER_NAME in names:
-        survey.problems.append(Problem("a write is in progress or was interrupted", folder.where(MARKER_NAME)))
-    unfinished = [name for name in [*names, *traces.index] if name.endswith((TEMPORARY_SUFFIX, ".part"))]
-    survey.problems += [Problem("a file left by an interrupted write", folder.where(name)) for name in unfinished]
+        survey.note("a write is in progress or was interrupted", MARKER_NAME)
+    for name in [*names, *traces.index]:
+        if name.endswith((TEMPORARY_SUFFIX, ".part")):
+            survey.note("a file left by an interrupted write", name)
     if media := [name for name in [*names, *traces.index] if name == INDEX or re.fullmatch(SHARDS, name)]:
         what = "the dataset has media, whose manifest and index cannot be made again"
-        survey.problems.append(Problem(what, folder.where(media[0]), "copy the dataset again, or prepare it again"))
-        return survey
+        return survey.note(what, media[0], "copy the dataset again, or prepare it again")
     if len(traces.shards) != 1:
         what = f"shards of {len(traces.shards)} formats were found ({', '.join(traces.shards)})"
-        survey.problems.append(Problem(what if traces.shards else "no shards were found", folder.where()))
-        return survey
+        return survey.note(what if traces.shards else "no shards were found")
     [(survey.format, shards)] = traces.shards.items()
     format = load_format(survey.format)
-    for number in _gaps(shards):
-        what = f"shard {number:,} is missing, but shards up to {max(shards):,} exist"
-        survey.problems.append(Problem(what, folder.where(format.shard_name(number))))
+    for number in find_gaps(shards):
+        survey.note(f"shard {number:,} is missing, but shards up to {max(shards):,} exist", format.shard_name(number))
     known = {name for shard in shards.values() for name in (shard + end for end in format.shard_files)}
     for name in names:
         if name not in known and not name.startswith(".") and re.fullmatch(format.shard_pattern, name):
-            survey.problems.append(Problem("a file that looks like a shard, with another name", folder.where(name)))
+            survey.note("a file that looks like a shard, with another name", name)
     for count, number in enumerate(sorted(shards), start=1):
-        _survey_shard(survey, folder, format, shards[number])
+        _survey_shard(survey, format, shards[number])
         if progress is not None:
             progress(count, len(shards))
-    _compare_index(survey, folder, format)
+    _compare_index(survey, format)
     return survey
 
 
-def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str) -> None:
-    place, builder = folder.place / name, IndexBuilder()
+def _survey_shard(survey: Survey, format: Format, name: str) -> None:
+    place, builder = survey.folder.place / name, IndexBuilder()
     try:
-        with contextlib.closing(format.open_shard(place, None)) as handle:
+        with closing(format.open_shard(place, None)) as handle:
             for start in range(0, handle.num_packs, _ROWS):
                 rows = range(start, min(start + _ROWS, handle.num_packs))
                 for row, (pack, _) in zip(rows, handle.read(rows), strict=True):
@@ -173,11 +97,10 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
         if place.is_dir():
             inside = [one.name for one in place.iterdir() if one.is_file() and not one.name.startswith(".")]
             paths = [f"{name}/{file}" for file in sorted(inside, key=natural_key)]
-        files = folder.describe(paths)
-    except FormatError as error:
-        survey.problems.append(Problem(error.what, error.where or str(place)))
-    except (OSError, MemoryError) as error:
-        survey.problems.append(Problem(f"cannot be read: {error}", str(place)))
+        files = survey.folder.describe(paths)
+    except (OSError, MemoryError, FormatError) as error:
+        known = explained(error, place)
+        survey.problems.append(Problem(known.what, known.where))
     else:
         totals, part = builder.totals(), builder.build()
         survey.totals += totals
@@ -185,37 +108,27 @@ def _survey_shard(survey: Survey, folder: LocalFolder, format: Format, name: str
         survey.shards.append(Shard(name, totals.num_packs, files))
 
 
-def _compare_index(survey: Survey, folder: LocalFolder, format: Format) -> None:
+def _compare_index(survey: Survey, format: Format) -> None:
     """Compare the packs with the files of the index, which cover order and number of packs."""
+    folder = survey.folder
     if not survey.parts:
         return
-    counts = np.concatenate([part.sequence_counts for part in survey.parts])
-    arrays: list[npt.NDArray[Any]] = [
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)]),
-        np.concatenate([part.sequence_lengths for part in survey.parts]),
-        np.concatenate([part.checksums for part in survey.parts]),
-    ]
+    counts, *others = (np.concatenate([getattr(part, name) for part in survey.parts]) for name in _LISTED)
+    arrays = dict(zip(INDEX_NAMES, (np.append(0, np.cumsum(counts, dtype=np.int64)), *others), strict=True))
     if not folder.exists(PACK_CHECKSUMS) and format.has_checksums:
         last = survey.shards[-1].path
         survey.notes.append(f"without {PACK_CHECKSUMS}, nothing shows whether {last} was the last shard")
     elif not folder.exists(PACK_CHECKSUMS):
-        what = f"missing, and {format.name} shards contain no checksums to check them with"
-        survey.problems.append(Problem(what, folder.where(PACK_CHECKSUMS)))
-    for name, found in zip(INDEX_NAMES, arrays, strict=True):
-        if not folder.exists(name):
-            continue
+        survey.note(f"missing, and {format.name} shards contain no checksums to check them with", PACK_CHECKSUMS)
+    for name, found in arrays.items():
         try:
-            stored = map_npy(folder.place / name, found.dtype)
+            stored = map_npy(folder.place / name, found.dtype) if folder.exists(name) else found
+            if stored.shape != found.shape:
+                raise FormatError(f"the index has {len(stored):,} entries, but the shards have {len(found):,}")
+            if (stored != found).any():
+                raise FormatError(f"the index differs from the shards at entry {int(np.argmax(stored != found)):,}")
         except FormatError as error:
-            survey.problems.append(Problem(error.what, error.where))
-            continue
-        if stored.shape != found.shape:
-            what = f"the index has {stored.shape[0]:,} entries, but the shards have {found.shape[0]:,}"
-        elif (stored != found).any():
-            what = f"the index differs from the shards at entry {int(np.argmax(stored != found)):,}"
-        else:
-            continue
-        survey.problems.append(Problem(what, folder.where(name)))
+            survey.note(error.what, name)
 
 
 def repair_manifest(
@@ -224,13 +137,11 @@ def repair_manifest(
     """Write index and manifest again from whole shards; nothing is written unless every pack is whole.
 
     A pack is whole if it has the checksum that the index has for it, or if its format keeps checksums in the shards.
+    Returns the manifest, None if it was not written; the problems that prevent it; what could not be restored.
 
     Args:
         path: folder on a disk (ConfigError for others) of a dataset whose manifest is missing or damaged.
         progress: called with shards read and shards in total.
-
-    Returns:
-        the manifest, None if it was not written; the problems that prevent it; what could not be restored.
     """
     folder = open_folder(path)
     if not isinstance(folder, LocalFolder) or not folder.place.is_dir():

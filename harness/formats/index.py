@@ -1,20 +1,28 @@
-"""The index of a dataset: where each pack's sequences are, how long they are, and each pack's checksum."""
+"""The index of a dataset: where each pack's sequences are, how long they are, and each pack's checksum.
+
+Digests of packs and datasets are equal in every format.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from harness.errors import FormatError
-from harness.formats.digest import content_digest, dataset_fingerprint
 from harness.formats.manifest import Manifest, Totals, file_problems
-from harness.formats.media import INDEX, MEDIA_DTYPE, MediaRows, check_rows, fold_media
-from harness.records import Int32Array, Int64Array, Pack, UInt64Array
-from harness.storage import Folder, LocalFolder
+from harness.formats.media import INDEX, MEDIA_DTYPE, MediaRows, check_rows, fold_media, media_rows
+from harness.records import Int32Array, Int64Array, Pack, UInt8Array, UInt64Array
+from harness.storage import BucketFolder, Folder, LocalCache, LocalFolder, write_atomically
 from harness.storage.arrays import map_npy, npy_header
 
 INDEX_FOLDER = "index"
@@ -23,8 +31,44 @@ SEQUENCE_LENGTHS = f"{INDEX_FOLDER}/sequence_lengths.npy"
 PACK_CHECKSUMS = f"{INDEX_FOLDER}/pack_checksums.npy"
 INDEX_NAMES = (PACK_OFFSETS, SEQUENCE_LENGTHS, PACK_CHECKSUMS)
 
+FINGERPRINT_NAME = "fingerprint.json"  # beside the manifest of a plan
+
 # Entries handled at a time when an index is written: bounds memory at any number of sequences.
 _BLOCK = 1 << 18
+
+# Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
+_xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
+
+
+def content_digest(
+    input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array, ids_digest: int | None = None
+) -> int:
+    """Digest of a pack's content: xxh3_64 of each array's little-endian bytes, each seeded with the one before.
+
+    In this order: input_ids int32, loss_mask uint8, seq_start_id int32; the first with seed 0. The arrays must be
+    contiguous. Measured: half the time of one digest fed in pieces. `ids_digest` is that of ids that are not all there.
+    """
+    return _xxh3(seq_start_id, _xxh3(loss_mask, _xxh3(input_ids) if ids_digest is None else ids_digest))
+
+
+def sequence_digest(input_ids: Int32Array, loss_mask: UInt8Array) -> int:
+    """Digest of one sequence, of contiguous arrays: xxh3_64 of its loss_mask, seeded with that of its input_ids."""
+    return _xxh3(loss_mask, _xxh3(input_ids))
+
+
+def pack_digest(pack: Pack) -> int:
+    """`content_digest` of a pack whose arrays may be strided views, and of its media."""
+    ids, mask, starts = map(np.ascontiguousarray, (pack.input_ids, pack.loss_mask, pack.seq_start_id))
+    digest = content_digest(ids, mask, starts)
+    return fold_media(digest, media_rows(pack), pack.seq_start_id) if pack.media else digest
+
+
+def dataset_fingerprint(digests: Iterable[UInt64Array]) -> str:
+    """xxh3_128 (hexadecimal) over the per-pack digests in dataset order, given in any number of pieces."""
+    total = xxhash.xxh3_128()
+    for piece in digests:
+        total.update(np.ascontiguousarray(piece, dtype="<u8").data)
+    return str(total.hexdigest())
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +93,8 @@ def lengths_from_starts(
 ) -> Int32Array:
     """Compute sequence lengths, int32 [sequences], of packs that store where their sequences start.
 
-    Args:
-        num_tokens: int64 [packs], tokens of each pack.
-        starts: start positions of the sequences of all packs, end to end.
-        offsets: integers [packs + 1]; pack p has starts[offsets[p]:offsets[p + 1]].
-        where, first_row: file and number of the first pack, for errors.
+    `num_tokens` are int64 [packs]; pack p has starts[offsets[p]:offsets[p + 1]], and offsets are integers [packs + 1].
+    Errors name the file `where`, and packs counted from `first_row`.
     """
     counts = np.diff(offsets.astype(np.int64))
     if counts.shape[0] == 0:
@@ -61,8 +102,15 @@ def lengths_from_starts(
     if (counts <= 0).any() or not 0 <= offsets[0] <= offsets[-1] <= starts.shape[0]:
         row = first_row + int(np.argmax(counts <= 0))
         raise FormatError(f"pack {row:,} refers to no sequences, or to more than are stored", where=where)
-    _check_zeros(starts[int(offsets[0]) : int(offsets[-1])], counts.shape[0], where)
-    begins = starts[int(offsets[0]) : int(offsets[-1])].astype(np.int64)
+    own = starts[int(offsets[0]) : int(offsets[-1])]
+    zeros = 0
+    # Before memory is spent on them: a file with a hole reads as any number of zeros, and takes no space.
+    for begin in range(0, own.shape[0], _BLOCK):
+        zeros += int(np.count_nonzero(own[begin : begin + _BLOCK] == 0))
+        if zeros > counts.shape[0] + _BLOCK:
+            what = f"has {zeros:,} sequences that start at 0 in {counts.shape[0]:,} packs"
+            raise FormatError(what, where=where)
+    begins = own.astype(np.int64)
     lasts = np.cumsum(counts) - 1
     ends = np.append(begins[1:], 0)
     ends[lasts] = num_tokens
@@ -75,18 +123,6 @@ def lengths_from_starts(
         what = f"the seq_start_id of pack {row:,} do not start at 0, do not increase, or exceed its tokens"
         raise FormatError(what, where=where)
     return lengths.astype(np.int32)
-
-
-def _check_zeros(starts: npt.NDArray[Any], num_packs: int, where: str) -> None:
-    """Refuse more zeros among starts than there are packs, before memory is spent on them.
-
-    A file with a hole reads as any number of zeros, and takes no space.
-    """
-    zeros = 0
-    for begin in range(0, starts.shape[0], _BLOCK):
-        zeros += int(np.count_nonzero(starts[begin : begin + _BLOCK] == 0))
-        if zeros > num_packs + _BLOCK:
-            raise FormatError(f"has {zeros:,} sequences that start at 0 in {num_packs:,} packs", where=where)
 
 
 def index_names(manifest: Manifest) -> tuple[str, ...]:
@@ -253,3 +289,50 @@ def write_npy(folder: Folder, name: str, dtype: np.dtype[Any], count: int, piece
         assert written == count
 
     folder.write(name, blocks())
+
+
+@dataclass(frozen=True)
+class KeptFingerprint:
+    """The fingerprint of a plan in a file of its folder, or of a folder in the local cache for one in object storage.
+
+    It is valid for the manifest that the plan was opened with, and so for one plan over one store.
+    """
+
+    folder: Path
+    manifest_xxh3: str
+
+    @classmethod
+    def of(cls, folder: Folder, manifest: Manifest) -> KeptFingerprint:
+        digest = xxhash.xxh3_64_hexdigest(manifest.to_json().encode())
+        if isinstance(folder, BucketFolder):
+            return cls(LocalCache().folder / "fingerprints" / digest, digest)
+        return cls(Path(folder.where()), digest)
+
+    def load(self) -> str | None:
+        """Return the fingerprint, or None if it is not known."""
+        try:
+            values = json.loads((self.folder / FINGERPRINT_NAME).read_bytes())
+            return str(values["fingerprint"]) if values["manifest_xxh3"] == self.manifest_xxh3 else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def take(self, compute: Callable[[], str]) -> str:
+        """Return the kept fingerprint, or compute and keep it.
+
+        All ranks of a job ask at once: one of each node computes, the others wait for it. If the folder is read-only,
+        every call computes.
+        """
+        with contextlib.ExitStack() as stack:
+            # Some network file systems have no locks; there every process computes.
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(self.folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            known = self.load()
+            if known is None:
+                known = compute()
+                values = {"manifest_xxh3": self.manifest_xxh3, "fingerprint": known}
+                with contextlib.suppress(OSError):
+                    write_atomically(self.folder / FINGERPRINT_NAME, (json.dumps(values, indent=1) + "\n").encode())
+        return known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from harness.formats.reader import PackReader
 from harness.printing import count_of, one_line, printable
 from harness.records import Int64Array, Pack, SequenceView
 from harness.storage import open_folder, parse_place
-from harness.storage.uris import resolve_path
+from harness.storage.connections import resolve_path
 from harness.tables import Table, make_histogram
 
 TRAINED_STYLE, CONTEXT_STYLE = "bold green", "dim"
@@ -27,69 +27,40 @@ class Decoder(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-@dataclass(frozen=True)
-class DatasetSummary:
-    """Counts of one dataset.
-
-    Attributes:
-        path, format, pack_size: of the dataset; without a manifest, pack_size is its longest pack.
-        fill: share of the packs' capacity that holds tokens.
-        shortest, median, mean, longest: tokens of a sequence.
-        histogram: (first length, last length, sequences) for each power of two.
-        fingerprint: digest of the ordered content; empty without a manifest.
-        provenance: origin of the dataset, from the manifest.
-        media: number of media by kind.
-    """
-
-    path: str
-    format: str
-    pack_size: int
-    packs: int
-    sequences: int
-    tokens: int
-    trained_tokens: int
-    fill: float
-    shortest: int
-    median: float
-    mean: float
-    longest: int
-    histogram: list[tuple[int, int, int]]
-    fingerprint: str = ""
-    provenance: dict[str, Any] = field(default_factory=dict)
-    media: dict[str, int] = field(default_factory=dict)
-
-
 def find_datasets(path: str) -> list[str]:
     """Return the datasets at a path: those of a prepared folder (`train`, `validation`), or the path itself."""
     splits = [*find_splits(path).values()]
     return splits if any(map(holds_dataset, splits)) else [path]
 
 
-def inspect_dataset(path: str) -> DatasetSummary:
-    """Summarize a dataset from its index; only files without a manifest are read. FormatError if it is damaged."""
+def inspect_dataset(path: str) -> dict[str, Any]:
+    """Summarize a dataset from its index; only files without a manifest are read. FormatError if it is damaged.
+
+    Without a manifest, `pack_size` is the longest pack, and `fingerprint` and `provenance` are empty. `fill` is the
+    share of the packs' capacity that holds tokens; `shortest` to `longest` are tokens of a sequence.
+    """
     reader = open_dataset(path)
-    lengths = np.asarray(reader.sequence_lengths, np.int64)
-    manifest = reader.manifest
+    lengths, manifest = np.asarray(reader.sequence_lengths, np.int64), reader.manifest
     tokens = int(lengths.sum())
     trained = manifest.num_trained_tokens if manifest else sum(int(np.count_nonzero(pack.loss_mask)) for pack in reader)
-    return DatasetSummary(
-        path=path,
-        format=reader.format,
-        pack_size=reader.pack_size,
-        packs=len(reader),
-        sequences=len(lengths),
-        tokens=tokens,
-        trained_tokens=trained,
-        fill=tokens / (len(reader) * reader.pack_size),
-        shortest=int(lengths.min()),
-        median=float(np.median(lengths)),
-        mean=tokens / len(lengths),
-        longest=int(lengths.max()),
-        histogram=length_histogram(lengths),
-        fingerprint=manifest.fingerprint if manifest else "",
-        provenance=asdict(manifest.provenance) if manifest else {},
-        media=reader.count_media(),
-    )
+    return {
+        "path": path,
+        "format": reader.format,
+        "pack_size": reader.pack_size,
+        "packs": len(reader),
+        "sequences": len(lengths),
+        "tokens": tokens,
+        "trained_tokens": trained,
+        "fill": tokens / (len(reader) * reader.pack_size),
+        "shortest": int(lengths.min()),
+        "median": float(np.median(lengths)),
+        "mean": tokens / len(lengths),
+        "longest": int(lengths.max()),
+        "histogram": length_histogram(lengths),
+        "fingerprint": manifest.fingerprint if manifest else "",
+        "provenance": asdict(manifest.provenance) if manifest else {},
+        "media": reader.count_media(),
+    }
 
 
 def length_histogram(lengths: Int64Array) -> list[tuple[int, int, int]]:
@@ -99,31 +70,31 @@ def length_histogram(lengths: Int64Array) -> list[tuple[int, int, int]]:
     return [(2**p, 2 ** (p + 1) - 1, int(counts[p])) for p in range(int(powers.min()), len(counts))]
 
 
-def render_summary(summary: DatasetSummary) -> RenderableType:
-    share = summary.trained_tokens / summary.tokens
+def render_summary(summary: dict[str, Any]) -> RenderableType:
+    """Render what `inspect_dataset` returns."""
     rows = {
-        "format": summary.format,
-        "packs": f"{summary.packs:,} of up to {summary.pack_size:,} tokens",
-        "sequences": f"{summary.sequences:,} ({summary.sequences / summary.packs:.1f} per pack)",
-        "tokens": f"{summary.tokens:,}",
-        "trained tokens": f"{summary.trained_tokens:,} ({share:.1%})",
-        "fill": f"{summary.fill:.2%}",
-        "sequence length": f"{summary.shortest:,} to {summary.longest:,}, median {summary.median:,.0f}, "
-        f"mean {summary.mean:,.1f}",
+        "format": summary["format"],
+        "packs": "{packs:,} of up to {pack_size:,} tokens".format(**summary),
+        "sequences": f"{summary['sequences']:,} ({summary['sequences'] / summary['packs']:.1f} per pack)",
+        "tokens": f"{summary['tokens']:,}",
+        "trained tokens": f"{summary['trained_tokens']:,} ({summary['trained_tokens'] / summary['tokens']:.1%})",
+        "fill": f"{summary['fill']:.2%}",
+        "sequence length": "{shortest:,} to {longest:,}, median {median:,.0f}, mean {mean:,.1f}".format(**summary),
+        "media stored": ", ".join(f"{count:,} {kind}" for kind, count in summary["media"].items()),
     }
-    if summary.media:
-        rows["media stored"] = ", ".join(f"{count:,} {kind}" for kind, count in summary.media.items())
-    known = {key: value for key, value in summary.provenance.items() if key != "counts" and value not in ("", None)}
-    if mask := known.pop("mask", {}):
-        known["mask"] = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in mask.items() if value != "[]")
-    rows |= {key.replace("_", " "): str(value) for key, value in known.items()}
-    rows |= {"fingerprint": summary.fingerprint} if summary.fingerprint else {}
-    counts = summary.provenance.get("counts", {})
+    known = {key: value for key, value in summary["provenance"].items() if key != "counts" and value is not None}
+    mask = known.pop("mask", {})
+    known["mask"] = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in mask.items() if value != "[]")
+    rows |= {key.replace("_", " "): str(value) for key, value in known.items()} | {
+        "fingerprint": summary["fingerprint"]
+    }
+    counts = summary["provenance"].get("counts", {})
     rows |= {key.replace("_", " "): f"{value:,}" for key, value in counts.items() if value}
-    lengths = {f"{first:,}-{last:,}": count for first, last, count in summary.histogram}
+    table = Table((), [(name, shown) for name, shown in rows.items() if shown]).to_terminal()
+    lengths = {f"{first:,}-{last:,}": count for first, last, count in summary["histogram"]}
     bars = make_histogram("tokens", lengths).to_terminal()
     below = Text("\nsequences by length in tokens", style="bold")
-    return Group(Text(one_line(summary.path), style="bold"), Table((), list(rows.items())).to_terminal(), below, bars)
+    return Group(Text(one_line(summary["path"]), style="bold"), table, below, bars)
 
 
 class TokenizerFile:

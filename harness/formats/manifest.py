@@ -181,20 +181,21 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
     if data is None:
         return None
     if len(data) > MAX_MANIFEST_BYTES:
-        raise FormatError(f"the manifest is larger than {MAX_MANIFEST_BYTES:,} bytes", where=where, fix=_restore(where))
+        raise _damaged(f"is larger than {MAX_MANIFEST_BYTES:,} bytes", where)
     values = _parse_json(data, where)
     is_ours = isinstance(values, dict) and (values.keys() >= _REQUIRED or len(values.keys() & _DISTINCTIVE) >= 3)
     if not is_ours:
         return None
     manifest = _parse(values, where)
     if not manifest.shards:
-        raise FormatError("the manifest lists no shards", where=where, fix=_restore(where))
+        raise _damaged("lists no shards", where)
     return manifest
 
 
-def _restore(where: str) -> str:
+def _damaged(what: str, where: str) -> FormatError:
     # A manifest that is stored inside a file has no folder to repair.
-    return restore_hint(where.removesuffix(f"/{MANIFEST_NAME}")) if where.endswith(MANIFEST_NAME) else ""
+    fix = restore_hint(where.removesuffix(f"/{MANIFEST_NAME}")) if where.endswith(MANIFEST_NAME) else ""
+    return FormatError(f"the manifest {what}", where=where, fix=fix)
 
 
 def _parse_json(data: str | bytes, where: str) -> Any:
@@ -208,28 +209,27 @@ def _parse_json(data: str | bytes, where: str) -> Any:
     try:
         return json.loads(data.decode() if isinstance(data, bytes) else data, object_pairs_hook=build)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"the manifest is not JSON: {error}", where=where, fix=_restore(where)) from None
+        raise _damaged(f"is not JSON: {error}", where) from None
 
 
 def _parse(values: Any, where: str) -> Manifest:
     """Build a manifest from its JSON values; raise FormatError for other keys, types, counts or names."""
-    manifest, known = None, (MANIFEST_VERSION, MEDIA_VERSION)
+    known = (MANIFEST_VERSION, MEDIA_VERSION)
     if not (isinstance(values, dict) and values.keys() >= _REQUIRED):
-        problem: str | None = "lacks format, version, fingerprint or shards"
-    elif isinstance(values["version"], int) and values["version"] not in known:
+        raise _damaged("lacks format, version, fingerprint or shards", where)
+    if isinstance(values["version"], int) and values["version"] not in known:
         what = f"the manifest has version {values['version']}; this program reads version {known[0]} and {known[1]}"
         fix = "use the version of the program that wrote it, or write the dataset again"
         raise FormatError(what, where=where, fix=fix)
-    else:
-        try:
-            # Keys of later versions are left out; the checksum covers them.
-            origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
-            manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
-            problem = _count_problem(manifest) or _name_problem(manifest) or _content_problem(manifest, values)
-        except (ValueError, RecursionError) as error:
-            problem = f"is damaged: {error}"
-    if manifest is None or problem:
-        raise FormatError(f"the manifest {problem}", where=where, fix=_restore(where))
+    try:
+        # Keys of later versions are left out; the checksum covers them.
+        origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
+        manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
+        problem = _count_problem(manifest) or _name_problem(manifest) or _content_problem(manifest, values)
+    except (ValueError, RecursionError) as error:
+        problem = f"is damaged: {error}"
+    if problem:
+        raise _damaged(problem, where)
     return manifest
 
 
@@ -238,10 +238,7 @@ def _content_problem(manifest: Manifest, values: dict[str, Any]) -> str:
     if not manifest.checksum and unknown:
         # A damaged name would otherwise turn a manifest with a checksum into one without.
         return f"has the unknown key {min(unknown)[:40]!r} and no checksum"
-    try:
-        digest = content_checksum(values)
-    except RecursionError:
-        return "is nested too deep"
+    digest = content_checksum(values)
     if manifest.checksum and digest != manifest.checksum:
         return f"has the checksum {manifest.checksum[:40]!r}, but its content has {digest!r}: it was damaged or edited"
     return ""
@@ -273,21 +270,14 @@ def _name_problem(manifest: Manifest) -> str | None:
             return f"has the file hash {file.xxh3[:24]!r}, expected 16 hexadecimal digits"
     for names in (shards, [file.path for file in files]):
         for text in names:
-            if problem := _path_problem(text):
-                return f"lists the path {text[:200]!r}, which is not {problem}"
+            path, is_unicode = PurePosixPath(text), not any("\ud800" <= character <= "\udfff" for character in text)
+            is_plain = is_unicode and str(path) == text and not path.is_absolute() and ".." not in path.parts
+            if not is_plain or not text or "\\" in text or "\0" in text:
+                return f"lists the path {text[:200]!r}, which is not a plain path inside the dataset's folder"
         if len(set(names)) != len(names):
             twice, _ = Counter(names).most_common(1)[0]
             return f"lists {twice!r} twice"
     return None
-
-
-def _path_problem(text: str) -> str:
-    path = PurePosixPath(text)
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        return "valid Unicode: it contains half of a surrogate pair"
-    if not text or path.is_absolute() or ".." in path.parts or "\\" in text or "\0" in text or str(path) != text:
-        return "a plain path inside the dataset's folder"
-    return ""
 
 
 def _files(manifest: Manifest) -> list[StoredFile]:

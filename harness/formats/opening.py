@@ -1,4 +1,8 @@
-"""Opening a dataset: a path is a dataset folder, bare files of some tool, or nothing, on a disk or in a bucket."""
+"""Opening a dataset: a path is a dataset folder, bare files of some tool, or nothing, on a disk or in a bucket.
+
+A dataset without its manifest may lack shards too, and nothing in its files would show that. So the names of our index
+or of our shards make a folder an incomplete dataset, unless the files are those of another tool that uses such names.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -16,13 +20,20 @@ import numpy as np
 
 from harness.errors import FormatError
 from harness.formats.base import FORMATS, Format, ShardReader, load_format
-from harness.formats.digest import KeptFingerprint
-from harness.formats.incomplete import MARKER_NAME, find_own_shards, find_traces, incomplete_error
-from harness.formats.index import IndexPart, PackIndex, index_names, load_index
-from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, file_problems, load_manifest
-from harness.formats.media import SHARDS
+from harness.formats.index import (
+    INDEX_FOLDER,
+    INDEX_NAMES,
+    IndexPart,
+    KeptFingerprint,
+    PackIndex,
+    index_names,
+    load_index,
+)
+from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, file_problems, load_manifest, restore_hint
+from harness.formats.media import INDEX, SHARDS
 from harness.formats.reader import MAX_OPEN_FILES, PackReader, explained, stamp_shard
 from harness.paths import explain_path, is_run, near_paths
+from harness.printing import count_of
 from harness.storage import (
     BucketFolder,
     Folder,
@@ -36,6 +47,9 @@ from harness.storage import (
 )
 from harness.storage.bucket import check_bucket, find_size
 from harness.storage.inputs import match_objects
+
+# Present while a writer is at work: distinguishes an interrupted write from a folder of another tool.
+MARKER_NAME = "_writing"
 
 
 def open_dataset(path: str | PathLike[str]) -> PackReader:
@@ -91,13 +105,16 @@ def _open(path: str, folder: Folder) -> PackReader:
     else:
         is_pattern, is_folder = glob.has_magic(path) and not place.exists(), place.is_dir()
     if is_pattern:
-        # Not Path.glob, which takes no absolute pattern.
-        found: list[Place] = [*match_objects(place)] if isinstance(place, ObjectPath) else _match(path)
-        _refuse_lost_shards(found, whole=True)
-        _refuse_datasets(found)
-        if not found:
+        places: list[Place]
+        if isinstance(place, ObjectPath):
+            places = [*match_objects(place)]
+        else:  # not Path.glob, which takes no absolute pattern; and no folders that `**` alone matches
+            folders, names = set(glob.glob(path)), glob.glob(path, recursive=True)  # noqa: PTH207
+            places = [Path(name) for name in names if name in folders or Path(name).is_file()]
+        refuse_parts(places, of_pattern=True)
+        if not places:
             raise FormatError("no file matches the pattern", where=path, fix="check the path")
-        return _open_files(path, found)
+        return _open_files(path, places)
     if is_folder:
         if isinstance(place, ObjectPath) and not folder.names():
             check_bucket(place)
@@ -108,66 +125,113 @@ def _open(path: str, folder: Folder) -> PackReader:
             return open_unchecked(folder, manifest)
         if isinstance(place, Path) and is_run(place):  # its metrics are no packs
             raise _nothing(place)
-        _refuse_parts(folder)
         if isinstance(place, ObjectPath):
+            _refuse_traces(folder)
             if objects := [place / name for name in folder.names() if name.endswith(_suffixes())]:
                 return _open_files(folder.where(), objects)
             raise _incomplete(folder)
-    _refuse_lost_shards([place])
+    refuse_parts([place])
     return _open_files(path, [place])
 
 
-def refuse_parts(path: str | PathLike[str]) -> None:
-    """Raise FormatError if a path on a disk is, or belongs to, an incomplete dataset of ours."""
-    place = Path(path)
-    if place.is_dir() and load_manifest(place) is None:
-        _refuse_parts(LocalFolder(place))
-    _refuse_lost_shards([place])
+def refuse_parts(places: Sequence[Place], *, of_pattern: bool = False) -> None:
+    """Raise FormatError if places are incomplete datasets of ours, or shards in a folder that is not a dataset.
+
+    A single shard of a whole dataset may be opened by its name. A pattern that matches shards means all of them, so
+    each file of the dataset must be there; and the folder of a dataset is not to be opened bare.
+    """
+    # A relative path such as `.` does not end with the name of a shard.
+    whole = [Path(os.path.abspath(place)) if isinstance(place, Path) else place for place in places]  # noqa: PTH100
+    for parent in dict.fromkeys(place.parent for place in whole):
+        folder = BucketFolder(parent) if isinstance(parent, ObjectPath) else LocalFolder(parent)
+        if find_own_shards(folder, [place.name for place in whole if place.parent == parent]):
+            manifest = load_manifest(folder)
+            if manifest is None:
+                _refuse_traces(folder)
+            elif manifest.num_media:
+                what = "a shard of a dataset with media cannot be opened alone: only the dataset names its media"
+                raise FormatError(what, where=str(whole[0]), fix=f"open the dataset, {folder.where()}")
+            elif of_pattern:
+                _check_files(folder, manifest)
+    for inner in (LocalFolder(place) for place in places if isinstance(place, Path) and place.is_dir()):
+        if load_manifest(inner) is None:
+            _refuse_traces(inner)
+        elif of_pattern:
+            what = "the pattern matches the folder of a dataset, expected files"
+            raise FormatError(what, where=inner.where(), fix="open the folder itself")
 
 
-def _refuse_parts(folder: Folder) -> None:
+def _refuse_traces(folder: Folder) -> None:
     """Raise FormatError if a folder without a manifest of ours holds an interrupted write or parts of a dataset."""
     if folder.exists(MARKER_NAME):
         raise _incomplete(folder)
-    if traces := find_traces(folder):
-        raise incomplete_error(folder, traces)
+    refuse_traces(folder)
 
 
-def _match(pattern: str) -> list[Place]:
-    """Return the files that match a pattern, and folders, but for those that `**` alone matches."""
-    folders = set(glob.glob(pattern))  # noqa: PTH207
-    found = glob.glob(pattern, recursive=True)  # noqa: PTH207
-    return [Path(name) for name in found if name in folders or Path(name).is_file()]
+# ---- what a dataset left
 
 
-def _refuse_datasets(places: Sequence[Place]) -> None:
-    """Raise FormatError if a pattern matches the folder of a dataset of ours, whose files are not to be opened bare."""
-    for folder in (place for place in places if isinstance(place, Path) and place.is_dir()):
-        if load_manifest(folder) is not None:
-            what = "the pattern matches the folder of a dataset, expected files"
-            raise FormatError(what, where=str(folder), fix="open the folder itself")
-        _refuse_parts(LocalFolder(folder))
+@dataclass
+class Traces:
+    """Names in a folder that only this package writes: files of an index, and of each format the shards by number."""
+
+    index: list[str]
+    shards: dict[str, dict[int, str]]
+
+    def __bool__(self) -> bool:
+        return bool(self.index or self.shards)
 
 
-def _refuse_lost_shards(places: Sequence[Place], *, whole: bool = False) -> None:
-    """Raise FormatError if places are shards of ours in a folder that is not a dataset.
+def find_traces(folder: Folder) -> Traces:
+    """Find what a dataset left in a folder: its index, and shards that have our names and are of our making."""
+    names, index = folder.names(), []
+    if INDEX_FOLDER in names:
+        index = [name for name in (*INDEX_NAMES, INDEX) if folder.exists(name)]
+        if isinstance(folder, LocalFolder) and (folder.place / INDEX_FOLDER).is_dir():
+            index += [f"{INDEX_FOLDER}/{one.name}" for one in (folder.place / INDEX_FOLDER).glob("*.part")]
+    return Traces(index, find_own_shards(folder, names))
 
-    A single shard of a whole dataset may be opened by its name. A pattern that matches shards means all of them, so
-    with `whole` each file of the dataset must be there.
-    """
-    # A relative path such as `.` does not end with the name of a shard.
-    places = [Path(os.path.abspath(place)) if isinstance(place, Path) else place for place in places]  # noqa: PTH100
-    for parent in dict.fromkeys(place.parent for place in places):
-        folder = BucketFolder(parent) if isinstance(parent, ObjectPath) else LocalFolder(parent)
-        if find_own_shards(folder, [place.name for place in places if place.parent == parent]):
-            manifest = load_manifest(folder)
-            if manifest is None:
-                _refuse_parts(folder)
-            elif manifest.num_media:
-                what = "a shard of a dataset with media cannot be opened alone: only the dataset names its media"
-                raise FormatError(what, where=str(places[0]), fix=f"open the dataset, {folder.where()}")
-            elif whole:
-                _check_files(folder, manifest)
+
+def find_own_shards(folder: Folder, names: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Return our shards among names of files, folders or prefixes in a folder: of each format, by number."""
+
+    def is_own(format: Format, shard: str) -> bool:
+        if isinstance(folder, BucketFolder) and not format.in_buckets:
+            return True  # No other tool's files of this kind open there.
+        try:
+            return format.is_own(folder.place / shard)
+        except (OSError, FormatError, ValueError, MemoryError):
+            return False
+
+    found = {}
+    for format in map(load_format, FORMATS):
+        shards = format.find_shards(name + end for name in names for end in {"", *format.shard_files})
+        # The first and the last, because either can be damaged beyond recognition.
+        if shards and any(is_own(format, shards[number]) for number in {min(shards), max(shards)}):
+            found[format.name] = shards
+    return found
+
+
+def refuse_traces(folder: Folder) -> None:
+    """Raise FormatError for a folder with traces of a dataset but no manifest: what is missing, how to restore it."""
+    if not (traces := find_traces(folder)):
+        return
+    missing = [MANIFEST_NAME, *(name for name in INDEX_NAMES if name not in traces.index)]
+    for name, shards in traces.shards.items():
+        missing += [load_format(name).shard_name(number) for number in find_gaps(shards)]
+    shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")
+    found = count_of(sum(map(len, traces.shards.values())), "shard")
+    what = f"the dataset is incomplete: {shown} missing ({found} found)"
+    raise FormatError(what, where=folder.where(), fix=restore_hint(folder.where()))
+
+
+def find_gaps(shards: dict[int, str]) -> list[int]:
+    # At most as many as there are shards: a number may be damaged too.
+    gaps = (number for number in range(max(shards, default=-1)) if number not in shards)
+    return [number for number, _ in zip(gaps, range(len(shards) + 1), strict=False)]
+
+
+# ---- datasets with a manifest
 
 
 def _check_files(folder: Folder, manifest: Manifest) -> None:
@@ -320,12 +384,10 @@ def _open_bare(path: str, format: Format, places: Sequence[Place]) -> PackReader
 
 
 def _incomplete(folder: Folder) -> FormatError:
-    names = folder.names()
-    what = " and no known layout: an interrupted write or no dataset"
+    names, what = folder.names(), " and no known layout: an interrupted write or no dataset"
     fix = "run the command that wrote it again, or specify the right folder"
     if MARKER_NAME in names:
-        what = ": a write is in progress or was interrupted"
-        fix = "wait for the writer, or run the command that wrote it again"
+        what, fix = ": a write is in progress or was interrupted", f"wait for the writer, or {fix}"
     found = ", ".join([*sorted(names, key=natural_key)[:4], *(["..."] if len(names) > 4 else [])]) or "nothing"
     return FormatError(f"no {MANIFEST_NAME}{what} (found {found})", where=folder.where(), fix=fix)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import operator
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,7 @@ import numpy as np
 
 from harness.errors import ConfigError, FormatError
 from harness.formats.base import Format, PackPart, ShardReader
-from harness.formats.digest import KeptFingerprint, content_digest, dataset_fingerprint, extended_digest, pack_digest
-from harness.formats.index import PackIndex
+from harness.formats.index import KeptFingerprint, PackIndex, content_digest, dataset_fingerprint, pack_digest
 from harness.formats.manifest import Manifest
 from harness.formats.media import find_rows, fold_media, media_tokens, read_data
 from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, moved
@@ -43,26 +41,21 @@ class HandleCache(Generic[T]):
     def __init__(self, capacity: int) -> None:
         self._capacity = max(1, capacity)
         self._pid = os.getpid()
-        self._handles: OrderedDict[int, T] = OrderedDict()
+        self._handles: dict[int, T] = {}  # the most recently used last
 
     def get(self, key: int, open_handle: Callable[[int], T]) -> T:
         if self._pid != os.getpid():
             # Dropped, not closed: closing could flush or unlock what the parent uses.
-            self._handles = OrderedDict()
-            self._pid = os.getpid()
-        handle = self._handles.get(key)
-        if handle is None:
-            handle = open_handle(key)
-            self._handles[key] = handle
-            if len(self._handles) > self._capacity:
-                self._handles.popitem(last=False)[1].close()
-        else:
-            self._handles.move_to_end(key)
+            self._handles, self._pid = {}, os.getpid()
+        handle = self._handles.pop(key, None)
+        handle = self._handles[key] = open_handle(key) if handle is None else handle
+        if len(self._handles) > self._capacity:
+            self._handles.pop(next(iter(self._handles))).close()
         return handle
 
     def close(self) -> None:
         """Close all; a later `get` opens anew."""
-        handles, self._handles = self._handles, OrderedDict()
+        handles, self._handles = self._handles, {}
         if self._pid == os.getpid():
             for handle in handles.values():
                 handle.close()
@@ -161,11 +154,9 @@ class PackReader:
         return dataset_fingerprint([digests])
 
     def __getitem__(self, index: int) -> Pack:
-        """Read the pack at `index`, counted from the end if negative.
+        """Read the pack at `index`, counted from the end if negative; IndexError past either end.
 
-        Raises:
-            IndexError: past either end.
-            FormatError: the stored pack differs from what was written, or cannot be read.
+        FormatError if the stored pack differs from what was written, or cannot be read.
         """
         return self.read((index,))[0]
 
@@ -186,9 +177,8 @@ class PackReader:
     def read_parts(self, ids: Sequence[int] | Int64Array, spans: Sequence[Int64Array] | None) -> list[Pack]:
         """Read at least some tokens of packs, without their media.
 
-        Args:
-            spans: int64 [n, 2] of each pack, first and end of the tokens that are needed; None for all of them. Where
-                the format can leave others out, their ids are -1.
+        `spans`, int64 [n, 2] of each pack, are first and end of those that are needed; None for all of them. Where the
+        format can leave others out, their ids are -1.
         """
         pack_ids = [operator.index(index) for index in ids]
         by_shard: dict[int, list[int]] = {}
@@ -216,9 +206,7 @@ class PackReader:
     def read_media(self, sequence_ids: Iterable[int] | Int64Array) -> list[tuple[Medium, ...]]:
         """Read the media of sequences, by their numbers in the dataset, with places counted in the sequence.
 
-        Raises:
-            IndexError: past either end.
-            FormatError: the bytes of a medium differ from what was written, or cannot be read.
+        IndexError past either end; FormatError if bytes of a medium differ from what was written, or cannot be read.
         """
         numbers, rows = [operator.index(number) for number in sequence_ids], self._index.media
         for number in numbers:
@@ -330,10 +318,7 @@ class PackReader:
                     return
                 problem = "contains sequences of other lengths than when the file was opened"
         else:
-            fields = pack.loss_mask, pack.seq_start_id
-            digest = (
-                content_digest(pack.input_ids, *fields) if ids_digest is None else extended_digest(ids_digest, *fields)
-            )
+            digest = content_digest(pack.input_ids, pack.loss_mask, pack.seq_start_id, ids_digest)
             if (media := self._index.media) is not None:
                 first, last = self.pack_offsets[pack_id : pack_id + 2].tolist()
                 rows = media[[*find_rows(media, first, last)]]  # a copy

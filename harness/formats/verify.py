@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats.base import FIELDS
-from harness.formats.digest import KeptFingerprint, dataset_fingerprint, pack_digest
-from harness.formats.incomplete import find_traces, survey_folder
+from harness.formats.incomplete import survey_folder
+from harness.formats.index import KeptFingerprint, dataset_fingerprint, pack_digest
 from harness.formats.manifest import Manifest, Totals, load_manifest
 from harness.formats.media import media_rows
-from harness.formats.opening import list_file_problems, open_dataset, open_unchecked
+from harness.formats.opening import find_traces, list_file_problems, open_dataset, open_unchecked
 from harness.formats.reader import PackReader
 from harness.records import Pack
 from harness.storage import LocalFolder, open_folder
@@ -149,11 +149,11 @@ def first_difference(values: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
 def diff_readers(a: PackReader, b: PackReader) -> PackDifference | None:
     for pack_id, packs in enumerate(zip(a, b, strict=False)):
         first, second = map(_fields, packs)
-        for field, one in first.items():
-            other = second[field]
+        for name, one in first.items():
+            other = second[name]
             at = first_difference(one, other)
             if at < min(one.shape[0], other.shape[0]):
-                return PackDifference(pack_id, field, at, int(one[at]), int(other[at]))
+                return PackDifference(pack_id, name, at, int(one[at]), int(other[at]))
             if one.shape[0] != other.shape[0]:
-                return PackDifference(pack_id, f"{field}.length", None, one.shape[0], other.shape[0])
+                return PackDifference(pack_id, f"{name}.length", None, one.shape[0], other.shape[0])
     return PackDifference(None, "num_packs", None, len(a), len(b)) if len(a) != len(b) else None

@@ -17,11 +17,10 @@ import xxhash
 
 from harness.errors import ConfigError, FormatError
 from harness.formats.base import FORMATS, Format, ShardWriter, load_format
-from harness.formats.digest import dataset_fingerprint
-from harness.formats.incomplete import MARKER_NAME, find_traces
-from harness.formats.index import INDEX_FOLDER, IndexBuilder, IndexPart, index_names, write_index
+from harness.formats.index import INDEX_FOLDER, IndexBuilder, IndexPart, dataset_fingerprint, index_names, write_index
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Provenance, Shard, Totals, file_problems, load_manifest
 from harness.formats.media import MediaWriter
+from harness.formats.opening import MARKER_NAME, find_traces
 from harness.records import Pack
 from harness.settings import from_plain
 from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_path, write_atomically
@@ -158,6 +157,8 @@ class PackWriter:
 
     def __enter__(self) -> Self:
         with explain_os_errors(self.where):
+            if self._file:
+                self._folder.make()
             self._claim.enter()
         self._open = True
         return self
@@ -308,10 +309,6 @@ class _FileClaim(PlacingClaim):
     def _refuse(self) -> None:
         if not self._overwrite and self._folder.exists(self._name):
             raise _already_there(self._folder.where(self._name))
-
-    def enter(self) -> None:
-        self._folder.make()
-        super().enter()
 
     def finish(self, *, whole: bool) -> None:
         """Unlock the file, and remove one that has its name although its last step failed."""

@@ -200,14 +200,16 @@ def parse_column(column: pa.Array, *, first_row: int = 0) -> TokenBatch:
     if not pa.types.is_integer(tokens.type):
         raise wrong_type
     rows = np.repeat(np.arange(len(column)), documents)
-    if tokens.null_count:
-        at = int(np.argmax(tokens.is_null().to_numpy(zero_copy_only=False)))
-        raise _bad_token("null", at, lengths, rows, first_row)
-    values = tokens.to_numpy()
-    if largest_token(values) > MAX_TOKEN_ID:
-        at = int(np.argmax((values < 0) | (values > MAX_TOKEN_ID)))
-        kind = "the negative token" if values[at] < 0 else f"a token above {MAX_TOKEN_ID:,}:"
-        raise _bad_token(f"{kind} {int(values[at]):,}", at, lengths, rows, first_row)
+    values = tokens.to_numpy(zero_copy_only=False)
+    if tokens.null_count or largest_token(values) > MAX_TOKEN_ID:
+        bad = tokens.is_null().to_numpy(zero_copy_only=False) if tokens.null_count else values < 0
+        at = int(np.argmax(bad if bad.any() else values > MAX_TOKEN_ID))
+        ends = np.cumsum(lengths)
+        sequence = int(np.searchsorted(ends, at, "right"))
+        position = at - int(ends[sequence] - lengths[sequence])
+        what = f"row {first_row + int(rows[sequence]):,} has the token {tokens[at]} at position {position:,}"
+        fix = "fix the program that writes the shards; token ids are 0 or more and below the size of the vocabulary"
+        raise FormatError(f"{what}, expected 0 to {MAX_TOKEN_ID:,}", fix=fix)
     if lengths.all() and documents.all():
         return TokenBatch(values, lengths, documents)
     # Sequences without tokens, and documents without sequences, are left out.
@@ -231,14 +233,6 @@ def _refuse_nulls(column: pa.Array, what: str, first_row: int, documents: Int64A
     row = at if documents is None else int(np.searchsorted(np.cumsum(documents), at, "right"))
     fix = "omit such rows; an empty document is an empty list"
     raise FormatError(f"{what} {first_row + row:,} is null (1 of {column.null_count:,} in this batch)", fix=fix)
-
-
-def _bad_token(kind: str, at: int, lengths: Int64Array, rows: Int64Array, first_row: int) -> FormatError:
-    ends = np.cumsum(lengths)
-    sequence = int(np.searchsorted(ends, at, "right"))
-    position = at - int(ends[sequence] - lengths[sequence])
-    fix = "fix the program that writes the shards; token ids are 0 or more and below the size of the vocabulary"
-    return FormatError(f"row {first_row + int(rows[sequence]):,} has {kind} at position {position:,}", fix=fix)
 
 
 def _parse_text(column: pa.Array, first_row: int) -> pa.Array:

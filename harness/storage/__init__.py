@@ -11,13 +11,12 @@
 Read `folders` first: the interface that readers and writers of datasets use.
 """
 
-from harness.storage.cache import LocalCache
+from harness.storage.bucket import LocalCache
 from harness.storage.checksums import read_checksums
-from harness.storage.files import Marker, StoredFile, file_digest, make_folder, natural_key, sync_path
+from harness.storage.connections import ObjectPath, Place, is_uri, join_path
+from harness.storage.files import Marker, StoredFile, file_digest, make_folder, name_bus_errors, natural_key, sync_path
 from harness.storage.folders import BucketFolder, Folder, LocalFolder, open_folder, write_atomically
 from harness.storage.inputs import parse_place, stamp_of
-from harness.storage.mapped import name_bus_errors
-from harness.storage.uris import ObjectPath, Place, is_uri, join_path
 
 __all__ = [
     "BucketFolder",

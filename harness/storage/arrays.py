@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.errors import FormatError
+from harness.errors import FormatError, os_errors_as
 from harness.storage.files import OutputFile
 
 _MAX_HEADER_BYTES = 4096
@@ -44,27 +44,24 @@ def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dt
 
 def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
     """Map a `.npy` file of this dtype and shape (None: one dimension), read-only; FormatError for others."""
-    try:
-        with path.open("rb") as file:
-            if dtype.names and shape is not None:
-                header = npy_header(dtype.descr, shape)
-                if file.read(len(header)) != header:
-                    raise FormatError(f"is not an array of {list(shape)} {', '.join(dtype.names)}", where=str(path))
-                stored_shape, fortran, stored = shape, False, dtype
-            else:
-                stored_shape, fortran, stored = read_npy_header(path, file)
-            shape = (math.prod(stored_shape),) if shape is None else shape
-            if stored != dtype or stored_shape != shape or (fortran and len(shape) > 1):
-                what = f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}"
-                raise FormatError(what, where=str(path))
-            offset = int(file.tell())
-            expected = offset + math.prod(shape) * dtype.itemsize
-            num_bytes = int(file.seek(0, 2))
-            if num_bytes != expected:
-                raise FormatError(f"has {num_bytes:,} bytes, expected {expected:,}", where=str(path))
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise FormatError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    with os_errors_as(FormatError, "cannot be read", where=path), path.open("rb") as file:
+        if dtype.names and shape is not None:
+            header = npy_header(dtype.descr, shape)
+            if file.read(len(header)) != header:
+                raise FormatError(f"is not an array of {list(shape)} {', '.join(dtype.names)}", where=str(path))
+            stored_shape, fortran, stored = shape, False, dtype
+        else:
+            stored_shape, fortran, stored = read_npy_header(path, file)
+        shape = (math.prod(stored_shape),) if shape is None else shape
+        if stored != dtype or stored_shape != shape or (fortran and len(shape) > 1):
+            what = f"holds {stored} {list(stored_shape)[:4]}, expected {dtype} {list(shape)}"
+            raise FormatError(what, where=str(path))
+        offset = int(file.tell())
+        expected = offset + math.prod(shape) * dtype.itemsize
+        num_bytes = int(file.seek(0, 2))
+        if num_bytes != expected:
+            raise FormatError(f"has {num_bytes:,} bytes, expected {expected:,}", where=str(path))
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     # Not np.memmap: its subclass costs a microsecond an access, and it pickles by value.
     return np.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
 

@@ -1,16 +1,28 @@
 """Objects of one bucket: read by ranges, listed, and uploaded complete or not at all; errors name the cause.
 
 `connections` has the settings. Every call ends in bounded time, and no error shows credentials.
+
+Local copies are bounded, least recently used first out, and shared by the processes of a machine. An entry holds files
+that belong together (those of a shard, or an index) and is named by the hashes that the manifest lists, so that two
+addresses of one dataset share it. The holder of its lock downloads it once, checks sizes and hashes, and renames it
+into place. An entry that a process has open is locked and is not evicted: open entries can exceed the bound.
+
+    HARNESS_CACHE        the folder; `$XDG_CACHE_HOME/harness` or `~/.cache/harness` by default
+    HARNESS_CACHE_BYTES  its bound, 64 GiB by default
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
+import os
 import re
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -21,32 +33,34 @@ import xxhash
 
 from harness.errors import ConfigError, FormatError
 from harness.printing import redact
-from harness.storage.connections import TIMEOUT_NAME, MscStore, connect, load_obstore, s3_endpoint
-from harness.storage.files import OutputFile, Stamp, StoredFile
-from harness.storage.uris import MISSING_OBJECT, ObjectPath
+from harness.storage.connections import TIMEOUT_NAME, MscStore, ObjectPath, connect, load_obstore, s3_endpoint
+from harness.storage.files import OutputFile, Stamp, StoredFile, file_digest, is_open_at
 
 # One ranged request, and one part of an upload; a larger read takes several, so that each has its own time limit.
 REQUEST_BYTES = 8 << 20
+MISSING_OBJECT = "no such object"
 _UPLOADS = 2
+_FOLDER_NAME, _BYTES_NAME = "HARNESS_CACHE", "HARNESS_CACHE_BYTES"
+_MAX_BYTES = 64 << 30
+_UPLOAD = "upload the dataset again, from a copy in which `harness verify` finds nothing wrong"
+_LOCK, _PARTIAL = ".lock", ".partial"
+
+Download = Callable[[StoredFile, Path], None]
 
 
 def find_size(place: ObjectPath) -> int | None:
     """Return the bytes of an object, or None if it does not exist."""
-    with naming_errors(place):
-        try:
-            return int(connect(place).head(place.key)["size"]) if place.key else None
-        except FileNotFoundError:
-            return None
+    with naming_errors(place), contextlib.suppress(FileNotFoundError):
+        return int(connect(place).head(place.key)["size"]) if place.key else None
+    return None
 
 
 def check_bucket(place: ObjectPath) -> None:
     """Raise FormatError if the bucket of a place does not exist or may not be listed."""
     bucket = replace(place, key="")
-    error = _list_error(bucket)
-    if isinstance(error, ConfigError):
-        raise error
-    if error is not None and judge(error) is not Verdict.PASSING:
-        raise explain(error, bucket) from None
+    with naming_errors(bucket):
+        if (error := _list_error(bucket)) is not None and judge(error) is not Verdict.PASSING:
+            raise error
 
 
 def read_object(place: ObjectPath, start: int, num_bytes: int) -> bytes:
@@ -261,17 +275,11 @@ class UploadFile(OutputFile):
                 self._stream.__exit__(type(error), error, None)
 
 
-class Verdict(Enum):
-    """Classes of errors, by the remedy."""
+# Classes of errors, by the remedy: PASSING is to be tried again, and REFUSED is the request itself.
+Verdict = Enum("Verdict", ("PASSING", "MISSING", "NO_BUCKET", "DENIED", "REFUSED"))
 
-    PASSING = "try again"
-    MISSING = "the object does not exist"
-    NO_BUCKET = "the bucket does not exist"
-    DENIED = "the credentials are wrong or lack permissions"
-    REFUSED = "the request itself is refused"
-
-
-# What obstore and multi-storage-client write, with the names of errors of the three providers.
+# Of the names of an error's classes, on the first line, and of what obstore and multi-storage-client write, with the
+# names of errors of the three providers; the first that is found counts.
 _PATTERNS = (
     (Verdict.NO_BUCKET, r"NoSuchBucket|InvalidBucketName|ContainerNotFound|FilesystemNotFound"),
     (
@@ -280,8 +288,11 @@ _PATTERNS = (
         r"|RequestTimeTooSkewed|AuthenticationFailed|AuthorizationFailure|AuthorizationPermissionMismatch"
         r"|status code: 40[13]\b|169\.254\.|metadata\.google|token request|Azure CLI|CredentialRetrievalError",
     ),
+    (Verdict.MISSING, r"\A.*\b(FileNotFoundError|NotADirectoryError|IsADirectoryError)\b"),
+    (Verdict.DENIED, r"\A.*\b(PermissionError|PermissionDeniedError|UnauthenticatedError)\b"),
     (Verdict.MISSING, r"NoSuchKey|BlobNotFound|does not exist|status code: 404\b"),
     (Verdict.REFUSED, r"status code: (30\d|4\d\d)\b|InvalidConfig|not found"),
+    (Verdict.PASSING, r"\A.*\b(OSError|RuntimeError|GenericError)\b"),
 )
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials with access",
@@ -292,19 +303,8 @@ _AZURE_CREDENTIALS = "set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log i
 
 def judge(error: Exception) -> Verdict:
     """Classify an error of a client; an unknown error of its network counts as transient."""
-    text = str(error)
-    for verdict, pattern in _PATTERNS[:2]:
-        if re.search(pattern, text):
-            return verdict
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return Verdict.MISSING
-    if isinstance(error, PermissionError) or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
-        return Verdict.DENIED
-    for verdict, pattern in _PATTERNS[2:]:
-        if re.search(pattern, text):
-            return verdict
-    is_known = isinstance(error, OSError | RuntimeError) or type(error).__name__ == "GenericError"
-    return Verdict.PASSING if is_known else Verdict.REFUSED
+    text = f"{' '.join(kind.__name__ for kind in type(error).__mro__)}\n{error}"
+    return next((verdict for verdict, pattern in _PATTERNS if re.search(pattern, text)), Verdict.REFUSED)
 
 
 def explain(error: Exception, place: ObjectPath) -> FormatError:
@@ -338,3 +338,123 @@ def _short(text: str) -> str:
     """The first line, without the request's number, which only the store's own log can use."""
     line = redact(text.splitlines()[0] if text else "no reason given")
     return re.sub(r"<(RequestId|HostId)>[^<]*</\1>", "", line)[:400]
+
+
+# ---- local copies
+
+
+class Entry:
+    """Local files in `folder`, under the paths that the manifest gives them, that are not evicted until `release`."""
+
+    def __init__(self, folder: Path, descriptor: int = -1) -> None:
+        self.folder = folder
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Allow eviction; a second call does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class LocalCache:
+    """The cache of this machine's processes, by the settings above; raises ConfigError for a malformed one."""
+
+    def __init__(self) -> None:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        self.folder = Path(os.environ.get(_FOLDER_NAME) or f"{base}/harness").expanduser()
+        text = os.environ.get(_BYTES_NAME, "")
+        try:
+            self.max_bytes = int(text) if text else _MAX_BYTES
+        except ValueError:
+            self.max_bytes = -1
+        if self.max_bytes < 0:
+            raise ConfigError(f"{_BYTES_NAME} is {text!r}", where="environment", fix="use a whole number of bytes")
+
+    def get(self, files: Sequence[StoredFile], download: Download) -> Entry:
+        """Return the entry of these files, downloaded if missing; FormatError if others arrive, or the disk refuses."""
+        text = "\n".join(f"{stored.path} {stored.num_bytes} {stored.xxh3}" for stored in files)
+        name = str(xxhash.xxh3_128_hexdigest(text.encode()))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while True:
+                # Waits while another process downloads it, which takes bounded time.
+                if (shared := self._lock(name, fcntl.LOCK_SH)) is not None:
+                    if (self.folder / name).is_dir():
+                        os.utime(self.folder / (name + _LOCK))
+                        return Entry(self.folder / name, shared)
+                    os.close(shared)
+                if (own := self._lock(name, fcntl.LOCK_EX, create=True)) is not None:
+                    try:
+                        if not (self.folder / name).is_dir():
+                            self._download(name, own, files, download)
+                    finally:
+                        os.close(own)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            fix = f"free space, or set {_BYTES_NAME} below the size of the disk" if full else "check permissions"
+            what = f"the local cache cannot be used: {error.strerror or error}"
+            fix = f"{fix}; to use another folder, set {_FOLDER_NAME}"
+            raise FormatError(what, where=str(error.filename or self.folder), fix=fix) from error
+
+    def _lock(self, name: str, kind: int, *, create: bool = False) -> int | None:
+        """Lock an entry; return its open lock file, or None if there is none, or it is removed or in use."""
+        lock = self.folder / (name + _LOCK)
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+        except FileNotFoundError:
+            return None
+        with contextlib.ExitStack() as undo, contextlib.suppress(BlockingIOError):
+            undo.callback(os.close, descriptor)
+            fcntl.flock(descriptor, kind)
+            # Eviction removes the lock file: a lock on a removed file protects nothing.
+            if is_open_at(lock, descriptor):
+                undo.pop_all()
+                return descriptor
+        return None
+
+    def _download(self, name: str, descriptor: int, files: Sequence[StoredFile], download: Download) -> None:
+        num_bytes = sum(stored.num_bytes for stored in files)
+        # Counts from now on, so that two downloads at once do not both take the same space.
+        os.pwrite(descriptor, str(num_bytes).encode(), 0)
+        self._free_space()
+        partial = self.folder / (name + _PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            for stored in files:
+                path = partial / stored.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                download(stored, path)
+                num_bytes, digest = path.stat().st_size, file_digest(path)
+                if (num_bytes, digest) != (stored.num_bytes, stored.xxh3):
+                    what = f"{stored.path} was copied with the hash {digest} of {num_bytes:,} bytes, expected "
+                    raise FormatError(f"{what}{stored.xxh3} of {stored.num_bytes:,}", fix=_UPLOAD)
+            partial.rename(self.folder / name)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            # We hold the lock, so no process uses it.
+            (self.folder / (name + _LOCK)).unlink(missing_ok=True)
+            raise
+
+    def _free_space(self) -> None:
+        """Remove the least recently used entries that are not open, until the rest is within the bound."""
+        entries = []
+        for lock in self.folder.glob(f"*{_LOCK}"):
+            with contextlib.suppress(OSError, ValueError):
+                entries.append((lock.stat().st_mtime_ns, int(lock.read_text() or "0"), lock.name.removesuffix(_LOCK)))
+        total = sum(num_bytes for _, num_bytes, _ in entries)
+        for _, num_bytes, name in sorted(entries):
+            if total <= self.max_bytes:
+                return
+            with contextlib.suppress(OSError):
+                if (descriptor := self._lock(name, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+                    try:
+                        for end in ("", _PARTIAL):
+                            shutil.rmtree(self.folder / (name + end), ignore_errors=True)
+                        (self.folder / (name + _LOCK)).unlink(missing_ok=True)
+                        total -= num_bytes
+                    finally:
+                        os.close(descriptor)

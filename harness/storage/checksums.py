@@ -62,9 +62,7 @@ def list_size_problems(folder: Path, files: Iterable[StoredFile]) -> list[Proble
 
 def list_hash_problems(folder: Path, files: Sequence[StoredFile]) -> list[Problem]:
     """Name the files whose bytes are not those that were written. Reads all content, some files at a time."""
-    if not files:
-        return []
-    with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         digests = list(pool.map(lambda stored: file_digest(folder / stored.path), files))
     return [
         Problem(f"the file {stored.path} has the hash {digest}, expected {stored.xxh3}", str(folder / stored.path))

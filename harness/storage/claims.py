@@ -9,16 +9,15 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError, FormatError
 from harness.storage.bucket import Verdict, delete_object, judge, naming_errors
-from harness.storage.connections import connect, load_obstore
+from harness.storage.connections import ObjectPath, connect, load_obstore
 from harness.storage.files import held_error
-from harness.storage.uris import ObjectPath
 
 # A lease that is not renewed for that long is free. Its owner renews it often enough to miss several times, and relies
 # on a renewal for a part of that time only: what it sends has the rest to arrive.
@@ -40,14 +39,10 @@ class ClaimStore:
 
     def get(self, name: str) -> tuple[bytes, str] | None:
         """Return the bytes of an object and its ETag, or None if it does not exist."""
-        place = self.place / name
-        with naming_errors(place):
-            try:
-                found = connect(place).get(place.key)
-                return bytes(found.bytes()), self._etag(found.meta)
-            except FileNotFoundError as error:
-                _raise_unless_missing(error)
-                return None
+        with _missing_as_none(self.place / name) as place:
+            found = connect(place).get(place.key)
+            return bytes(found.bytes()), self._etag(found.meta)
+        return None
 
     def put(self, name: str, data: bytes | Path, *, only_if: str | None = None) -> str | None:
         """Write an object whole; return its ETag, or None where the condition does not hold and its bytes are others.
@@ -71,16 +66,12 @@ class ClaimStore:
         return etag
 
     def _put(self, name: str, data: bytes | Path, mode: Any) -> str | None:
-        place = self.place / name
-        refusals = load_obstore().exceptions
-        with naming_errors(place):
-            try:
-                return self._etag(connect(place).put(place.key, data, mode=mode, use_multipart=False))
-            except (refusals.AlreadyExistsError, refusals.PreconditionError):
-                return None
-            except FileNotFoundError as error:  # a condition on an object that does not exist
-                _raise_unless_missing(error)
-                return None
+        kinds = load_obstore().exceptions
+        refusals = contextlib.suppress(kinds.AlreadyExistsError, kinds.PreconditionError)
+        # Missing is an object with a condition on it.
+        with _missing_as_none(self.place / name) as place, refusals:
+            return self._etag(connect(place).put(place.key, data, mode=mode, use_multipart=False))
+        return None
 
     def _etag(self, found: Any) -> str:
         # Google compares generations, which obstore calls versions; versions of S3 are for buckets that keep old ones.
@@ -88,24 +79,25 @@ class ClaimStore:
 
     def download(self, name: str, path: Path) -> bool:
         """Write an object to a file; return whether it exists."""
-        place = self.place / name
-        with naming_errors(place), path.open("wb") as file:
-            try:
-                for block in connect(place).get(place.key):
-                    file.write(block)
-            except FileNotFoundError as error:
-                _raise_unless_missing(error)
-                return False
-        return True
+        with path.open("wb") as file, _missing_as_none(self.place / name) as place:
+            for block in connect(place).get(place.key):
+                file.write(block)
+            return True
+        return False
 
     def delete(self, name: str) -> None:
         delete_object(self.place / name)
 
 
-def _raise_unless_missing(error: FileNotFoundError) -> None:
-    """Raise an error that is due to the bucket, not to the object."""
-    if judge(error) is not Verdict.MISSING:
-        raise error
+@contextlib.contextmanager
+def _missing_as_none(place: ObjectPath) -> Iterator[ObjectPath]:
+    """Name the errors of requests for an object, and leave the block where it, and not its bucket, does not exist."""
+    with naming_errors(place):
+        try:
+            yield place
+        except FileNotFoundError as error:
+            if judge(error) is not Verdict.MISSING:
+                raise
 
 
 class Lease:

@@ -1,4 +1,4 @@
-"""Clients of object stores: their settings, one per process and bucket, also after a fork.
+"""Addresses in object storage, and clients of the stores: one per process and bucket, also after a fork.
 
 S3, Google and Azure go through `obstore`, which repeats requests and resumes answers that break off. Settings come from
 the environment, as the providers' own tools read it: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (or AWS_S3_ENDPOINT_URL,
@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import posixpath
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from importlib.machinery import ExtensionFileLoader, PathFinder
@@ -25,19 +28,103 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import ConfigError
-from harness.storage.uris import ObjectPath
 
+SCHEMES = ("s3", "gs", "abfs", "abfss", "az", "msc")
+_URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^/]*)/?(.*)", re.DOTALL)
+_FIX = "set them in the environment (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...) or in the provider's own files"
 TIMEOUT_NAME = "HARNESS_STORAGE_TIMEOUT_S"
 _TIMEOUT_S = 60.0
 _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "MSC_", TIMEOUT_NAME)
 
 
+def is_uri(path: str) -> bool:
+    """Return whether a path has a scheme, such as `s3://`: as a local path it would silently be a folder `s3:`."""
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPath:
+    """A place in object storage.
+
+    Attributes:
+        bucket: of s3 and gs; of abfs and az the container, with `@account...` after it if the URI names the account; of
+            msc the profile.
+        key: without slashes at its ends; empty for the whole bucket.
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+
+    @classmethod
+    def parse(cls, uri: str) -> ObjectPath:
+        """Parse a URI; raises ConfigError for another scheme, no bucket, credentials, a query, or an invalid key."""
+        match = _URI.fullmatch(uri)
+        scheme, bucket, key = match.groups() if match is not None else ("", "", "")
+        if scheme not in SCHEMES:
+            known = ", ".join(f"{name}://" for name in SCHEMES)
+            what = f"no object storage with the scheme {scheme[:20]!r}"
+            raise ConfigError(what, where=uri, fix=f"use one of {known}")
+        if re.search(r"\?[\w.-]+=", uri) or (("@" in bucket) if scheme in ("s3", "gs") else (":" in bucket)):
+            # Before an @ even text without a colon could be a key.
+            where = re.sub(r"://[^/@]*@", "://***@", uri)
+            raise ConfigError("credentials and settings do not belong in a URI", where=where, fix=_FIX)
+        key = key.strip("/")
+        if not bucket or any(part in ("", ".", "..") for part in key.split("/") if key) or "\0" in key:
+            raise ConfigError("not a complete address of an object", where=uri, fix=f"write {scheme}://BUCKET/KEY")
+        return cls(scheme, bucket, key)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return replace(self, key=f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectPath:
+        return replace(self, key=self.key.rpartition("/")[0])
+
+
+Place = Path | ObjectPath
+
+
+def relative_path(place: Place, base: Place) -> str:
+    """Return the path of a place from a folder: relative if both can be moved together, else the whole URI."""
+    if isinstance(place, Path) and isinstance(base, Path):
+        return Path(os.path.relpath(place.resolve(), base.resolve())).as_posix()
+    if isinstance(place, Path):
+        what = "data in object storage cannot refer to data on a disk"
+        raise ConfigError(what, where=str(place), fix=f"copy it to {base}")
+    if isinstance(base, Path) or (place.scheme, place.bucket) != (base.scheme, base.bucket):
+        return str(place)
+    return posixpath.relpath(f"/{place.key}", f"/{base.key}")
+
+
+def resolve_path(base: Place, path: str) -> Place:
+    """Return the place that `relative_path` gave as `path` from the folder `base`; raises ConfigError if malformed."""
+    if is_uri(path):
+        return ObjectPath.parse(path)
+    if isinstance(base, Path):
+        return Path(os.path.normpath(base.resolve() / path))
+    return replace(base, key=posixpath.normpath(f"/{base.key}/{path}").strip("/"))
+
+
+def join_path(path: str, name: str) -> str:
+    return f"{path.rstrip('/')}/{name}" if is_uri(path) else os.path.join(path, name)  # noqa: PTH118
+
+
+# ---- clients
+
+
 def connect(place: ObjectPath) -> Any:
     """Return the client of a place's bucket: a store of `obstore`, or `MscStore`.
 
-    Raises:
-        ConfigError: settings are missing or malformed, or a package is not installed.
-        OSError: the region of the bucket cannot be found out.
+    ConfigError if settings are missing or malformed, or a package is not installed; OSError if the region of the bucket
+    cannot be found out.
     """
     timeout_s()
     settings = tuple(sorted(one for one in os.environ.items() if one[0].startswith(_PREFIXES)))
@@ -194,7 +281,7 @@ class MscStore:
             fix = "pip install 'megatron-sft-harness[msc]', and set MSC_CONFIG to its settings"
             raise ConfigError(what, where=f"msc://{profile}", fix=fix) from None
         self._client = StorageClient(StorageClientConfig.from_file(None, profile))
-        self._range = Range
+        self._range, self.delete = Range, self._client.delete
 
     def head(self, key: str) -> dict[str, Any]:
         found = self._client.info(key, strict=False)
@@ -207,9 +294,6 @@ class MscStore:
 
     def list(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
         yield [_described(one) for one in self._client.list(path=prefix) if one.type == "file"]
-
-    def delete(self, key: str) -> None:
-        self._client.delete(key)
 
     def open_writer(self, key: str) -> MscWriter:
         return MscWriter(self._client, key)

@@ -1,20 +1,25 @@
-"""Files on a disk that appear whole or not at all, the lock of a writer, and names in the order people count."""
+"""Files on a disk that appear whole or not at all, the lock of a writer, and the name of a mapped file that is gone."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import functools
 import json
 import os
 import re
+import signal
 import socket
+import struct
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from weakref import WeakSet
 
 import xxhash
@@ -23,6 +28,8 @@ from harness.errors import FormatError, os_errors_as
 
 TEMPORARY_SUFFIX = ".tmp"
 _READ_BYTES = _MARKER_BYTES = 1 << 20
+# From <signal.h>: SA_SIGINFO | SA_RESETHAND, and where siginfo_t has the address on 64-bit systems.
+_FLAGS, _ADDRESS = 0x4 | 0x80000000, 16
 
 
 @dataclass(frozen=True)
@@ -300,10 +307,9 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 
 def is_open_at(path: Path, descriptor: int) -> bool:
     """Return whether a path still names the file that this descriptor has open."""
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def make_folder(folder: Path) -> bool:
@@ -358,3 +364,60 @@ def file_digest(path: Path) -> str:
         error.filename = error.filename or str(path)
         raise
     return str(total.hexdigest())
+
+
+class _Action(ctypes.Structure):
+    """The libc's `struct sigaction`."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ubyte * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+def name_bus_errors(*, dies: bool = False) -> None:
+    """Print a named error when this process reads a mapped page that is no longer there, and end it with exit code 2.
+
+    Another process cut the file short while it was mapped, or the disk failed: the system then sends SIGBUS, which ends
+    a process without a word. Call it once in the main thread of a command; it does nothing except on 64-bit Linux. With
+    `dies` it ends by the signal, for a worker whose parent reports how it ended.
+    """
+    if sys.platform != "linux" or struct.calcsize("P") != 8:
+        return
+    action = _Action(handler=ctypes.cast(_handler(dies), ctypes.c_void_p), flags=_FLAGS)
+    ctypes.CDLL(None).sigaction(int(signal.SIGBUS), ctypes.byref(action), None)
+
+
+@functools.cache  # also so that it lives as long as the process
+def _handler(dies: bool) -> Any:
+    # Called by C in the middle of the read that failed. That may run Python, unlike for signals that come at any time:
+    # such a read is a plain copy, which holds no lock. A handler of `signal` would only run after it, which is never.
+    def explain(_number: int, info: int, _context: int) -> None:
+        try:
+            error = bus_error_at(ctypes.c_uint64.from_address(info + _ADDRESS).value)
+            os.write(2, f"FormatError: {error}\n".encode(errors="replace"))
+        finally:
+            if not dies:
+                os._exit(2)  # nothing can be raised from here
+
+    return ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(explain)
+
+
+def bus_error_at(address: int) -> FormatError:
+    """Return the error for a page at an address of this process that cannot be read."""
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        span, _, offset, _, _, *name = line.split(maxsplit=5)
+        begin, end = (int(part, 16) for part in span.split("-"))
+        if not (begin <= address < end and name):
+            continue
+        if name[0].startswith("/dev/shm/"):
+            what = "a page of shared memory cannot be used: /dev/shm is full, or another process removed the file"
+            return FormatError(what, where=name[0], fix="free space in /dev/shm; for a container, increase --shm-size")
+        missing = f"byte {int(offset, 16) + address - begin:,} is missing"
+        what = f"the file was truncated or removed, or its disk failed, while it was read: {missing}"
+        fix = "copy the file again (check its disk: dmesg), and run `harness verify` and then the same command again"
+        return FormatError(what, where=name[0], fix=fix)
+    where = f"address {address:#x} of process {os.getpid()}"
+    return FormatError("a memory page cannot be read", where=where, fix="see dmesg")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,50 +12,41 @@ from pathlib import Path
 
 from harness.errors import FormatError
 from harness.storage import bucket
-from harness.storage.bucket import REQUEST_BYTES, UploadFile
-from harness.storage.cache import Entry, LocalCache
+from harness.storage.bucket import REQUEST_BYTES, Entry, LocalCache, UploadFile
 from harness.storage.claims import ClaimStore, Lease
-from harness.storage.files import AtomicFile, Marker, OutputFile, StoredFile, file_digest, make_folder, sync_path
-from harness.storage.uris import ObjectPath, Place, is_uri
+from harness.storage.connections import ObjectPath, is_uri
+from harness.storage.files import AtomicFile, Marker, StoredFile, file_digest, make_folder, sync_path
 
 _MARKER_BYTES = 1 << 20
 # Of the writer of a prefix. It remains there without an owner, and is no file of the folder.
 _LEASE_NAME = "_lease"
 
 
-class _Folder(ABC):
-    """Files named by their `/`-separated paths in a folder; `LocalFolder` explains the methods. Pickles."""
-
-    place: Place
-
-    def where(self, name: str = "") -> str:
-        """Return a file's full path, or the folder's, for error messages."""
-        return str(self.place / name) if name else str(self.place)
-
-    @abstractmethod
-    def create_file(self, name: str) -> OutputFile:
-        """Start a file, which exists once it is finished."""
-
-    @abstractmethod
-    def sync(self, names: Sequence[str]) -> None:
-        """Make the names of finished files durable."""
-
-    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a file whole, piece by piece, and make it durable."""
-        file = self.create_file(name)
-        try:
-            for piece in pieces:
-                file.write(piece)
-            file.finish()
-        except BaseException:
-            file.abort()
-            raise
-        self.sync([name])
+def _where(folder: Folder, name: str = "") -> str:
+    """Return a file's full path, or the folder's, for error messages."""
+    return str(folder.place / name) if name else str(folder.place)
 
 
-class LocalFolder(_Folder):
+def _write(folder: Folder, name: str, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file whole, piece by piece, and make it durable."""
+    file = folder.create_file(name)
+    try:
+        for piece in pieces:
+            file.write(piece)
+        file.finish()
+    except BaseException:
+        file.abort()
+        raise
+    folder.sync([name])
+
+
+class LocalFolder:
+    """Files named by their `/`-separated paths in a folder; it explains the methods of `BucketFolder` too. Pickles."""
+
+    where, write = _where, _write
+
     def __init__(self, path: Path) -> None:
-        self.place: Path = path
+        self.place = path
 
     @cached_property
     def _root(self) -> Path:
@@ -87,11 +77,9 @@ class LocalFolder(_Folder):
 
     def read(self, name: str, limit: int) -> bytes | None:
         """Read at most `limit` bytes of a small file, or return None if it does not exist."""
-        try:
-            with (self.place / name).open("rb") as file:
-                return file.read(limit)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        with suppress(FileNotFoundError, NotADirectoryError), (self.place / name).open("rb") as file:
+            return file.read(limit)
+        return None
 
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
         """Return local files of these names, which remain until the entry is released."""
@@ -113,12 +101,14 @@ class LocalFolder(_Folder):
         return make_folder(self.place)
 
     def create_file(self, name: str) -> AtomicFile:
+        """Start a file, which exists once it is finished."""
         path = self.place / name
         if path.parent != self.place:
             make_folder(path.parent)
         return AtomicFile(path)
 
     def sync(self, names: Sequence[str]) -> None:
+        """Make the names of finished files durable."""
         for folder in {(self.place / name).parent for name in names} | {self.place}:
             sync_path(folder)
 
@@ -150,7 +140,7 @@ class LocalFolder(_Folder):
                 self.place.rmdir()
 
 
-class BucketFolder(_Folder):
+class BucketFolder:
     """A prefix in object storage, listed once when a name is first needed.
 
     There are no renames. An upload is invisible until it is complete; the next writer removes what an interrupted one
@@ -158,8 +148,10 @@ class BucketFolder(_Folder):
     ends them. `check`, of the lease once there is one, is called before each change, and prevents it by an error.
     """
 
+    where, write = _where, _write
+
     def __init__(self, place: ObjectPath) -> None:
-        self.place: ObjectPath = place
+        self.place = place
         self.is_staged = False  # new files are written to a temporary file first, so that writers may go back in them
         self.check: Callable[[], None] = lambda: None
         self._listing: dict[str, int] | None = None
@@ -285,7 +277,7 @@ class BucketMarker:
             if left is None:
                 folder.write(self.name, ())
         except BaseException:
-            self._give_up()
+            self.release(remove=False)
             raise
         self._acquired = True
         return left or b""
@@ -300,11 +292,8 @@ class BucketMarker:
                 bucket.delete_object(self.folder.place / self.name)
         finally:
             self._acquired = False
-            self._give_up()
-
-    def _give_up(self) -> None:
-        if self._lease is not None:
-            self._lease.release(remove=True)
+            if self._lease is not None:
+                self._lease.release(remove=True)
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 from harness.errors import FormatError
 from harness.storage.bucket import check_bucket, find_stamp, list_below, read_object
+from harness.storage.connections import ObjectPath, Place, is_uri
 from harness.storage.files import Stamp
-from harness.storage.uris import ObjectPath, Place, is_uri
 
 # Of an object, read ahead: each request costs tens of milliseconds.
 _REQUEST_BYTES = 4 << 20
@@ -65,12 +65,10 @@ def match_objects(pattern: ObjectPath) -> dict[ObjectPath, Stamp]:
 
 def glob_pattern(pattern: str) -> re.Pattern[str]:
     """Return the expression that matches whole `/`-separated paths as a glob does: `*`, `**`, `?` and `[...]`."""
-    text = ""
+    text, known = "", {"**/": r"(?:[^/]+/)*", "*": r"[^/]*", "**": r".*", "?": r"[^/]"}
     for part in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]/]+\]|[^*?\[]+|\[", pattern):
-        if part == "**/":
-            text += r"(?:[^/]+/)*"
-        elif part in ("*", "**", "?"):
-            text += {"*": r"[^/]*", "**": r".*", "?": r"[^/]"}[part]
+        if part in known:
+            text += known[part]
         elif part.startswith("[") and len(part) > 1:
             inner = part[1:-1].replace("\\", r"\\")
             text += f"[^{inner[1:]}]" if inner[0] == "!" else f"[{inner}]"

@@ -12,8 +12,7 @@ import numpy as np
 from harness.bench.figures import BenchReport, Figure, Progress
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace
-from harness.indexed.index import UINT16
-from harness.indexed.writer import IndexedWriter
+from harness.indexed.index import UINT16, IndexedWriter
 from harness.loader import CorpusConfig
 from harness.megatron.data.corpus import build_corpus
 

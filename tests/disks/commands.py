@@ -18,7 +18,7 @@ from rich.console import Console
 from small_packs import write_packs
 
 from harness.formats import FORMATS
-from harness.indexed.writer import IndexedWriter
+from harness.indexed.index import IndexedWriter
 from harness.loader.live import LiveProducer
 from harness.prep import PrepareConfig, TokenizerConfig, prepare
 from harness.prep.packing import PackingConfig

@@ -12,7 +12,7 @@ import pytest
 from small_packs import VOCAB
 
 from harness.errors import HarnessError, LoaderError
-from harness.indexed.writer import IndexedWriter
+from harness.indexed.index import IndexedWriter
 from harness.recipes import pretrain as recipe
 
 from .conftest import Run, forked, read_metrics, run_command, run_here

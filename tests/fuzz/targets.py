@@ -20,14 +20,13 @@ from small_packs import write_packs
 
 from harness.errors import HarnessError
 from harness.formats import FORMATS, load_format, load_manifest, open_dataset
-from harness.formats.foreign.importing import CONVENTIONS
+from harness.formats.foreign import CONVENTIONS
 from harness.formats.index import load_index
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.formats.manifest import content_checksum
 from harness.formats.media import INDEX, media_tokens, read_data
+from harness.indexed.index import IndexedWriter, verify_indexed
 from harness.indexed.token_shards import read_shards
-from harness.indexed.verify import verify_indexed
-from harness.indexed.writer import IndexedWriter
 from harness.loader import LoaderState
 from harness.loader.live.folder import LiveChunk, LiveFolder
 from harness.loader.live.producer import LiveProducer

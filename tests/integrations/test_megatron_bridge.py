@@ -16,8 +16,7 @@ from environments import ROOT
 from trainers import Trained, Trainer, rows_of_loader
 
 from harness.formats import open_dataset
-from harness.formats.foreign.exporting import BridgeFiles, export_to_bridge
-from harness.formats.foreign.importing import import_dataset
+from harness.formats.foreign import BridgeFiles, export_to_bridge, import_dataset
 from harness.records import Pack
 from harness.thd import ThdBatch, build_thd_batch
 

@@ -13,7 +13,7 @@ from stock_templates import tokenizer_for
 from trainers import Trainer
 
 from harness.formats import open_dataset
-from harness.formats.foreign.swift import export_to_swift
+from harness.formats.foreign import export_to_swift
 from harness.formats.layouts.jsonl import labels_of_pack
 from harness.prep import prepare
 

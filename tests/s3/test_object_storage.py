@@ -89,7 +89,7 @@ def test_a_written_dataset_is_read_back_and_verifies(proxy: Any, bucket: Any, pl
     assert list(pickle.loads(pickle.dumps(reader))) == PACKS
     assert verify_dataset(place) == []
     assert find_datasets(place) == [place]
-    assert inspect_dataset(place).packs == 64
+    assert inspect_dataset(place)["packs"] == 64
     assert error_of(lambda: write(place)).what == "the destination already contains a dataset"
     write(place, overwrite=True, packs_per_shard=64)
     assert len(stored(bucket, place)) == 5, "the second shard of the first dataset is gone"

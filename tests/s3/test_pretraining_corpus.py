@@ -19,7 +19,7 @@ import pytest
 from corpora import batches, opened, settings, write_corpus
 
 from harness.errors import ConfigError, FormatError
-from harness.indexed.writer import IndexedWriter
+from harness.indexed.index import IndexedWriter
 from harness.loader.corpus import CorpusSource
 from harness.megatron.data.shared_indices import SharedIndices
 from harness.megatron.job import runtime

@@ -11,8 +11,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from harness.formats import open_writer
-from harness.indexed.index import UINT16
-from harness.indexed.writer import IndexedWriter
+from harness.indexed.index import UINT16, IndexedWriter
 from harness.loader import CorpusConfig, LoaderConfig, LoaderState, RankBatch, RankLayout
 from harness.megatron.data.corpus import Corpus, TokenIds, find_packs, open_corpus
 from harness.megatron.data.samples import SampleLoader, SampleReader

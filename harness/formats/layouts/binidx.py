@@ -25,8 +25,7 @@ import numpy.typing as npt
 from harness.errors import FormatError
 from harness.formats.base import Format, ShardReader, ShardWriter, make_pack
 from harness.formats.index import IndexPart, lengths_from_starts
-from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, IndexHeader, with_suffix
-from harness.indexed.verify import read_lengths
+from harness.indexed.index import BIN, IDX, INT32, LOSS_BIN, IndexHeader, read_lengths, with_suffix
 from harness.records import Int64Array, Pack
 from harness.storage import Folder, natural_key
 from harness.storage.files import OutputFile
@@ -45,12 +44,10 @@ class BinIdxShard(ShardReader):
         # Read, not mapped: 28 bytes a pack.
         self._lengths = read_lengths(with_suffix(prefix, IDX))
         self.num_packs = self._lengths.shape[0]
-        path = with_suffix(prefix, SEQ_IDX)
-        self._check_size(SEQ_IDX, path.stat().st_size, 8 * (self.num_packs + 1))
-        self._offsets: Int64Array = np.fromfile(path, "<i8")
+        self._offsets: Int64Array = self._map(SEQ_IDX, np.dtype("<i8"), self.num_packs + 1).copy()
         counts = np.diff(self._offsets)
         if self._offsets[0] != 0 or (counts <= 0).any() or (counts > self._lengths).any():
-            raise FormatError("the offsets of sequence starts do not increase from 0", where=str(path))
+            raise FormatError("the offsets of sequence starts do not increase from 0", where=f"{prefix}{SEQ_IDX}")
         ends = np.zeros(self.num_packs + 1, np.int64)
         np.cumsum(self._lengths, out=ends[1:])
         num_tokens = int(ends[-1])
@@ -77,15 +74,14 @@ class BinIdxShard(ShardReader):
     def _map(self, suffix: str, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         """Map a file of exactly `count` numbers, read-only."""
         with with_suffix(self._prefix, suffix).open("rb") as file:
-            self._check_size(suffix, os.fstat(file.fileno()).st_size, count * dtype.itemsize)
+            num_bytes, expected = os.fstat(file.fileno()).st_size, count * dtype.itemsize
+            if num_bytes != expected:
+                what = f"has {num_bytes:,} bytes, the index lists {expected:,}"
+                raise FormatError(what, where=f"{self._prefix}{suffix}")
             if not count:  # an empty file cannot be mapped
                 return np.zeros(0, dtype)
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(data, dtype)
-
-    def _check_size(self, suffix: str, num_bytes: int, expected: int) -> None:
-        if num_bytes != expected:
-            raise FormatError(f"has {num_bytes:,} bytes, the index lists {expected:,}", where=f"{self._prefix}{suffix}")
 
 
 class BinIdxWriter(ShardWriter[OutputFile]):

@@ -27,18 +27,14 @@ from harness.records import Pack
 from harness.storage import Folder
 from harness.storage.arrays import NpyStream, map_npy, read_npy_header
 
-INPUT_IDS = "input_ids.npy"
-LOSS_MASK = "loss_mask.npy"
-PACKED_LEN = "packed_len.npy"
-SEQ_OFFSETS = "seq_offsets.npy"
-SEQ_STARTS = "seq_starts.npy"
 _ARRAYS: dict[str, type[np.generic]] = {
-    INPUT_IDS: np.int32,
-    LOSS_MASK: np.uint8,
-    PACKED_LEN: np.uint32,
-    SEQ_OFFSETS: np.uint32,
-    SEQ_STARTS: np.uint32,
+    "input_ids.npy": np.int32,
+    "loss_mask.npy": np.uint8,
+    "packed_len.npy": np.uint32,
+    "seq_offsets.npy": np.uint32,
+    "seq_starts.npy": np.uint32,
 }
+INPUT_IDS, LOSS_MASK, PACKED_LEN, SEQ_OFFSETS, SEQ_STARTS = _ARRAYS
 SHARD_MANIFEST = "manifest.json"
 _COUNTS = ("num_bins", "pack_size", "num_tokens", "num_sequences")
 _MAX_COUNTS_BYTES = 1 << 16

@@ -201,9 +201,8 @@ def read_packs(
 ) -> Iterator[tuple[Pack, int | None]]:
     """Read the pages of packs together, and yield the packs in the order of `rows`, as `ShardReader.read` does.
 
-    Raises:
-        FormatError: a page is damaged, lies outside the file, or is larger than packs of `pack_size` tokens can have.
-        OSError: as Arrow does for values that cannot be decompressed.
+    FormatError if a page is damaged, lies outside the file, or is larger than packs of `pack_size` tokens can have, and
+    OSError, as of Arrow, for values that cannot be decompressed.
     """
     most = byte_limit(count_limit(1, table.start, pack_size))
     pages: list[list[tuple[int, int]]] = []
@@ -222,14 +221,9 @@ def read_packs(
 
 
 class _Segments(NamedTuple):
-    """The segments of a page that are read.
+    """The segments of a page that are read: their numbers, digests of their ids, and places in the file, by planes.
 
-    Attributes:
-        part: of the pack.
-        numbers: int64 of those segments.
-        digests: uint64 of the ids of each, and `digest` that of all ids of the pack.
-        page_bytes: size of the page.
-        frames: where they are in the file, plane by plane.
+    `digest` is that of all ids of the pack, and `page_bytes` the size of the page.
     """
 
     part: PackPart

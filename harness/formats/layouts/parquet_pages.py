@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.errors import FormatError
 from harness.storage.inputs import ByteSource
@@ -34,8 +33,7 @@ _DATA_HEADERS = {5: 2, 8: 4}
 _DICTIONARY_ENCODINGS = (2, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A column chunk as the footer describes it: its values, and where its pages are."""
 
     column: str
@@ -48,14 +46,10 @@ class Chunk:
         return self.start + self.num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page as its header describes it.
+class Page(NamedTuple):
+    """A page as its header describes it: `num_bytes` decompressed, `num_values` of a data page and 0 of a dictionary.
 
-    Attributes:
-        num_bytes: decompressed.
-        num_values: of a data page; 0 of a dictionary.
-        is_coded: it refers to the dictionary, so that its values can be larger than it is.
+    With `is_coded` it refers to the dictionary, so that its values can be larger than it is.
     """
 
     num_bytes: int
@@ -64,8 +58,7 @@ class Page:
     is_coded: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """A row group: its rows, and its column chunks by the name of their top-level column."""
 
     num_rows: int
@@ -107,11 +100,9 @@ def read_row_groups(source: ByteSource) -> list[RowGroup]:
 
 
 def count_limit(rows: int, ids_bytes: int, pack_size: int | None) -> int:
-    """Return the most values that a column of a row group may hold.
+    """Return the most values that a column of a row group may hold, given the compressed size of its ids.
 
-    Args:
-        ids_bytes: compressed size of its input_ids.
-        pack_size: tokens that no pack exceeds, which allows more; the compressed size limits them as for real text.
+    `pack_size`, tokens that no pack exceeds, allows more.
     """
     honest = _VALUES_PER_BYTE * ids_bytes
     if pack_size is not None:
@@ -241,10 +232,8 @@ class _Compact:
         """Parse a struct to values by field number. Every value takes at least a byte of data, which bounds memory."""
         fields: dict[int, Any] = {}
         field = 0
-        while byte := self._byte():
-            delta = byte >> 4
-            field = field + delta if delta else self._zigzag()
-            kind = byte & 15
+        while byte := self._take(1)[0]:
+            field, kind = field + (byte >> 4) if byte >> 4 else self._zigzag(), byte & 15
             fields[field] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
         return fields
 
@@ -253,10 +242,10 @@ class _Compact:
             raise FormatError("Parquet metadata is damaged: structs are nested too deep")
         if kind in (_I16, _I32, _I64):
             return self._zigzag()
-        if kind == _BINARY:
-            return self._take(self._varint())
+        if kind in (_BINARY, _DOUBLE):
+            return self._take(8 if kind == _DOUBLE else self._varint())
         if kind in (_LIST, _SET):
-            head = self._byte()
+            head = self._take(1)[0]
             count = self._varint() if head >> 4 == 15 else head >> 4
             if count > len(self._data) - self.position:
                 raise FormatError(f"Parquet metadata is damaged: a list claims {count:,} entries")
@@ -264,9 +253,7 @@ class _Compact:
         if kind == _STRUCT:
             return self.struct(depth + 1)
         if kind in (_TRUE, _FALSE, _BYTE):
-            return self._byte()
-        if kind == _DOUBLE:
-            return self._take(8)
+            return self._take(1)[0]
         raise FormatError(f"Parquet metadata is damaged: unknown type {kind}")
 
     def _take(self, count: int) -> bytes:
@@ -279,20 +266,11 @@ class _Compact:
         value = self._varint()
         return (value >> 1) ^ -(value & 1)
 
-    def _byte(self) -> int:
-        return self._take(1)[0]
-
     def _varint(self) -> int:
-        data, position, end = self._data, self.position, len(self._data)
-        value = shift = 0
-        while position < end:
-            byte = data[position]
-            position += 1
+        value = 0
+        for shift in range(0, 70, 7):
+            byte = self._take(1)[0]
             value |= (byte & 127) << shift
             if byte < 128:
-                self.position = position
                 return value
-            shift += 7
-            if shift > 63:
-                raise FormatError("Parquet metadata is damaged: a number has no end")
-        raise FormatError("Parquet metadata is damaged: it is truncated")
+        raise FormatError("Parquet metadata is damaged: a number has no end")

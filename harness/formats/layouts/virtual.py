@@ -20,41 +20,37 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats.base import Format, ShardReader, ShardWriter, find_folders, make_pack, start_arrays
-from harness.formats.digest import sequence_digest
-from harness.formats.incomplete import find_traces, incomplete_error
-from harness.formats.index import INDEX_NAMES, IndexPart, check_offsets, load_index, write_npy
+from harness.formats.index import INDEX_NAMES, IndexPart, check_offsets, load_index, sequence_digest, write_npy
 from harness.formats.manifest import MANIFEST_NAME, Manifest, Shard, load_manifest
 from harness.formats.media import INDEX, MEDIA_DTYPE
+from harness.formats.opening import refuse_traces
 from harness.formats.reader import HandleCache
 from harness.formats.writer import FolderClaim
 from harness.records import Int32Array, Int64Array, Pack, UInt8Array
 from harness.settings import load
-from harness.storage import Folder, LocalFolder, Place, StoredFile, file_digest, open_folder
+from harness.storage import Folder, LocalFolder, Place, file_digest, open_folder
 from harness.storage.arrays import NpyStream, map_npy
+from harness.storage.connections import relative_path, resolve_path
 from harness.storage.files import explain_os_errors
-from harness.storage.uris import relative_path, resolve_path
 
 NAME = "virtual"
-INPUT_IDS, LOSS_MASK = "input_ids.npy", "loss_mask.npy"
-SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS = "sequence_offsets.npy", "sequence_checksums.npy"
-PACK_OFFSETS = "pack_offsets.npy"
 _ARRAYS: dict[str, np.dtype[Any]] = {
-    INPUT_IDS: np.dtype(np.int32),
-    LOSS_MASK: np.dtype(np.uint8),
-    SEQUENCE_OFFSETS: np.dtype(np.int64),
-    SEQUENCE_CHECKSUMS: np.dtype(np.uint64),
-    PACK_OFFSETS: np.dtype(np.int64),
+    "input_ids.npy": np.dtype(np.int32),
+    "loss_mask.npy": np.dtype(np.uint8),
+    "sequence_offsets.npy": np.dtype(np.int64),
+    "sequence_checksums.npy": np.dtype(np.uint64),
+    "pack_offsets.npy": np.dtype(np.int64),
 }
+INPUT_IDS, LOSS_MASK, SEQUENCE_OFFSETS, SEQUENCE_CHECKSUMS, PACK_OFFSETS = _ARRAYS
 
 
 class SequenceShard(ShardReader):
@@ -127,14 +123,8 @@ _MAX_PLAN_BYTES = 64 << 20
 _PLAN_AGAIN = "copy the whole folder again, or plan again: harness repack STORE DST data.pack_size=N"
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceStore:
-    """A dataset whose sequences can be planned over.
-
-    Attributes:
-        folder: on a disk or in object storage.
-        lengths: int32 [sequences], tokens of each sequence, by its number.
-    """
+class SequenceStore(NamedTuple):
+    """A dataset whose sequences can be planned over; `lengths` are int32 [sequences], tokens of each, by its number."""
 
     folder: Folder
     manifest: Manifest
@@ -146,8 +136,8 @@ def open_store(path: str | os.PathLike[str]) -> SequenceStore:
     folder = open_folder(path)
     manifest = load_manifest(folder)
     is_there = not isinstance(folder, LocalFolder) or folder.place.is_dir()
-    if manifest is None and is_there and (traces := find_traces(folder)):
-        raise incomplete_error(folder, traces)
+    if manifest is None and is_there:
+        refuse_traces(folder)
     if manifest is None or manifest.format != NAME:
         kind = "not a dataset" if manifest is None else f"a dataset of format {manifest.format}"
         what = f"{kind}, expected a sequence store"
@@ -185,12 +175,10 @@ class _Plan:
         """Return the store of a plan in a dataset's folder; raises FormatError if it is missing or has changed."""
         store = open_folder(str(resolve_path(folder.place, self.store)))
         fix = f"restore the store at {self.store}, relative to the plan, or plan again: "
-        fix += f"harness repack STORE {folder.where()}"
+        fix += f"harness repack {store.where()} {folder.where()} --overwrite"
         with os_errors_as(FormatError, "the plan's sequence store cannot be read", where=store.where(), fix=fix):
             digest = store.digest(MANIFEST_NAME)
         if digest != self.manifest_xxh3:
-            fix = "restore the store of the plan, or plan this one again: "
-            fix += f"harness repack {store.where()} {folder.where()} --overwrite"
             raise FormatError("this is not the sequence store of the plan", where=store.where(), fix=fix)
         return store
 
@@ -207,6 +195,9 @@ class PlanShard(ShardReader):
         self._plan = plan
         self._store = plan.find_store(self._folder)
         self._shards = plan.shards
+        # Of a store in a bucket; those of a store on a disk are opened where they are.
+        manifest = None if isinstance(self._store, LocalFolder) else load_manifest(self._store)
+        self._stored = {} if manifest is None else {shard.path: shard.files for shard in manifest.shards}
         self._first = np.cumsum([0, *(count for _, count in plan.shards)]).tolist()
         digest = file_digest(path / SEQUENCE_IDS)
         if digest != plan.sequence_ids_xxh3:
@@ -258,12 +249,6 @@ class PlanShard(ShardReader):
             self._plan.find_store(self._folder)
         return shard
 
-    @cached_property
-    def _stored(self) -> dict[str, Sequence[StoredFile]]:
-        """The files of each shard of a store in a bucket; those of a store on a disk are opened where they are."""
-        manifest = None if isinstance(self._store, LocalFolder) else load_manifest(self._store)
-        return {} if manifest is None else {shard.path: shard.files for shard in manifest.shards}
-
 
 def write_plan(
     path: str | os.PathLike[str],
@@ -278,16 +263,15 @@ def write_plan(
 ) -> Manifest:
     """Write a dataset that is a plan over a store. Its fingerprint is computed when it is first needed.
 
+    ConfigError if the plan does not fit this store, or cannot refer to it; FormatError if the destination is in use,
+    holds something else or cannot be written.
+
     Args:
         path: a new or empty folder, on a disk or in object storage.
         store: holds the tokens, and must keep its place relative to `path`. A plan in object storage needs a store
             there; a plan on a disk may have one.
         pack_offsets, sequence_ids: as in a PackPlan; each sequence of the store once.
         pack_size: tokens that no pack exceeds.
-
-    Raises:
-        ConfigError: the plan does not fit this store, or cannot refer to it.
-        FormatError: the destination is in use, holds something else or cannot be written.
     """
     folder, home = open_folder(path), store.folder.place
     if isinstance(home, Path) and not isinstance(folder.place, Path):
@@ -323,9 +307,8 @@ def _write(folder: Folder, store: SequenceStore, pack_offsets: Int64Array, seque
     """Write all but the manifest, which is the store's with the plan's own packs and files."""
     shard = FORMAT.shard_name(0)
     names = [f"{shard}/{name}" for name in (PACK_OFFSETS, PLAN, SEQUENCE_IDS)]
-    write_npy(folder, names[2], np.dtype("<i8"), len(sequence_ids), [sequence_ids])
-    write_npy(folder, names[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
-    write_npy(folder, INDEX_NAMES[0], np.dtype("<i8"), len(pack_offsets), [pack_offsets])
+    for name, values in ((names[2], sequence_ids), (names[0], pack_offsets), (INDEX_NAMES[0], pack_offsets)):
+        write_npy(folder, name, np.dtype("<i8"), len(values), [values])
     write_npy(folder, INDEX_NAMES[1], np.dtype("<i4"), len(sequence_ids), [store.lengths[sequence_ids]])
     stored = store.manifest.shards
     ends = np.cumsum([0, *(one.num_packs for one in stored)])

@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 from harness.errors import ConfigError, FormatError, os_errors_as
 from harness.formats import load_format
 from harness.formats.base import ShardReader
-from harness.formats.incomplete import find_traces
 from harness.formats.index import INDEX_FOLDER
 from harness.formats.layouts.jsonl import JsonlShard
+from harness.formats.opening import find_traces
 from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.media import MediaLimits

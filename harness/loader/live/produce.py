@@ -16,7 +16,7 @@ import xxhash
 
 from harness.errors import ConfigError, FormatError, LoaderError, PrepError
 from harness.formats import open_dataset
-from harness.formats.digest import pack_digest
+from harness.formats.index import pack_digest
 from harness.formats.layouts.jsonl import pack_of_line
 from harness.formats.reader import require_plain
 from harness.loader.live.producer import LiveProducer

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from harness.checks import CheckedSettings, bounded
 from harness.errors import ConfigError, FormatError, HarnessError, PrepError, is_of_disk
 from harness.storage import is_uri, join_path, parse_place, stamp_of
+from harness.storage.bucket import MISSING_OBJECT
 from harness.storage.inputs import open_stream
-from harness.storage.uris import MISSING_OBJECT
 
 _IMAGES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _ORIENTATION = 0x0112  # in EXIF data; with 5 to 8, width and height change places

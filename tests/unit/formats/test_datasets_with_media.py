@@ -27,8 +27,7 @@ from harness.formats import (
     repair_manifest,
     verify_dataset,
 )
-from harness.formats.foreign.exporting import export_to_bridge
-from harness.formats.foreign.swift import export_to_swift
+from harness.formats.foreign import export_to_bridge, export_to_swift
 from harness.formats.inspect import inspect_dataset, render_summary
 from harness.formats.layouts.virtual import open_store
 from harness.formats.media import MEDIA_DTYPE, check_rows, read_data
@@ -127,7 +126,7 @@ def test_packs_with_media_are_read_and_converted_as_they_were_written(tmp_path: 
         convert_dataset(path, tmp_path / other, format=other, packs_per_shard=3)
         assert diff_datasets(path, tmp_path / other) is None
     assert [*open_dataset(tmp_path / "binidx")] == packs
-    assert inspect_dataset(str(path)).media == {
+    assert inspect_dataset(str(path))["media"] == {
         kind: count for kind in MEDIA_KINDS if (count := sum(one.kind == kind for media in of_each for one in media))
     }
 

@@ -11,9 +11,7 @@ from small_packs import write_packs
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import Provenance, open_dataset
-from harness.formats.foreign.exporting import BridgeFiles, export_to_bridge
-from harness.formats.foreign.importing import import_dataset
-from harness.formats.foreign.swift import export_to_swift
+from harness.formats.foreign import BridgeFiles, export_to_bridge, export_to_swift, import_dataset
 from harness.records import Pack
 
 # Two sequences of 4 and 3 tokens, and one of 5; token 9 ends a sequence.

@@ -223,7 +223,7 @@ def test_more_zeros_among_starts_than_packs_are_refused_before_they_are_converte
         (
             '"shard_000000.parquet"',
             '"shard_\\ud800.parquet"',
-            "half of a surrogate pair",
+            "not a plain path inside",
         ),
         (
             '"pack_size": 8',
@@ -233,7 +233,7 @@ def test_more_zeros_among_starts_than_packs_are_refused_before_they_are_converte
         ('"seed": null', '"seed": NaN', "the manifest is damaged: seed is 'nan', not of type "),
         ('"seed": null', '"seed": 1' + "0" * 5000, "the manifest is not JSON"),
         ('"seed": null', '"deep": ' + "[" * 100_000, "the manifest is not JSON"),
-        ('"seed": null', '"deep": ' + "[" * 900 + "]" * 900, "was damaged or edited|nested too deep|not JSON"),
+        ('"seed": null', '"deep": ' + "[" * 900 + "]" * 900, "was damaged or edited|is damaged|not JSON"),
     ],
 )
 def test_a_hostile_manifest_is_refused(tmp_path: Path, old: str, new: str, problem: str) -> None:

@@ -15,7 +15,7 @@ from small_packs import write_packs
 
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset
-from harness.formats.foreign.importing import import_dataset
+from harness.formats.foreign import import_dataset
 from harness.records import Pack
 
 # Two conversations of 4 and 3 tokens, and one of 5; masks aligned with labels as Megatron-Bridge stores them.
@@ -79,7 +79,7 @@ def test_megatron_bridge_indexed_rows_are_imported(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "train.sft.bin").read_bytes())
     data[8] = 200
     (tmp_path / "train.sft.bin").write_bytes(data)
-    with pytest.raises(FormatError, match="item 0 claims 200 sequences in 12 words"):
+    with pytest.raises(FormatError, match="the row claims 200 sequences in 12 words"):
         import_dataset(tmp_path / "train.sft", tmp_path / "x", convention="megatron_bridge")
 
 

@@ -28,7 +28,7 @@ from harness.formats import (
     repair_manifest,
     verify_dataset,
 )
-from harness.formats.foreign.importing import CONVENTIONS, import_dataset
+from harness.formats.foreign import CONVENTIONS, import_dataset
 from harness.formats.inspect import find_datasets, inspect_dataset
 from harness.formats.layouts.jsonl import line_of_pack
 from harness.formats.verify import diff_datasets

@@ -11,8 +11,16 @@ import pytest
 
 from harness.errors import FormatError
 from harness.formats import index
-from harness.formats.digest import dataset_fingerprint, pack_digest
-from harness.formats.index import IndexBuilder, IndexPart, index_names, lengths_from_starts, load_index, write_index
+from harness.formats.index import (
+    IndexBuilder,
+    IndexPart,
+    dataset_fingerprint,
+    index_names,
+    lengths_from_starts,
+    load_index,
+    pack_digest,
+    write_index,
+)
 from harness.formats.manifest import Totals
 from harness.formats.media import media_rows
 from harness.records import Medium, Pack

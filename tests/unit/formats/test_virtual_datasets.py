@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, PrepError
 from harness.formats import Provenance, convert_dataset, open_dataset, open_writer, verify_dataset
-from harness.formats.digest import KeptFingerprint
+from harness.formats.index import KeptFingerprint
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.formats.verify import diff_datasets
 from harness.prep import plan_packs

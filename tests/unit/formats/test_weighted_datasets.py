@@ -12,7 +12,7 @@ from harness import LoaderConfig, Pack, open_dataset
 from harness.config import compose_config
 from harness.errors import ConfigError, FormatError, HarnessError
 from harness.formats import Provenance, convert_dataset, repair_manifest, verify_dataset
-from harness.formats.foreign.exporting import export_to_bridge
+from harness.formats.foreign import export_to_bridge
 from harness.formats.inspect import inspect_dataset
 from harness.integrations import RankStream
 from harness.integrations.packed_sft import create_sft_dataset
@@ -39,7 +39,7 @@ def test_a_dataset_with_weights_is_read_and_converted_as_it_was_written(tmp_path
 
     assert reader.max_weight == 100
     assert [*reader] == PACKS
-    assert inspect_dataset(str(path)).trained_tokens == 4
+    assert inspect_dataset(str(path))["trained_tokens"] == 4
     for other in FORMATS:
         convert_dataset(path, tmp_path / other, format=other)
         assert open_dataset(tmp_path / other).fingerprint == reader.fingerprint

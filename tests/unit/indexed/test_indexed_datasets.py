@@ -17,9 +17,7 @@ import pytest
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_writer
 from harness.indexed.convert import count_sequences, merge_indexed, save_counts
-from harness.indexed.index import HEADER, INT32, MAGIC, UINT16, VERSION
-from harness.indexed.verify import verify_indexed
-from harness.indexed.writer import IndexedWriter
+from harness.indexed.index import HEADER, INT32, MAGIC, UINT16, VERSION, IndexedWriter, verify_indexed
 from harness.records import Pack
 from harness.storage.files import AtomicFile
 
@@ -173,17 +171,17 @@ DAMAGES = {
     "idx cut short": (_cut(".idx", 8), "106 bytes, but its counts of 4 sequences and 4 document bounds require 114"),
     "length of zero": (_set(38, "i", 0), "sequence 1 has the length 0"),
     "another length": (_set(38, "i", 2), "the pointer of sequence 2 is 16, expected 20 from the lengths before it"),
-    "last length": (_set(46, "i", 3), "is too short: 32 bytes, expected 36 from the lengths in the index"),
-    "falling pointer": (_set(66, "q", 4), "the pointer of sequence 2 is 4 and falls, expected 16 from the lengths"),
-    "bin cut short": (_cut(".bin", 1), "is too short: 31 bytes, expected 32 from the lengths in the index"),
-    "bin too long": (_cut(".bin", -4), "is too long: 36 bytes, expected 32 from the lengths in the index"),
+    "last length": (_set(46, "i", 3), "has 32 bytes, expected 36 from the lengths in the index"),
+    "falling pointer": (_set(66, "q", 4), "the pointer of sequence 2 is 4, expected 16 from the lengths"),
+    "bin cut short": (_cut(".bin", 1), "has 31 bytes, expected 32 from the lengths in the index"),
+    "bin too long": (_cut(".bin", -4), "has 36 bytes, expected 32 from the lengths in the index"),
     "first document": (_set(82, "q", 1), "the first document begins at sequence 1, expected 0"),
     "falling documents": (_set(90, "q", 4), "document bound 2 is 3, below the one before it"),
     "last document": (_set(106, "q", 5), "the last document ends at sequence 5 of 4"),
-    "negative token": (_set(19, "B", 255, ".bin"), "sequence 2 has the negative token -16,777,207 at position 0"),
+    "negative token": (_set(19, "B", 255, ".bin"), "sequence 2 has the token -16,777,207 at position 0"),
     "token out of the vocabulary": (
         _set(22, "B", 1, ".bin"),
-        "sequence 2 has the token 65,546 at position 1, above 65,535",
+        "sequence 2 has the token 65,546 at position 1, expected 0 to 65,535",
     ),
 }
 
@@ -257,7 +255,7 @@ def test_a_multimodal_pair_and_a_pair_of_text_are_not_merged(tmp_path: Path) -> 
     text, media = write(tmp_path / "a"), write(tmp_path / "b")
     with Path(f"{media}.idx").open("ab") as file:
         file.write(bytes([0, 1, 0, 1]))
-    for pairs, words in (([text, media], "has modes, but the first pair has none"), ([media, text], "has no modes")):
+    for pairs, words in (([text, media], "has modes, unlike the first pair"), ([media, text], "has no modes")):
         with pytest.raises(FormatError, match=words):
             merge_indexed(list(map(str, pairs)), str(tmp_path / "ab"))
     assert not (tmp_path / "ab.bin").exists()

@@ -17,10 +17,8 @@ from typer.testing import CliRunner
 from harness.cli.app import app
 from harness.errors import ConfigError, FormatError, HarnessError, PrepError
 from harness.indexed import token_shards
-from harness.indexed.convert import TokenSource, convert_tokens
-from harness.indexed.family import TokenFamily, verify_family, write_family
-from harness.indexed.index import MappedIndex
-from harness.indexed.verify import verify_indexed
+from harness.indexed.convert import TokenFamily, TokenSource, convert_tokens, verify_family, write_family
+from harness.indexed.index import MappedIndex, verify_indexed
 
 ROWS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 
@@ -122,13 +120,17 @@ def test_the_vocabulary_bounds_tokens_and_fixes_the_dtype(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("rows", "kind", "message"),
     [
-        ([[1], [2, -3]], pa.list_(pa.int32()), "row 101 has the negative token -3 at position 1"),
-        ([[1], [], [2**31]], pa.list_(pa.int64()), "row 102 has a token above 2,147,483,647: 2,147,483,648"),
-        ([[1], [2**63]], pa.list_(pa.uint64()), "row 101 has a token above"),
+        ([[1], [2, -3]], pa.list_(pa.int32()), "row 101 has the token -3 at position 1"),
+        (
+            [[1], [], [2**31]],
+            pa.list_(pa.int64()),
+            "row 102 has the token 2147483648 at position 0, expected 0 to 2,147,483,647",
+        ),
+        ([[1], [2**63]], pa.list_(pa.uint64()), "row 101 has the token 9223372036854775808 at position 0"),
         ([[1], None], pa.list_(pa.int32()), "row 101 is null (1 of 1 in this batch)"),
-        ([[1], [2, None]], pa.list_(pa.int32()), "row 101 has null at position 1"),
+        ([[1], [2, None]], pa.list_(pa.int32()), "row 101 has the token None at position 1"),
         ([[[1]], [[1], None]], pa.list_(pa.list_(pa.int32())), "a sequence of row 101 is null"),
-        ([[[1]], [[1], [2, -3]]], pa.list_(pa.list_(pa.int32())), "row 101 has the negative token -3 at position 1"),
+        ([[[1]], [[1], [2, -3]]], pa.list_(pa.list_(pa.int32())), "row 101 has the token -3 at position 1"),
         ([[1.5]], pa.list_(pa.float32()), "is of type list<element: float>, expected lists of integers"),
         ([["a"]], pa.list_(pa.string()), "is of type list<element: string>"),
         ([5], pa.int32(), "is of type int32, expected lists"),
@@ -266,7 +268,7 @@ def test_a_file_that_only_resembles_the_record_of_a_family_is_none(tmp_path: Pat
     write_family([shard(tmp_path / "s.parquet", ROWS)], tmp_path / "out", TokenFamily("c"))
     path = tmp_path / "out" / "c.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    monkeypatch.setattr("harness.indexed.family._MAX_RECORD_BYTES", path.stat().st_size - (not change), raising=False)
+    monkeypatch.setattr("harness.indexed.convert._MAX_RECORD_BYTES", path.stat().st_size - (not change), raising=False)
     assert [one.what for one in verify_family(str(path))] == ["is not a record of a token family"]
 
 

@@ -12,8 +12,7 @@ import pytest
 from corpora import SIZE, batches, opened, settings
 from megatron.core.datasets import helpers
 
-from harness.indexed.index import UINT16
-from harness.indexed.writer import IndexedWriter
+from harness.indexed.index import UINT16, IndexedWriter
 from harness.loader.corpus import CorpusSource
 from tests.benchmarks.corpus import _PAGE_BYTES, _pages_of
 from tests.samples.small_packs import batch_digest

@@ -11,7 +11,7 @@ import pytest
 
 from harness.errors import FormatError
 from harness.storage.arrays import map_npy
-from harness.storage.mapped import bus_error_at
+from harness.storage.files import bus_error_at
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SIGBUS is named on Linux")
 READS = """

@@ -11,8 +11,7 @@ from obstore.exceptions import GenericError
 from harness.errors import ConfigError, FormatError
 from harness.formats import open_dataset
 from harness.storage.bucket import Verdict, explain, judge
-from harness.storage.connections import s3_endpoint
-from harness.storage.uris import ObjectPath, join_path
+from harness.storage.connections import ObjectPath, join_path, s3_endpoint
 
 
 def test_an_address_is_parsed_and_joined() -> None:
