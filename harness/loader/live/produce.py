@@ -250,8 +250,8 @@ def _add_packed(
     were_open: list[list[_Key]] = [[(item, part) for item, part in pack] for pack in after.get("open", ())]
     awaited = {number for pack in were_open for number, _ in pack}
     waited: dict[_Key, Member[_Key]] = {}
-    for number, position, conversation, encoded in _tokenized(rest, packing):
-        members: list[Member[_Key]] = []
+    for position, conversation, encoded in _tokenized(rest, packing):
+        number, members = position["items"] - 1, list[Member[_Key]]()
         # An item of an open pack was counted before.
         if isinstance(encoded, BadRecord) or number not in awaited:
             usable(encoded if isinstance(encoded, BadRecord) else conversation)
@@ -279,10 +279,8 @@ def _add_packed(
 
 def _tokenized(
     rest: Iterator[tuple[Item, dict[str, Any]]], packing: Packing
-) -> Iterator[tuple[int, dict[str, Any], Conversation | BadRecord, Sequence[Encoded] | BadRecord]]:
-    """Yield the number of each item, the position after it, its conversation, and the sequences of that."""
+) -> Iterator[tuple[dict[str, Any], Conversation | BadRecord, Sequence[Encoded] | BadRecord]]:
+    """Yield the position after each item, its conversation, and the sequences of that."""
     while block := list(islice(rest, packing.block)):
         parsed = [item.parse() for item, _ in block]
-        encoded = packing.tokenizer.encode_each(parsed)
-        for item, (_, position), sequences in zip(parsed, block, encoded, strict=True):
-            yield position["items"] - 1, position, item, sequences
+        yield from zip((after for _, after in block), parsed, packing.tokenizer.encode_each(parsed), strict=True)
