@@ -209,15 +209,15 @@ class JoinedReader:
 
     def read(self, indices: list[int]) -> list[Pack]:
         """Return packs in the requested order, with one read of each dataset; raise as `PackReader` does."""
-        return self._read(indices, PackReader.read)
+        return self._read(indices, lambda reader, own, places: reader.read(own))
 
     def read_tokens(self, indices: list[int]) -> list[Pack]:
         """Return packs as `read` does, without their media."""
-        return self._read(indices, PackReader.read_tokens)
+        return self._read(indices, lambda reader, own, places: reader.read_tokens(own))
 
     def read_parts(self, indices: list[int], spans: Sequence[Int64Array]) -> list[Pack]:
         """Return parts of packs as `PackReader` does."""
-        return self._read(indices, PackReader.read_parts, spans)
+        return self._read(indices, lambda reader, own, places: reader.read_parts(own, [spans[at] for at in places]))
 
     def read_media(self, sequence_ids: Int64Array) -> list[tuple[Medium, ...]]:
         """Return the media of sequences, by their numbers among those of all datasets, as of `PackReader`."""
@@ -237,18 +237,15 @@ class JoinedReader:
             found.append((places[numbers], tokens))
         return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
-    def _read(
-        self, indices: list[int], read_packs: Callable[..., list[Pack]], spans: Sequence[Int64Array] | None = None
-    ) -> list[Pack]:
+    def _read(self, indices: list[int], read: Callable[[PackReader, Int64Array, list[int]], list[Pack]]) -> list[Pack]:
         if outside := [index for index in indices if not 0 <= index < len(self)]:
             raise IndexError(f"pack {outside[0]} of {len(self)} in {self.path}")
         packs: dict[int, Pack] = {}
         for reader, places, own in self._divided(np.asarray(indices, np.int64), self._starts):
-            of_packs = [] if spans is None else [[spans[place] for place in places.tolist()]]
-            read, scale = read_packs(reader, own, *of_packs), self.max_weight // reader.max_weight
+            found, scale = read(reader, own, places.tolist()), self.max_weight // reader.max_weight
             if scale > 1:
-                read = [replace(pack, loss_mask=pack.loss_mask * np.uint8(scale)) for pack in read]
-            packs.update(zip(places.tolist(), read, strict=True))
+                found = [replace(pack, loss_mask=pack.loss_mask * np.uint8(scale)) for pack in found]
+            packs.update(zip(places.tolist(), found, strict=True))
         return [packs[place] for place in range(len(indices))]
 
     def _divided(self, numbers: Int64Array, starts: list[int]) -> Iterator[tuple[PackReader, Int64Array, Int64Array]]:
@@ -363,7 +360,7 @@ class RunData:
 
 
 def open_datasets(config: DataConfig) -> RunData:
-    """Open the datasets of a run, in their copies on this node; raise FormatError for a missing or damaged one.
+    """Open the datasets of a run, or copies on this node; raise FormatError where one is missing or damaged.
 
     Raise ConfigError where training and validation sets, sources of a blend, or the required tokenizer do not match.
     """

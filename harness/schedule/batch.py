@@ -156,17 +156,13 @@ def row_offsets(counts: Iterable[int], multiple: int) -> Int64Array:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Imbalance:
-    """Imbalance of one global batch; a ratio of 1 is perfect.
-
-    The time of a step is that of the busiest rank, by `cost_ratio`, where ranks synchronize once, and by `sync_ratio`,
-    of the busiest rank in each microbatch, where they synchronize in every one, as in pipelines.
-    """
+    """Imbalance of one global batch: ratios are of the busiest rank over the mean, and 1 is perfect."""
 
     rank_tokens: Int64Array  # int64 [dp_size], padded tokens of each rank in the step
     rank_cost: Float64Array  # float64 [dp_size], in the unit of SequenceCost
-    token_ratio: float  # busiest rank over the mean
-    cost_ratio: float
-    sync_ratio: float  # sum over microbatches, over the mean
+    token_ratio: float
+    cost_ratio: float  # the time of a step whose ranks synchronize once
+    sync_ratio: float  # that of one whose ranks synchronize in every microbatch, as in pipelines: of each the busiest
     fill: float  # padded tokens over the tokens that the rows could hold
     num_microbatches: int  # rows of each rank
 

@@ -105,10 +105,10 @@ def record_resume(
 ) -> None:
     """Append to `resumes.jsonl` which attempt resumes from where, and the damage of newer checkpoints."""
     now = time.time()
-    # From that checkpoint to now, nothing was trained that still counts.
     attempts = read_attempts(folder)
     if attempts and attempts[-1].lost_s is None:
         with suppress(OSError):  # a checkpoint that has just gone; it is looked for later
+            # From then to now, nothing was trained that still counts.
             lost_s = round(max(0.0, now - (checkpoint / RUN_FILE).stat().st_mtime), 1)
             _write(folder, [*attempts[:-1], replace(attempts[-1], lost_s=lost_s)])
     line = {

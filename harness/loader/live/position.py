@@ -42,7 +42,7 @@ class LivePosition:
         return [c for c in chunks if (c < self.done_below or c in self.finished) and c not in waiting]
 
     def after(self, parts: Sequence[LivePosition], *, drawn: int, ended: bool) -> LivePosition:
-        """Return the position of all ranks after a step; each part is of one's own chunks and rows since the last."""
+        """Return the position of all ranks after a step; a part is of one rank, with its chunks and new rows alone."""
         return replace(
             self._finish(*(part.finished for part in parts)),
             taken={chunk: rows for part in parts for chunk, rows in part.taken.items()},
