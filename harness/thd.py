@@ -163,10 +163,8 @@ def needed_spans(
 
 
 def padded_lengths(stored_lengths: npt.NDArray[Any], pad_to_multiple: int = 1) -> Int64Array:
-    """Return padded model tokens of sequences with these numbers of stored tokens, int64 in the input's shape.
-
-    A stored sequence of L tokens trains L - 1: each token is paired with the one after it.
-    """
+    """Return padded model tokens of sequences with these numbers of stored tokens, int64 in the input's shape."""
+    # L stored tokens train L - 1: each is paired with the one after it.
     model_lengths = np.asarray(stored_lengths, dtype=np.int64) - 1
     if pad_to_multiple == 1:
         return model_lengths
@@ -233,12 +231,10 @@ def rows_from_arrays(
 def rows_from_model_tokens(
     row_lengths: Sequence[Int64Array], *, pad_to_multiple: int = 1, **values: npt.NDArray[Any]
 ) -> list[ThdBatch]:
-    """Do the same as `rows_from_arrays` for sequences whose tokens already have their labels.
+    """Do the same as `rows_from_arrays` for sequences, of one token or more, whose tokens already have their labels.
 
-    Args:
-        row_lengths: of each row int64 [S], each at least 1; the sum of all is n.
-        values: tokens, labels and loss_mask, [n] integers (loss_mask also floats), and optionally position_ids, which
-            count from 0 in every sequence without them; those of padding always do.
+    `values` are tokens, labels and loss_mask, [n] integers (loss_mask also floats), and optionally position_ids, which
+    count from 0 in every sequence without them; those of padding always do.
     """
     starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *row_lengths]))[:-1]
     return _lay_out(values, row_lengths, starts, pad_to_multiple)
@@ -350,9 +346,7 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
     )
 
     def extended(values: npt.NDArray[Any], by: Any) -> Any:
-        longer = np.empty(total, values.dtype)
-        longer[: len(row)], longer[len(row) :] = values, by
-        return longer
+        return np.append(values, np.broadcast_to(by, missing).astype(values.dtype))
 
     return replace(
         row,
@@ -371,13 +365,7 @@ def static_row(row: ThdBatch, *, total: int, num_sequences: int) -> ThdBatch:
     """Pad a row at its end to `total` tokens, and its bounds with empty sequences, so that rows differ in values alone.
 
     The bounds are then [num_sequences + 3]: of two sequences more, one may be the padding of `pad_row`, and one that of
-    `visible_bounds`. `max_seqlen` is `total`.
-
-    Args:
-        num_sequences: the most that a row has.
-
-    Raises:
-        ScheduleError: the row has more tokens or sequences.
+    `visible_bounds`. `max_seqlen` is `total`. Raise ScheduleError for a row of more tokens or sequences.
     """
     if row.num_sequences > num_sequences:
         what = f"a row has {row.num_sequences:,} sequences, and its CUDA graph is for {num_sequences:,} at most"

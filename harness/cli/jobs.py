@@ -27,7 +27,7 @@ _LOG_INTERVAL_S = 0.5
 def status(run_dir: Run, as_json: AsJson = False) -> None:
     """Show a run's progress, how its attempts ended, and its jobs in Slurm's queue with the reason they are pending."""
     from harness.launch.queue import jobs_of_run, read_excluded
-    from harness.train.status import read_status
+    from harness.train.attempts import read_status
 
     run = read_status(run_dir)
     problem = ""
@@ -99,7 +99,7 @@ def logs(
 def cancel(run_dir: Run) -> None:
     """Cancel every job of a run, including its successors; the ranks save a checkpoint if the grace period suffices."""
     from harness.launch.queue import cancel_jobs, jobs_of_run
-    from harness.train.status import read_status
+    from harness.train.attempts import read_status
 
     read_status(run_dir)  # refuses a folder without a run
     jobs = jobs_of_run(run_dir)

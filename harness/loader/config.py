@@ -98,8 +98,7 @@ class RankLayout:
 def rank_layout(layout: RankLayout | None, dp_rank: int | None, dp_size: int | None) -> RankLayout:
     """Return the place of this rank: the layout, or that of data parallelism alone; a single rank by default.
 
-    Raises:
-        ConfigError: both are given, or the job has several ranks and nothing names this one.
+    Raise ConfigError if both are given, or the job has several ranks and nothing names this one.
     """
     if layout is not None:
         if (dp_rank, dp_size) == (None, None):

@@ -109,12 +109,32 @@ class CorpusConfig(CheckedSettings, section="data"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_sources()
+        per_split = vars(self.blend_per_split)  # Hydra's `+` adds new names
+        is_per_split, in_file = any(per_split.values()), self.per_split_data_args_path
+        named = {"blend": self.blend, "blend_per_split": is_per_split, "per_split_data_args_path": in_file}
+        given = [name for name, value in named.items() if value]
+        if len(given) > 1:
+            what = f"{' and '.join(given)} both set the sources"
+            raise ConfigError(what, where=f"data.{given[1]}", fix="keep one of them")
+        if not given and not self.path:
+            fix = "set X of X.bin and X.idx, or several in data.blend"
+            raise ConfigError("no source is specified", where="data.path", fix=fix)
+        check_sources(self.blend, "data.blend")
+        if is_per_split:
+            _check_splits(per_split, "data.blend_per_split")
         if self.block_documents is None and self.window_blocks != _WINDOW_BLOCKS:
             what = f"window_blocks is {self.window_blocks}, but block_documents is not set"
             fix = "set data.block_documents too, or omit window_blocks to use Megatron's order"
             raise ConfigError(what, where="data.window_blocks", fix=fix)
-        self._check_split()
+        texts = self.split.split(",")
+        try:
+            # Megatron-Core takes each run of digits and dots for a number: 9e1 for two.
+            parts = [float(text) if re.fullmatch(r"\s*[.0-9]+\s*", text) else math.nan for text in texts]
+        except ValueError:
+            parts = []
+        if not 1 <= len(parts) <= len(SPLITS) or not parts[0] > 0 or not sum(parts) < math.inf:
+            fix = "use a ratio of training, validation and test data, such as 969,30,1"
+            raise ConfigError(f"split is {self.split!r}", where="data.split", fix=fix)
         needs_eod = [n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n)]
         if needs_eod and self.eod is None:
             what = f"{', '.join(needs_eod)} requires the id of the end-of-document token"
@@ -124,38 +144,6 @@ class CorpusConfig(CheckedSettings, section="data"):
                 what = f"{name} requires all indices on this machine, in a folder of built indices"
                 fix = f"set a local folder, and train once with data.{name}=false to build them"
                 raise ConfigError(what, where="data.path_to_cache", fix=fix)
-
-    def _check_sources(self) -> None:
-        per_split = vars(self.blend_per_split)  # Hydra's `+` adds new names
-        named = {
-            "blend": self.blend,
-            "blend_per_split": any(per_split.values()),
-            "per_split_data_args_path": self.per_split_data_args_path,
-        }
-        given = [name for name, value in named.items() if value]
-        if len(given) > 1:
-            raise ConfigError(
-                f"{' and '.join(given)} both set the sources", where=f"data.{given[1]}", fix="keep one of them"
-            )
-        if not given and not self.path:
-            raise ConfigError(
-                "no source is specified", where="data.path", fix="set X of X.bin and X.idx, or several in data.blend"
-            )
-        check_sources(self.blend, "data.blend")
-        if any(per_split.values()):
-            _check_splits(per_split, "data.blend_per_split")
-
-    def _check_split(self) -> None:
-        texts = self.split.split(",")
-        try:
-            # Megatron-Core takes each run of digits and dots for a number: 9e1 for two.
-            parts = [float(text) if re.fullmatch(r"\s*[.0-9]+\s*", text) else math.nan for text in texts]
-        except ValueError:
-            parts = []
-        if not 1 <= len(parts) <= len(SPLITS) or not parts[0] > 0 or not sum(parts) < math.inf:
-            what = f"split is {self.split!r}"
-            fix = "use a ratio of training, validation and test data, such as 969,30,1"
-            raise ConfigError(what, where="data.split", fix=fix)
 
     @property
     def is_per_split(self) -> bool:
@@ -170,11 +158,7 @@ class CorpusConfig(CheckedSettings, section="data"):
         return self.path_to_cache or str(Path(first).parent / "index_cache")
 
     def sources(self) -> dict[str, Sources]:
-        """Return the sources of each split where they differ; otherwise all of them, as `all`.
-
-        Raises:
-            ConfigError: the JSON file of splits cannot be read, or has other contents.
-        """
+        """Return the sources by split, or all as `all`; raise ConfigError for a JSON file of splits that is none."""
         if self.per_split_data_args_path is not None:
             return _read_splits(Path(self.per_split_data_args_path))
         if self.is_per_split:
@@ -229,9 +213,8 @@ def _read_splits(path: Path) -> dict[str, Sources]:
         if words is None:
             continue
         if not isinstance(words, list) or not words:
-            raise ConfigError(
-                f"{name!r} is no list of sources", where=str(path), fix="list paths, or weights and paths"
-            )
+            fix = "list paths, or weights and paths"
+            raise ConfigError(f"{name!r} is no list of sources", where=str(path), fix=fix)
         texts = [str(word) for word in words]
         try:
             weights = [float(text) for text in texts[::2]]

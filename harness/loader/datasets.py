@@ -102,9 +102,8 @@ class LiveConfig(CheckedSettings, section="data.live"):
         super().__post_init__()
         check_sources(self.blend, "data.live.blend")
         if twice := [path for path, times in Counter(map(os.path.normpath, self.folders)).items() if times > 1]:
-            raise ConfigError(
-                f"{twice[0]} is listed twice", where="data.live.blend", fix="list it once, with the sum of the weights"
-            )
+            fix = "list it once, with the sum of the weights"
+            raise ConfigError(f"{twice[0]} is listed twice", where="data.live.blend", fix=fix)
 
     @property
     def folders(self) -> list[str]:
@@ -159,8 +158,7 @@ class JoinedReader:
     Attributes:
         pack_size: the largest.
         max_weight: the largest of the datasets; masks of 0 and 1 are scaled to it.
-        pack_offsets: int64 [packs + 1], as of `PackReader`.
-        sequence_lengths: int32 [sequences], as of `PackReader`.
+        pack_offsets, sequence_lengths: int64 [packs + 1] and int32 [sequences], as of `PackReader`.
 
     Raises:
         ConfigError: there is no dataset, or they differ in pack size, tokenizer or rules of media.
@@ -210,21 +208,16 @@ class JoinedReader:
         return self.read([index])[0]
 
     def read(self, indices: list[int]) -> list[Pack]:
-        """Return packs in the requested order, with one read of each dataset.
-
-        Raises:
-            IndexError: past the end.
-            FormatError: as the reader of the dataset does.
-        """
-        return self._read(indices, PackReader.read)
+        """Return packs in the requested order, with one read of each dataset; raise as `PackReader` does."""
+        return self._read(indices, lambda reader, own, places: reader.read(own))
 
     def read_tokens(self, indices: list[int]) -> list[Pack]:
         """Return packs as `read` does, without their media."""
-        return self._read(indices, PackReader.read_tokens)
+        return self._read(indices, lambda reader, own, places: reader.read_tokens(own))
 
     def read_parts(self, indices: list[int], spans: Sequence[Int64Array]) -> list[Pack]:
         """Return parts of packs as `PackReader` does."""
-        return self._read(indices, PackReader.read_parts, spans)
+        return self._read(indices, lambda reader, own, places: reader.read_parts(own, [spans[at] for at in places]))
 
     def read_media(self, sequence_ids: Int64Array) -> list[tuple[Medium, ...]]:
         """Return the media of sequences, by their numbers among those of all datasets, as of `PackReader`."""
@@ -244,18 +237,15 @@ class JoinedReader:
             found.append((places[numbers], tokens))
         return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
-    def _read(
-        self, indices: list[int], read_packs: Callable[..., list[Pack]], spans: Sequence[Int64Array] | None = None
-    ) -> list[Pack]:
+    def _read(self, indices: list[int], read: Callable[[PackReader, Int64Array, list[int]], list[Pack]]) -> list[Pack]:
         if outside := [index for index in indices if not 0 <= index < len(self)]:
             raise IndexError(f"pack {outside[0]} of {len(self)} in {self.path}")
         packs: dict[int, Pack] = {}
         for reader, places, own in self._divided(np.asarray(indices, np.int64), self._starts):
-            of_packs = [] if spans is None else [[spans[place] for place in places.tolist()]]
-            read, scale = read_packs(reader, own, *of_packs), self.max_weight // reader.max_weight
+            found, scale = read(reader, own, places.tolist()), self.max_weight // reader.max_weight
             if scale > 1:
-                read = [replace(pack, loss_mask=pack.loss_mask * np.uint8(scale)) for pack in read]
-            packs.update(zip(places.tolist(), read, strict=True))
+                found = [replace(pack, loss_mask=pack.loss_mask * np.uint8(scale)) for pack in found]
+            packs.update(zip(places.tolist(), found, strict=True))
         return [packs[place] for place in range(len(indices))]
 
     def _divided(self, numbers: Int64Array, starts: list[int]) -> Iterator[tuple[PackReader, Int64Array, Int64Array]]:
@@ -272,12 +262,7 @@ class JoinedReader:
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """The datasets that a blend's sequences are from.
-
-    Attributes:
-        names: one for each, all different.
-        starts: int64 [datasets], the first sequence of each among those of all.
-    """
+    """The datasets of a blend: their names, all different, and first sequences among those of all, int64 [datasets]."""
 
     names: tuple[str, ...]
     starts: Int64Array
@@ -289,18 +274,13 @@ class Sources:
 
 @dataclass(frozen=True)
 class LiveData:
-    """The data of a run on live chunks, as RunData of one on datasets.
-
-    Attributes:
-        tokenizer: None for chunks of packs.
-        mask_of: the dataset whose masking settings are taken; None if the run's settings are.
-    """
+    """The data of a run on live chunks, as RunData of one on datasets; without a tokenizer for chunks of packs."""
 
     train: LiveConfig
     tokenizer: ChatTokenizer | None
     validation: PackReader | None
     evaluation: dict[str, PackReader] = field(default_factory=dict)
-    mask_of: Path | None = None
+    mask_of: Path | None = None  # the dataset whose masking settings are taken, not the run's
 
     @property
     def vocab_size(self) -> int | None:
@@ -324,21 +304,14 @@ class LiveData:
 
 @dataclass(frozen=True)
 class RunData:
-    """Open datasets of a run.
-
-    Attributes:
-        vocab_size: of the tokenizer; None where the datasets do not record it.
-        tokenizer_hash: of the tokenizer that made `train`; empty where it is not recorded.
-        blend: rule by which packs are drawn from `train`, then a JoinedReader; None for a single dataset.
-        evaluation: more validation sets by name.
-    """
+    """Open datasets of a run."""
 
     train: PackReader | JoinedReader
     validation: PackReader | JoinedReader | None
-    vocab_size: int | None
-    tokenizer_hash: str = ""
-    blend: Blend | None = None
-    evaluation: dict[str, PackReader] = field(default_factory=dict)
+    vocab_size: int | None  # of the tokenizer; None where the datasets do not record it
+    tokenizer_hash: str = ""  # of the tokenizer that made `train`; empty where it is not recorded
+    blend: Blend | None = None  # by which packs are drawn from `train`, then a JoinedReader
+    evaluation: dict[str, PackReader] = field(default_factory=dict)  # more validation sets by name
 
     @property
     def sources(self) -> tuple[PackReader, ...]:
@@ -387,11 +360,9 @@ class RunData:
 
 
 def open_datasets(config: DataConfig) -> RunData:
-    """Open the datasets of a run, in their copies on this node where there are any.
+    """Open the datasets of a run, or copies on this node; raise FormatError where one is missing or damaged.
 
-    Raises:
-        FormatError: a dataset is missing or damaged.
-        ConfigError: training and validation sets, the sources of a blend, or the required tokenizer do not match.
+    Raise ConfigError where training and validation sets, sources of a blend, or the required tokenizer do not match.
     """
     opened = [open_train(local_copy(path)) for path in [source.path for source in config.blend] or [config.path]]
     trains = [train for train, _ in opened]
@@ -433,8 +404,7 @@ def open_datasets(config: DataConfig) -> RunData:
 def open_live(config: DataConfig) -> LiveData:
     """Open the data of a run on live chunks, which need not exist yet.
 
-    Raises:
-        ConfigError: the tokenizer cannot be loaded, or the validation set was made with another one.
+    Raise ConfigError if the tokenizer cannot be loaded, or the validation set was made with another one.
     """
     settings = config.live.tokenizer
     name = settings.name or config.tokenizer

@@ -101,10 +101,7 @@ class Loader(BatchStream[RawBatch]):
         return None if self._num_packs is None else steps_per_epoch(self._config, self._num_packs)
 
     def rows_per_step(self, epoch: int) -> list[int] | None:
-        """Return the rows of this rank in each step of one whole epoch; None for a blend with weights: it has no end.
-
-        Every step of the epoch is planned, which takes seconds for 10,000 steps.
-        """
+        """Return this rank's rows in each step of a whole epoch; None without an end. Seconds for 10,000 steps."""
         if self._num_packs is None:
             return None
         steps = itertools.takewhile(lambda step: step.epoch == epoch, self._steps(LoaderState(self.state.seed, epoch)))

@@ -17,19 +17,13 @@ _BLOCKS, _PACKS, _SOURCES, _WINDOWS = 1, 2, 3, 4
 
 @dataclass(frozen=True, slots=True)
 class BatchRange:
-    """One global batch, as a range of positions in an epoch's order.
+    """One global batch, as a range of positions in an epoch's order."""
 
-    Attributes:
-        epoch: from 0.
-        index: number of the batch in its epoch.
-        start, stop: positions in the epoch's order.
-        drawn: packs of this epoch drawn from each source before this batch; empty for a single one, where `start` is.
-    """
-
-    epoch: int
-    index: int
+    epoch: int  # from 0
+    index: int  # of the batch in its epoch
     start: int
     stop: int
+    # Packs of this epoch drawn from each source before this batch; empty for a single one, where `start` is.
     drawn: tuple[int, ...] = ()
 
 
@@ -97,12 +91,10 @@ def steps_per_epoch(config: LoaderConfig, num_packs: int) -> int:
 
 
 def steps_until(config: LoaderConfig, num_packs: int, epochs: int, *, epoch: int, packs_consumed: int) -> int:
-    """Return the number of global batches from a position to the end of so many epochs.
-
-    A position past the end of an epoch, as of larger data, is that of the next one: see `LoaderState.resumed`.
-    """
+    """Return the number of global batches from a position to the end of so many epochs."""
     if epoch >= epochs:
         return 0
+    # A position past the end of an epoch, as of larger data, is that of the next one: see `LoaderState.resumed`.
     in_epoch = steps_per_epoch(config, max(0, num_packs - packs_consumed))
     return in_epoch + (epochs - epoch - 1) * steps_per_epoch(config, num_packs)
 

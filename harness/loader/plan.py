@@ -94,24 +94,20 @@ class RankBatch:
 class RawBatch:
     """The message of a worker: small integers of stored tokens instead of the 29 bytes a token of finished rows.
 
-    Attributes:
-        tokens: [n] arrays, this rank's rows end to end: `input_ids` and `loss_mask` as stored (5 bytes a token); or
-            `tokens`, `labels`, `loss_mask` and `position_ids` of the model (13 bytes).
-        row_lengths: int64, one array per microbatch: tokens of each sequence; empty for a row of zero loss.
-        shared_by: data-parallel ranks that share each row, one number per microbatch; empty where none is shared.
-        media: of each row; empty where no row has any.
+    `tokens` has arrays [n], this rank's rows end to end: `input_ids` and `loss_mask` as stored (5 bytes a token); or
+    `tokens`, `labels`, `loss_mask` and `position_ids` of the model (13 bytes).
     """
 
     step: BatchRange
     pack_ids: Int64Array
     tokens: dict[str, npt.NDArray[Any]]
-    row_lengths: list[Int64Array]
+    row_lengths: list[Int64Array]  # int64, of each row: tokens of each sequence; empty for a row of zero loss
     sequence_ids: list[Int64Array]
     num_sequences: int
     num_tokens: int
     imbalance: Imbalance
-    shared_by: tuple[int, ...] = ()
-    media: tuple[RowMedia | None, ...] = ()
+    shared_by: tuple[int, ...] = ()  # data-parallel ranks that share each row; empty where none is shared
+    media: tuple[RowMedia | None, ...] = ()  # of each row; empty where no row has any
 
 
 class BatchReader:
@@ -189,17 +185,15 @@ class BatchReader:
     def read(self, step: BatchRange) -> RawBatch:
         """Plan `step` and read this rank's sequences, only from the packs that hold them.
 
-        Raises:
-            HarnessError: as the reader does; LoaderError where a pack differs from the dataset's index.
+        Raise HarnessError as the reader does, and LoaderError where a pack differs from the dataset's index.
         """
         pack_ids, sequences, placed, imbalance = self.plan(step)
         rank, numbers = self._layout.dp_rank, range(placed.num_microbatches)
         rows = [sequences[placed.row(microbatch, rank)] for microbatch in numbers]
         mine = np.concatenate(rows)
         stored = self._source.sequence_lengths[mine].astype(np.int64)
-        shared_by = tuple(
-            placed.ranks_of_row(microbatch, rank) for microbatch in numbers if placed.shared_by is not None
-        )
+        shared = numbers if placed.shared_by is not None else ()
+        shared_by = tuple(placed.ranks_of_row(microbatch, rank) for microbatch in shared)
         ranks = np.repeat(shared_by or [1] * len(rows), [len(row) for row in rows])
         parts = list(self._parts(mine, ranks))
         media: tuple[RowMedia | None, ...] = ()
@@ -223,10 +217,7 @@ class BatchReader:
         )
 
     def _parts(self, sequences: Int64Array, shared_by: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
-        """Yield tokens and masks of runs of `sequences`: neighbors in one pack are one slice.
-
-        `shared_by`, int64 [sequences], are the data-parallel ranks that share the row of each.
-        """
+        """Yield tokens and masks of runs of neighbors in `sequences`; ranks share the row of each: both int64 [n]."""
         if sequences.shape[0] == 0:
             return
         offsets = self._source.pack_offsets
@@ -297,12 +288,7 @@ def row_media(of_sequences: Sequence[tuple[Medium, ...]], features: Features) ->
 
 
 def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_packs: int | None) -> RankBatch:
-    """Finish the rows of a worker's message.
-
-    Args:
-        before: any state of the run; the position of the step replaces its own.
-        num_packs: packs of one epoch; None for a stream without end.
-    """
+    """Finish the rows of a message; `before` is any state of the run, `num_packs` those of an epoch that ends."""
     build = rows_from_arrays if "input_ids" in raw.tokens else rows_from_model_tokens
     ends = np.cumsum([0, *(lengths.sum() for lengths in raw.row_lengths)])
     shared_by = np.asarray(raw.shared_by or [1] * len(raw.row_lengths))

@@ -71,9 +71,8 @@ class BatchStream(Generic[T]):
     def read(self, batches: Iterable[BatchRange]) -> Iterator[T]:
         """Yield what `read_batch` returns for each of `batches`.
 
-        Raises:
-            HarnessError: as `read_batch` does; LoaderError where a worker died or was silent for too long, and where
-                another iteration has taken the workers.
+        Raise HarnessError as `read_batch` does, and LoaderError where a worker died or was silent for too long, or
+        another iteration has taken the workers.
         """
         if self._config.num_workers == 0:
             for batch in batches:
@@ -99,7 +98,7 @@ class BatchStream(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _read_ahead(self, batches: Iterator[BatchRange]) -> Iterator[T]:
@@ -161,11 +160,7 @@ class BatchStream(Generic[T]):
                 gc.enable()
 
     def _receive(self, worker: _Worker) -> T | HarnessError:
-        """Return the next message of a worker.
-
-        Raises:
-            LoaderError: it is silent, or workers have died; all are ended.
-        """
+        """Return the next message of a worker; raise LoaderError, with all ended, if it is silent or workers died."""
         ends = [each.process.sentinel for each in self._workers]
         ready = multiprocessing.connection.wait([worker.connection, *ends], self._config.timeout_s)
         if worker.connection in ready:

@@ -87,12 +87,12 @@ def schedule(
         dp_size: data-parallel ranks.
         cp_size: context-parallel ranks that share a row; 1 for `dynamic_context`, which decides that for each row.
         max_tokens_per_rank: tokens that one rank holds; a row holds max_tokens_per_rank * cp_size.
-        group_size: the number of microbatches becomes a multiple of this.
+        group_size: the number of microbatches becomes a multiple of this (virtual pipeline stages run them in groups).
         pack_offsets: [packs + 1] integers, the bounds of stored packs in `lengths`; required by `as_packed`.
         cost: of training a sequence, for `cost_balanced` and `dynamic_context`.
         media_cost: float64 [sequences], of encoding the media of each, for the same two; None without media.
-        pad_to_multiple: of tokens, to which every sequence was padded.
-        pads_further: whether ranks that share a sequence pad it to their own multiple, or find it padded to that.
+        pad_to_multiple: of tokens, to which every sequence was padded; ranks that share a row pad to more.
+        pads_further: whether they can, or need not; if not, only sequences that take long are shared.
 
     Returns:
         Every index of `lengths` once, in rows that fit, with the same number of rows for every rank.

@@ -60,18 +60,9 @@ class SequenceCost:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GlobalBatch:
-    """The sequences of one global batch and the ranks that they are placed on.
+    """The sequences of one global batch and the ranks that they are placed on, as given to `harness.schedule.schedule`.
 
-    Attributes:
-        lengths: int64 [sequences], model tokens after padding; each above 0 and at most `max_tokens_per_row`.
-        dp_size: data-parallel ranks.
-        max_tokens_per_row: tokens that one row holds: max_tokens_per_rank * cp_size.
-        group_size: the number of microbatches is a multiple of this (virtual pipeline stages run them in groups).
-        pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
-        cost: of training a sequence.
-        media_cost: float64 [sequences], of encoding the media of each; None where there are none.
-        pad_to_multiple: of tokens, to which every sequence was padded; ranks that share a row pad to more.
-        pads_further: False where they cannot, so that only sequences that take long are shared.
+    Arrays are int64, costs float64. `max_tokens_per_row`, which no length is above, is max_tokens_per_rank * cp_size.
     """
 
     lengths: Int64Array
@@ -96,11 +87,8 @@ class GlobalBatch:
 
 
 def largest_share(dp_size: int, most_ranks: int | None = None) -> int:
-    """Return the most data-parallel ranks that may share a row: the largest power of two that divides their number.
-
-    `most_ranks`, a power of two, is as in SequenceCost.
-    """
-    return min(dp_size & -dp_size, most_ranks or dp_size)
+    """Return the most data-parallel ranks that may share a row: the largest power of two that divides their number."""
+    return min(dp_size & -dp_size, most_ranks or dp_size)  # the other one is a power of two as well
 
 
 def check_lengths(
@@ -115,14 +103,9 @@ def check_lengths(
     pad_to_multiple: int = 1,
     of: str = "",
 ) -> None:
-    """Raise ScheduleError, naming a sequence or a pack, where one can never be placed.
+    """Raise ScheduleError, naming a sequence or a pack, where one can never be placed; arguments are as of `schedule`.
 
-    Args:
-        lengths: int64 [sequences], model tokens after padding.
-        pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
-        name, max_tokens_per_rank, dp_size, cp_size, pad_to_multiple: as in `harness.schedule.schedule`.
-        most_ranks: as in SequenceCost.
-        of: whose sequences they are, for messages.
+    `lengths` and `pack_offsets` are int64, and `of` is whose sequences they are, for messages.
     """
     ranks, words, chunks, unit = cp_size, "cp_size", 1, pad_to_multiple // math.gcd(pad_to_multiple, cp_size)
     if name == DYNAMIC:
@@ -173,26 +156,15 @@ def row_offsets(counts: Iterable[int], multiple: int) -> Int64Array:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Imbalance:
-    """Imbalance of one global batch; a ratio of 1 is perfect.
+    """Imbalance of one global batch: ratios are of the busiest rank over the mean, and 1 is perfect."""
 
-    Attributes:
-        rank_tokens: int64 [dp_size], padded tokens of each rank in the step.
-        rank_cost: float64 [dp_size], cost of each rank in the step, in the unit of SequenceCost.
-        token_ratio: busiest rank's tokens over the mean.
-        cost_ratio: busiest rank's cost over the mean: the time of a step whose ranks synchronize once.
-        sync_ratio: sum over microbatches of the busiest rank's cost, over the mean: the time of a step whose ranks
-            synchronize in every microbatch, as in pipelines.
-        fill: padded tokens over the tokens that the rows could hold.
-        num_microbatches: rows of each rank.
-    """
-
-    rank_tokens: Int64Array
-    rank_cost: Float64Array
+    rank_tokens: Int64Array  # int64 [dp_size], padded tokens of each rank in the step
+    rank_cost: Float64Array  # float64 [dp_size], in the unit of SequenceCost
     token_ratio: float
-    cost_ratio: float
-    sync_ratio: float
-    fill: float
-    num_microbatches: int
+    cost_ratio: float  # the time of a step whose ranks synchronize once
+    sync_ratio: float  # that of one whose ranks synchronize in every microbatch, as in pipelines: of each the busiest
+    fill: float  # padded tokens over the tokens that the rows could hold
+    num_microbatches: int  # rows of each rank
 
 
 def measure_imbalance(

@@ -153,11 +153,7 @@ def _place(
 
 
 def _whole_packs(batch: GlobalBatch, num_rows: int) -> Int64Array:
-    """Return a number for each sequence, int64 [sequences]: its pack's, or its own.
-
-    Padding can make packs so long that their rows do not hold them: then the shortest sequences have numbers of their
-    own.
-    """
+    """Return a number for each sequence, int64 [sequences]: its pack's, or its own."""
     assert batch.pack_offsets is not None
     num_packs = batch.pack_offsets.shape[0] - 1
     room = batch.max_tokens_per_row // -(-num_packs // num_rows)
@@ -165,6 +161,7 @@ def _whole_packs(batch: GlobalBatch, num_rows: int) -> Int64Array:
     order = np.lexsort((-batch.lengths, pack_of))
     sums = np.cumsum(batch.lengths[order])
     before = np.concatenate([[0], sums])[batch.pack_offsets[:-1]]
+    # Padding can make packs longer than their rows hold: then the shortest sequences have numbers of their own.
     alone = order[sums - before[pack_of] > room]
     pack_of[alone] = num_packs + np.arange(alone.shape[0])
     return np.unique(pack_of, return_inverse=True)[1].astype(np.int64)
@@ -220,11 +217,7 @@ def fill_rows(
 
 
 def _targets(costs: Float64Array, dp_size: int, num_microbatches: int) -> Float64Array:
-    """Return the target cost of the rows of each microbatch, float64 [microbatches].
-
-    A microbatch takes at least as long as its longest sequence. Where that is above the level that spreads the rest
-    evenly, it is the target, so that the rows beside it are filled too and the other microbatches get less.
-    """
+    """Return the target cost of the rows of each microbatch, float64 [microbatches]."""
     longest = np.zeros(num_microbatches, dtype=np.float64)
     places = np.arange(costs.shape[0] - 1, -1, -dp_size)[:num_microbatches]
     seeds = np.partition(costs, places)[places]
@@ -235,7 +228,8 @@ def _targets(costs: Float64Array, dp_size: int, num_microbatches: int) -> Float6
 def even_levels(longest: Float64Array, share: float) -> Float64Array:
     """Return the cost of each microbatch, float64 [microbatches], for ranks that each have `share`.
 
-    It is that of the longest, float64 [microbatches] and falling, or the level that spreads the rest evenly.
+    It is that of the longest sequence, float64 [microbatches] and falling, as the microbatch takes at least so long, or
+    the level that spreads the rest evenly. Rows beside a long one are then filled, and other microbatches get less.
     """
     before = np.cumsum(longest) - longest
     levels = (share - before) / np.arange(longest.shape[0], 0, -1)
@@ -244,13 +238,10 @@ def even_levels(longest: Float64Array, share: float) -> Float64Array:
 
 
 def _by_cost(batch: GlobalBatch, costs: Float64Array, row_of: Int64Array, num_microbatches: int) -> Int64Array:
-    """Return the row of each sequence, int64 [sequences], after numbering rows by falling cost.
-
-    The rows of one microbatch then cost about the same. Every other microbatch goes to the ranks in reverse, and the
-    exchange of sequences that follows evens them out.
-    """
+    """Return the row of each sequence, int64 [sequences], after numbering rows by falling cost."""
     num_rows = num_microbatches * batch.dp_size
     row_costs = np.bincount(row_of, weights=costs, minlength=num_rows)
+    # Rows of a microbatch cost about the same; every other one goes to the ranks in reverse; exchanges even them out.
     rows = np.argsort(-row_costs, kind="stable").reshape(num_microbatches, batch.dp_size)
     rows[1::2] = rows[1::2, ::-1]
     renumbered = np.empty(num_rows, dtype=np.int64)

@@ -44,9 +44,8 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
     ideal = float((batch.costs(fewest) * fewest).sum()) / batch.dp_size
     rows = math.ceil(batch.lengths.sum() / (batch.max_tokens_per_row * batch.dp_size))
     tries, part = [(share, 8.0, 0) for share in _SHARES], batch.max_tokens_per_row / _LEAST_TOKENS
-    tries += (
-        [] if not batch.pads_further else [(step / waves, part, waves) for step in _STEPS for waves in (rows, rows + 1)]
-    )
+    if batch.pads_further:
+        tries += [(step / waves, part, waves) for step in _STEPS for waves in (rows, rows + 1)]
     chosen, least, lowest, tried = None, np.inf, np.inf, set[tuple[bytes, int]]()
     for share, part, waves in tries:
         sizes = divide_further(batch, fewest, share * ideal, part)

@@ -1,4 +1,4 @@
-"""Record how each attempt of a run ended, and decide whether a scheduler should start the run again.
+"""Record how each attempt of a run ended, decide whether a scheduler should start it again, and tell how far it is.
 
 A run that ends early leaves `_stopped.json` in its folder (unless it is killed). `decide` turns that file and the exit
 code into a line of `attempts.jsonl` and an answer; the batch script asks through `harness requeue`. If the node dies
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,14 +17,16 @@ from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
-from harness.errors import FormatError, HarnessError, os_errors_as
+import yaml
+
+from harness.errors import ConfigError, FormatError, HarnessError, os_errors_as
+from harness.paths import explain_path
 from harness.printing import redact_all
 from harness.settings import load
 from harness.storage import write_atomically
-from harness.train.checkpoints import RUN_FILE
-from harness.train.identity import Identity
-from harness.train.lines import LineFile, read_sound_lines, whole_lines
-from harness.train.metrics import METRICS_FILE
+from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, Identity, whole_checkpoints
+from harness.train.lines import MISREAD, LineFile, StepLine, read_sound_lines, whole_lines
+from harness.train.metrics import METRICS_FILE, REPORT_FILE
 
 STOPPED_FILE = "_stopped.json"
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -47,37 +50,26 @@ _EXTERNAL = ("signal", "lost", "straggler")
 class Stop:
     """The reason that a run ended before its last step.
 
-    Attributes:
-        step: the last completed step, 0 for none.
-        reason: `signal` (asked to stop, state saved), `straggler` (a slow node is left out, state saved), `hang`,
-            `lost` (the node died with everything on it), or the class of the error.
-        rank: the rank it is about; None for all or unknown.
-        requeue: False if another attempt would fail in the same way.
+    Reasons are `signal` (asked to stop, state saved), `straggler` (a slow node is left out, state saved), `hang`,
+    `lost` (the node died with everything on it), or the class of the error.
     """
 
-    step: int
+    step: int  # the last completed one, 0 for none
     reason: str
     message: str
-    rank: int | None = None
-    requeue: bool = True
+    rank: int | None = None  # that it is about; None for all or unknown
+    requeue: bool = True  # False if another attempt would fail in the same way
 
 
 @dataclass(frozen=True)
 class Attempt(Stop):
-    """One line of `attempts.jsonl`.
+    """One line of `attempts.jsonl`."""
 
-    Attributes:
-        exit_code: of the launcher of its ranks, None if it left none.
-        time: of the record, seconds since 1970.
-        again: IN_JOB or THROUGH_SLURM, None if the run was not started again.
-        lost_s: seconds from its newest checkpoint to the resume; None, and absent from the file, until then.
-    """
-
-    exit_code: int | None = None
-    time: float = 0.0
+    exit_code: int | None = None  # of the launcher of its ranks, None if it left none
+    time: float = 0.0  # of the record, seconds since 1970
     job: str | None = None
-    again: str | None = None
-    lost_s: float | None = None
+    again: str | None = None  # IN_JOB or THROUGH_SLURM, None if the run was not started again
+    lost_s: float | None = None  # from its newest checkpoint to the resume; absent from the file until then
 
     def describe(self) -> str:
         """Return for people how the attempt ended, how the run started again, and the seconds that were lost."""
@@ -111,15 +103,12 @@ def write_stop(folder: Path, stop: Stop) -> bool:
 def record_resume(
     folder: Path, identity: Identity, step: int, checkpoint: Path, passed_over: Sequence[HarnessError]
 ) -> None:
-    """Append to `resumes.jsonl` which attempt resumes from where, and the damage of newer checkpoints.
-
-    The newest line of `attempts.jsonl` gets `lost_s`: the seconds from that checkpoint to now, in which nothing was
-    trained that still counts.
-    """
+    """Append to `resumes.jsonl` which attempt resumes from where, and the damage of newer checkpoints."""
     now = time.time()
     attempts = read_attempts(folder)
     if attempts and attempts[-1].lost_s is None:
         with suppress(OSError):  # a checkpoint that has just gone; it is looked for later
+            # From then to now, nothing was trained that still counts.
             lost_s = round(max(0.0, now - (checkpoint / RUN_FILE).stat().st_mtime), 1)
             _write(folder, [*attempts[:-1], replace(attempts[-1], lost_s=lost_s)])
     line = {
@@ -155,27 +144,24 @@ def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = Fa
         stop = Stop(steps_done(folder), reason, message, requeue=exit_code != EXIT_REFUSED)
     earlier = read_attempts(folder)
     own = (attempt for attempt in reversed(earlier) if attempt.reason not in _EXTERNAL)
-    same = takewhile(lambda attempt: (attempt.reason, attempt.step) == (stop.reason, stop.step), own)
-    decision = _judge(stop, [*earlier, stop], 1 + len([*same]), max_same)
+    same = 1 + len([*takewhile(lambda attempt: (attempt.reason, attempt.step) == (stop.reason, stop.step), own)])
+    at = f"after step {stop.step}: {stop.message}"
+    if stalled := _no_progress([*earlier, stop]):
+        decision = Decision(False, f"ended {at}; {stalled}")
+    elif stop.reason in ("signal", "straggler"):
+        what = "stopped by request" if stop.reason == "signal" else "stopped"
+        decision = Decision(True, f"{what} {at}; it will continue from its checkpoint")
+    elif not stop.requeue:
+        decision = Decision(False, f"failed {at}; a restart would fail in the same way")
+    elif same >= max_same:
+        decision = Decision(False, f"failed {at}: {same} identical failures at the same step")
+    else:
+        decision = Decision(True, f"failed {at}; attempt {same} of {max_same} at this step")
     again = (IN_JOB if in_job else THROUGH_SLURM) if decision.requeue else None
-    _append(folder, [stop], exit_code, job=os.environ.get("SLURM_JOB_ID"), again=again)
+    job, now = os.environ.get("SLURM_JOB_ID"), time.time()
+    _write(folder, [*earlier, Attempt(**vars(stop), exit_code=exit_code, time=now, job=job, again=again)])
     (folder / STOPPED_FILE).unlink(missing_ok=True)
     return decision
-
-
-def _judge(stop: Stop, attempts: Sequence[Stop], same: int, max_same: int) -> Decision:
-    at = f"after step {stop.step}: {stop.message}"
-    stalled, furthest = _stalled(attempts)
-    if stalled >= _MAX_STALLED:
-        return Decision(False, f"ended {at}; the last {stalled} attempts made no progress beyond step {furthest}")
-    if stop.reason in ("signal", "straggler"):
-        what = "stopped by request" if stop.reason == "signal" else "stopped"
-        return Decision(True, f"{what} {at}; it will continue from its checkpoint")
-    if not stop.requeue:
-        return Decision(False, f"failed {at}; a restart would fail in the same way")
-    if same >= max_same:
-        return Decision(False, f"failed {at}: {same} identical failures at the same step")
-    return Decision(True, f"failed {at}; attempt {same} of {max_same} at this step")
 
 
 def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None = None) -> None:
@@ -190,39 +176,33 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
         FormatError: a file of an earlier attempt is unreadable.
     """
     earlier = read_attempts(folder)
-    recorded = sum(attempt.job == job and attempt.again != IN_JOB for attempt in earlier)
-    newest = read_stop(folder)
+    missing = restarts - sum(attempt.job == job and attempt.again != IN_JOB for attempt in earlier)
+    newest, done, owner = read_stop(folder), steps_done(folder), job if missing > 0 else None
     (folder / STOPPED_FILE).unlink(missing_ok=True)
-    if restarts <= recorded:
-        done = steps_done(folder)
+    if missing <= 0:  # the newest reason is of another job
         own = [attempt.step for attempt in earlier if attempt.job == predecessor]
         follows = predecessor is not None and restarts == 0 and not any(attempt.job == job for attempt in earlier)
         if newest is None and follows and (not own or own[-1] < done):
             newest = Stop(done, "lost", "Slurm ended the job; no rank could record the reason")
-        if newest is not None:  # of another job
-            _append(folder, [newest], None, job=predecessor if follows else None)
-            if follows:
-                _refuse_stalled(folder)
-        return
-    lost = Stop(steps_done(folder), "lost", "a node failed or was removed by Slurm; no rank could record the reason")
+        if newest is None:
+            return
+        owner = predecessor if follows else None
+    lost = Stop(done, "lost", "a node failed or was removed by Slurm; no rank could record the reason")
     # A script that Slurm ends may be killed before it asks; the ranks have left their reason.
-    _append(folder, [*[lost] * (restarts - recorded - 1), newest or lost], None, job=job)
-    _refuse_stalled(folder)
-
-
-def _refuse_stalled(folder: Path) -> None:
-    stalled, furthest = _stalled(read_attempts(folder))
-    if stalled >= _MAX_STALLED:
-        what = f"the last {stalled} attempts made no progress beyond step {furthest}"
+    ended = [*[lost] * (missing - 1), newest or lost]
+    now = time.time()
+    attempts = [*earlier, *(Attempt(**vars(stop), time=now, job=owner, again=THROUGH_SLURM) for stop in ended)]
+    _write(folder, attempts)
+    if owner is not None and (stalled := _no_progress(attempts)):
         fix = "see what Slurm reports about the nodes (sacct, slurmd.log); remove the file and submit again"
-        raise HarnessError(what, where=str(folder / ATTEMPTS_FILE), fix=fix)
+        raise HarnessError(stalled, where=str(folder / ATTEMPTS_FILE), fix=fix)
 
 
-def _append(
-    folder: Path, stops: Sequence[Stop], exit_code: int | None, *, job: str | None, again: str | None = THROUGH_SLURM
-) -> None:
-    ended = [Attempt(**vars(stop), exit_code=exit_code, time=time.time(), job=job, again=again) for stop in stops]
-    _write(folder, [*read_attempts(folder), *ended])
+def _no_progress(attempts: Sequence[Stop]) -> str:
+    """Return what is wrong where too many of the latest attempts got no further than an earlier one; else nothing."""
+    steps = [attempt.step for attempt in attempts]
+    stalled = len(steps) - 1 - steps.index(max(steps))
+    return f"the last {stalled} attempts made no progress beyond step {max(steps)}" if stalled >= _MAX_STALLED else ""
 
 
 def _write(folder: Path, attempts: Sequence[Attempt]) -> None:
@@ -251,14 +231,69 @@ def read_stop(folder: Path) -> Stop | None:
     return None
 
 
-def _stalled(attempts: Sequence[Stop]) -> tuple[int, int]:
-    """Return the number of latest attempts that got no further than an earlier one, and the furthest step."""
-    steps = [attempt.step for attempt in attempts]
-    return len(steps) - 1 - steps.index(max(steps)), max(steps)
-
-
 def steps_done(folder: Path) -> int:
     """Return the last step in the run's metrics, 0 for none."""
     with suppress(OSError):
         return max((line.step for line in read_sound_lines(folder / METRICS_FILE, _RECENT)), default=0)
     return 0
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """State of a run as its files show it."""
+
+    folder: str
+    steps: int | None  # that the run is to make; None if it has not begun, or ends with its data
+    reported: bool
+    step: int  # the newest; 0 before the first
+    loss: float | None
+    step_s: float | None  # median seconds of the newest steps
+    age_s: float | None  # seconds since the newest step
+    checkpoint: int | None
+    attempts: list[Attempt]
+    stopped: str | None  # message of the last attempt that ended early and has not been continued
+
+    @property
+    def is_finished(self) -> bool:
+        if self.steps is None:
+            return self.reported and self.step == self.checkpoint
+        return self.step >= self.steps == self.checkpoint
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the steps left take at the present speed, without validations and checkpoints."""
+        return None if self.step_s is None or self.steps is None else self.step_s * (self.steps - self.step)
+
+
+def read_status(folder: Path) -> RunStatus:
+    """Return the state of a run; raise ConfigError if the folder is not one of a run."""
+    if not (folder / "config.yaml").exists() and not (folder / "job.sbatch").exists():
+        usual = ("there is no run in this folder", "specify the folder of a run")
+        what, fix = explain_path(folder, expected="a run") or usual
+        raise ConfigError(what, where=str(folder), fix=fix)
+    steps = None
+    with suppress(OSError, yaml.YAMLError, *MISREAD):
+        steps = int(yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["steps"])
+    newest: list[StepLine] = []
+    age_s = None
+    with suppress(OSError):
+        path = folder / METRICS_FILE
+        newest = read_sound_lines(path, _RECENT)
+        age_s = max(0.0, time.time() - path.stat().st_mtime) if newest else None
+    checkpoints = whole_checkpoints(folder / CHECKPOINTS)
+    attempts: list[Attempt] = []
+    with suppress(FormatError):
+        attempts = read_attempts(folder)
+    stop = read_stop(folder)
+    return RunStatus(
+        folder=str(folder),
+        steps=steps,
+        reported=(folder / REPORT_FILE).exists(),
+        step=newest[-1].step if newest else 0,
+        loss=newest[-1].loss if newest else None,
+        step_s=statistics.median(line.step_s for line in newest) if newest else None,
+        age_s=age_s,
+        checkpoint=int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else None,
+        attempts=attempts,
+        stopped=None if stop is None else stop.message,
+    )

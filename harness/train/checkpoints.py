@@ -1,24 +1,32 @@
-"""The checkpoints of a run: which are whole, how far each got, and the files that it must have."""
+"""The checkpoints of a run: which are whole, how far each got, the files that it must have, and whose they are.
+
+`identity.json` in a run's folder has the random id of the run, the random token of its last attempt, and the place
+(device, inode, path) of the folder. Each attempt that trains writes a new token while it holds the folder's lock. Where
+the place differs, the folder is a copy, was moved or was restored: it becomes a new run, with a new id.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.errors import CheckpointError, ConfigError, FormatError, LoaderError
 from harness.loader import LoaderState
-from harness.storage import StoredFile, checksums, read_checksums
+from harness.settings import load
+from harness.storage import StoredFile, checksums, read_checksums, write_atomically
 from harness.train.lines import MISREAD
 
 CHECKPOINTS = "checkpoints"
 # Written into a checkpoint after the weights; without it there is no checkpoint.
 RUN_FILE = "run.json"
+IDENTITY_FILE = "identity.json"
 # Of `run.json`; files of earlier versions have no number.
 FORMAT = 1
 _NAME = re.compile(r"step-[0-9]+")
@@ -41,10 +49,8 @@ class Progress:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the folders below `folder` that have the name of a finished checkpoint, oldest first.
-
-    Copies that somebody keeps beside them, such as `step-00000100-good`, are none of the run's.
-    """
+    """Return the folders below `folder` that have the name of a finished checkpoint, oldest first."""
+    # Copies that somebody keeps beside them, such as `step-00000100-good`, are none of the run's.
     found = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir())
     # By number: step 100,000,000 has a digit more.
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
@@ -65,10 +71,8 @@ def unreadable(path: Path, error: OSError) -> UnreadableError:
 def write_run_file(
     folder: Path, progress: Progress, facts: Mapping[str, Any], hashed: Sequence[StoredFile], others: Sequence[str]
 ) -> None:
-    """Complete a checkpoint: write `run.json`, then `checksums.json` with all files of the folder.
-
-    The hashes of some were taken while they were written; others are still in memory, from which they are hashed now.
-    """
+    """Complete a checkpoint: write `run.json`, then `checksums.json` with all files of the folder."""
+    # Those that were not hashed while they were written are still in memory.
     late = checksums.digest_files(folder, others)
     document = {
         "format": FORMAT,
@@ -126,3 +130,52 @@ def read_checkpoint(path: Path, *, unchecked: bool = False) -> tuple[Progress, l
             raise unreadable(path, error) from error
         what = f"the checkpoint's {RUN_FILE} cannot be read: {getattr(error, 'what', error)}"
         raise CheckpointError(what, where=str(path), fix=CHECKPOINT_FIX) from error
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Identity of a run and of its last attempt."""
+
+    run: str  # random, 32 hexadecimal digits
+    attempt: str  # the same
+    place: str  # device, inode and path of the run's folder, which a copy of it does not share
+    # Runs of which the folder is a copy, whose checkpoints it has; None where they are unknown.
+    earlier: list[str] | None = None
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """Return the identity in a run's folder, which a copy has too; None before training and of an early version."""
+    path, unread = folder / IDENTITY_FILE, "the run's identity cannot be read"
+    fix = "remove it to resume from the newest checkpoint in the run's folder"
+    try:
+        return load(Identity, path.read_bytes(), where=path, fix=fix, what=unread, error=CheckpointError)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = f"{unread}: {error.strerror} (on {socket.gethostname()})"
+        raise UnreadableError(reason, where=str(path), fix="check that file system, then resume again") from error
+
+
+def begin_attempt(folder: Path) -> Identity:
+    """Give the attempt that holds the lock of a run's folder its token, and a folder at another place a new id."""
+    old, facts = read_identity(folder), folder.stat()
+    # The device numbers of network file systems and overlays, whose major is 0, differ between nodes and mounts.
+    place = f"{facts.st_dev if os.major(facts.st_dev) else 0}:{facts.st_ino}:{folder.resolve()}"
+    # Checkpoints of an early version, or whose identity was removed, may be of any run.
+    run = secrets.token_hex(16)
+    earlier: list[str] | None = None if whole_checkpoints(folder / CHECKPOINTS) else []
+    if old is not None:
+        run = old.run if old.place == place else run
+        earlier = [*old.earlier, old.run] if old.earlier is not None and old.place != place else old.earlier
+    identity = Identity(run, secrets.token_hex(16), place, earlier)
+    write_atomically(folder / IDENTITY_FILE, (json.dumps(asdict(identity)) + "\n").encode())
+    return identity
+
+
+def refuse_foreign(folder: Path, checkpoint: Path) -> None:
+    """Raise ConfigError for a checkpoint in a run's folder that another run wrote, and no run that this one copies."""
+    own, run = read_identity(folder), json.loads((checkpoint / RUN_FILE).read_text()).get("run")
+    if own is not None and own.earlier is not None and run not in (None, own.run, *own.earlier):
+        what = f"the checkpoint is of another run, {run}"
+        fix = "move it out of this folder; model.init_from=PATH starts a new run from its weights. Without "
+        raise ConfigError(what, where=str(checkpoint), fix=f"{fix}{IDENTITY_FILE}, the folder resumes from it")

@@ -39,24 +39,15 @@ _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowDigests:
-    """One microbatch row on one data-parallel rank; S is its number of sequences.
-
-    Attributes:
-        microbatch, rank: place in the step; rank is the data-parallel one, the first of those that share the row.
-        sequences: int64 [S], ids in the dataset; -1 for tokens that belong to no planned sequence.
-        lengths: int64 [S], real model tokens between the boundaries that attention receives; 0 if there are none.
-        digests: uint64 [S, fields], xxh3_64 of each of FIELDS.
-        arrays: the real tokens of the whole row by field if batches are kept; empty otherwise.
-        shared_by: number of data-parallel ranks that share the row.
-    """
+    """One microbatch row on one data-parallel rank, the first of those that share it; S is its number of sequences."""
 
     microbatch: int
     rank: int
-    sequences: Int64Array
-    lengths: Int64Array
-    digests: UInt64Array
-    arrays: dict[str, npt.NDArray[Any]]
-    shared_by: int = 1
+    sequences: Int64Array  # int64 [S], ids in the dataset; -1 for tokens that belong to no planned sequence
+    lengths: Int64Array  # int64 [S], real tokens between the boundaries that attention receives; 0 if there are none
+    digests: UInt64Array  # uint64 [S, fields], xxh3_64 of each of FIELDS
+    arrays: dict[str, npt.NDArray[Any]]  # real tokens of the whole row by field, if batches are kept
+    shared_by: int = 1  # data-parallel ranks
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,19 +62,13 @@ class RankRows:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepDigests:
-    """One optimizer step of the whole job.
-
-    Attributes:
-        packs: ids of the global batch's packs in training order.
-        rows: by microbatch, then rank; rows of zero loss left out.
-        disagreements: messages about ranks that train one row and had different data.
-    """
+    """One optimizer step of the whole job."""
 
     step: int
     epoch: int
-    packs: list[int]
-    rows: list[RowDigests]
-    disagreements: list[str]
+    packs: list[int]  # ids, in training order
+    rows: list[RowDigests]  # by microbatch, then rank; without those of zero loss
+    disagreements: list[str]  # messages about ranks that train one row and had different data
 
     @property
     def digest(self) -> str:
@@ -141,11 +126,8 @@ def sequence_digests(row: ThdBatch) -> UInt64Array:
 
 
 def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepDigests:
-    """Return one step of the job from the rows of its processes.
-
-    Tokens are those of the first pipeline stage, labels and masks those of the last; every other process that trains
-    the same rows is compared against them.
-    """
+    """Return one step of the job from the rows of its processes, which must agree where they train the same rows."""
+    # Tokens are those of the first pipeline stage, labels and masks those of the last.
     merged: dict[tuple[int, int], RowDigests] = {}
     disagreements: set[str] = set()
     for rank in {part.rank for part in parts}:
@@ -243,10 +225,7 @@ def read_digests(folder: Path) -> list[StepDigests]:
 
 
 def kept_sequence(folder: Path, step: int, row: RowDigests, index: int) -> dict[str, npt.NDArray[Any]]:
-    """Return by field the trained array of the sequence at `index` of `row`; empty if batches were not kept.
-
-    Raise FormatError for a damaged file.
-    """
+    """Return a sequence's trained arrays by field, none if batches were not kept; raise FormatError for a bad file."""
     path = _batch_file(folder, step)
     if not path.exists():
         return {}

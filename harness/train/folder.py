@@ -20,8 +20,7 @@ from harness.printing import count_of
 from harness.settings import find_odd, to_plain
 from harness.storage import Marker, make_folder, write_atomically
 from harness.train.attempts import STOPPED_FILE, Stop, steps_done, write_stop
-from harness.train.checkpoints import CHECKPOINTS, UnreadableError, whole_checkpoints
-from harness.train.identity import Identity, begin_attempt
+from harness.train.checkpoints import CHECKPOINTS, Identity, UnreadableError, begin_attempt, whole_checkpoints
 from harness.train.lines import MISREAD
 
 RESUME = ("false", "true", "auto")
@@ -86,10 +85,7 @@ _REMOVED = ("local_checkpoints", "local_checkpoint_interval")
 
 
 def check_settings(values: Any, *, where: Path) -> dict[str, Any]:
-    """Return a run's settings, a mapping of plain values, with the defaults of those that its version did not have.
-
-    Raise FormatError if a section is missing, or they are no settings of this version.
-    """
+    """Return a run's plain settings with the defaults of those that its version did not have; raise FormatError."""
     missing = [name for name in _SECTIONS if not isinstance(values, dict) or name not in values]
     if missing:
         raise FormatError(f"the run's settings lack {', '.join(missing)}", where=str(where), fix=_RUN_AGAIN)
@@ -142,11 +138,9 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool, trains: bool 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other runs; raise ConfigError if one is still writing to it.
-
-    A Slurm job that has the run waits for the lock of its earlier attempt.
-    """
+    """Lock a run's folder against other runs; raise ConfigError if one is still writing to it."""
     running = Marker(folder / _RUNNING)
+    # A Slurm job that has the run waits for the lock of its earlier attempt.
     deadline = time.monotonic() + (_LOST_LOCK_S if has_run(folder) else 0.0)
     while True:
         try:
@@ -187,10 +181,8 @@ def has_run(folder: Path) -> bool:
 
 
 def leave_refusal(folder: Path, error: HarnessError) -> None:
-    """Write an error as the reason of an attempt that ended before it began, after the steps done so far.
-
-    A launcher may turn every exit code into 1, and a scheduler would restart a run that is refused each time.
-    """
+    """Write an error as the reason of an attempt that ended before it began, after the steps done so far."""
+    # A launcher may turn every exit code into 1, and a scheduler would restart a run that is refused each time.
     requeue = isinstance(error, LoaderError | LostRankError | UnreadableError)
     rank = error.about if isinstance(error, LostRankError) else None
     leave_early_stop(folder, Stop(steps_done(folder), type(error).__name__, error.what, rank, requeue))

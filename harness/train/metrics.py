@@ -207,26 +207,24 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
     return steps
 
 
+def _by_name(steps: Sequence[StepMetrics], kind: str) -> dict[str, dict[int, float]]:
+    """Return the numbers of a field that has one for each of several names, by name and step."""
+    found: dict[str, dict[int, float]] = {}
+    for step in steps:
+        for name, value in getattr(step, kind).items():
+            found.setdefault(name, {})[step.step] = value
+    return found
+
+
 def validation_losses(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
     """Return the losses of each validation set, by name and step; `validation` is that of the training data."""
     losses: dict[str, dict[int, float]] = {"validation": {}}
     for step in steps:
-        for name, loss in step.initial_losses.items():
-            losses.setdefault(name, {})[0] = loss
-        if step.validation_loss is not None:
-            losses["validation"][step.step] = step.validation_loss
-        for name, loss in step.evaluation_losses.items():
-            losses.setdefault(name, {})[step.step] = loss
+        own = {} if step.validation_loss is None else {"validation": step.validation_loss}
+        for number, found in ((0, step.initial_losses), (step.step, {**own, **step.evaluation_losses})):
+            for name, loss in found.items():
+                losses.setdefault(name, {})[number] = loss
     return losses
-
-
-def _source_losses(steps: Sequence[StepMetrics]) -> dict[str, str]:
-    """Return the first and the last loss of each dataset of a blend."""
-    found: dict[str, list[str]] = {}
-    for step in steps:
-        for name, loss in step.source_losses.items():
-            found.setdefault(name, []).append(f"{loss:.4f} at step {step.step}")
-    return {name: ", ".join(dict.fromkeys((texts[0], texts[-1]))) for name, texts in found.items()}
 
 
 def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
@@ -254,12 +252,10 @@ def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> No
     trained = [s for s in steps if s.experts]
     for name, label, color in (("load", "training", "#1f6feb"), ("worst_load", "training, worst layer", "#9ec5fe")):
         axes.plot([s.step for s in trained], [s.experts[name] for s in trained], label=label, color=color)
-    for name in dict.fromkeys(name for s in steps for name in s.source_expert_loads):
-        loads = {s.step: s.source_expert_loads[name] for s in steps if name in s.source_expert_loads}
-        axes.plot(list(loads), list(loads.values()), "--", label=f"training, {name}", linewidth=1.0)
-    for name in dict.fromkeys(name for s in steps for name in s.evaluation_expert_loads):
-        loads = {s.step: s.evaluation_expert_loads[name] for s in steps if name in s.evaluation_expert_loads}
-        axes.plot(list(loads), list(loads.values()), "o:", label=name, markersize=4)
+    for name, loads in _by_name(steps, "source_expert_loads").items():
+        axes.plot([*loads], [*loads.values()], "--", label=f"training, {name}", linewidth=1.0)
+    for name, loads in _by_name(steps, "evaluation_expert_loads").items():
+        axes.plot([*loads], [*loads.values()], "o:", label=name, markersize=4)
     _write(path, as_png(figure, axes))
 
 
@@ -307,13 +303,11 @@ def _expert_rows(steps: Sequence[StepMetrics]) -> dict[str, str]:
         "busiest expert, relative to the mean": f"{first.experts['load']:.3f} at step {first.step}, "
         f"{last.experts['load']:.3f} at step {last.step}, {last.experts['worst_load']:.3f} in the worst layer"
     }
-    if last.source_expert_loads:
-        loads = (f"{name} {load:.3f}" for name, load in last.source_expert_loads.items())
-        rows[f"the same by source, step {last.step}"] = ", ".join(loads)
-    for step in reversed(steps):
-        if step.evaluation_expert_loads:
-            loads = (f"{name} {load:.3f}" for name, load in step.evaluation_expert_loads.items())
-            return {**rows, f"the same of validation sets, step {step.step}": ", ".join(loads)}
+    for what, kind in (("by source", "source_expert_loads"), ("of validation sets", "evaluation_expert_loads")):
+        newest = next((step for step in reversed(steps) if getattr(step, kind)), None)
+        if newest is not None:
+            loads = (f"{name} {load:.3f}" for name, load in getattr(newest, kind).items())
+            rows[f"the same {what}, step {newest.step}"] = ", ".join(loads)
     return rows
 
 
@@ -337,7 +331,10 @@ def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any
     rows = {
         "training loss": f"{first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}",
         **{f"{name} loss": _summary(losses) for name, losses in validation_losses(steps).items()},
-        **{f"training loss of {name}": text for name, text in _source_losses(steps).items()},
+        **{
+            f"training loss of {name}": ", ".join(f"{of[at]:.4f} at step {at}" for at in sorted({min(of), max(of)}))
+            for name, of in _by_name(steps, "source_losses").items()
+        },
         **_expert_rows(steps),
         **{
             f"loss of MTP layer {number}": _summary({s.step: s.mtp_losses[number - 1] for s in steps if s.mtp_losses})

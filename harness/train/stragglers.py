@@ -35,22 +35,14 @@ _WARMUP_STEPS = 2
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of one rank in one step.
+    """Seconds of one rank in one step."""
 
-    Attributes:
-        compute_s, data_s: without its loader, and of it; without waiting for other ranks.
-        wait_s: in exchanges with other ranks.
-        running_s: of the main thread on a core.
-        queued_s: of the main thread ready to run while other processes had the core.
-        media_bytes: that were read for its rows, no time.
-    """
-
-    compute_s: float
-    data_s: float
-    wait_s: float
-    running_s: float
-    queued_s: float
-    media_bytes: float = 0
+    compute_s: float  # without its loader, and without waiting for other ranks
+    data_s: float  # of its loader, the same
+    wait_s: float  # in exchanges with other ranks
+    running_s: float  # of the main thread on a core
+    queued_s: float  # of the main thread ready to run while other processes had the core
+    media_bytes: float = 0  # that were read for its rows, no time
 
     @property
     def busy_s(self) -> float:
@@ -63,20 +55,13 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that holds the others up, or the network of all of them.
-
-    Attributes:
-        ratio: its time without waiting over the median of the others; of a network, exchanges now over before.
-        rank: None for a network.
-        node: of the rank; empty for a network.
-        is_node: all ranks of the node are slow, and there are several.
-    """
+    """A rank that holds the others up, or the network of all of them, without a rank and a node."""
 
     cause: str
-    ratio: float
+    ratio: float  # its time without waiting over the median of the others; of a network, exchanges now over before
     rank: int | None = None
     node: str = ""
-    is_node: bool = False
+    is_node: bool = False  # all ranks of the node are slow, and there are several
 
     def describe(self, steps: int) -> str:
         """Return a sentence about so many slow steps."""
@@ -139,10 +124,8 @@ class StragglerWatch:
         ]
 
     def _slow_network(self, wait_s: Float64Array, step_s: Float64Array) -> list[Straggler]:
-        """Compare exchanges, which take every rank at least as long as the one that others wait for, with the fastest.
-
-        A network that was slow from the first step on is a matter of the preflight.
-        """
+        """Compare exchanges, on every rank at least as long as on the one that others wait for, with the fastest."""
+        # A network that was slow from the first step on is a matter of the preflight.
         exchanges = wait_s.min(axis=1)
         before, self._least_exchange_s = self._least_exchange_s, min(self._least_exchange_s, float(exchanges.max()))
         least_s = np.maximum(_NETWORK_RATIO * before, _LEAST_SHARE * step_s.max(axis=1))

@@ -28,7 +28,7 @@ from harness.errors import ConfigError
 from harness.printing import redact
 from harness.settings import flatten
 from harness.storage import write_atomically
-from harness.train.identity import read_identity
+from harness.train.checkpoints import read_identity
 from harness.train.loop import OWN_VALIDATION
 
 # The package and the extra of each have the same name.
@@ -209,10 +209,8 @@ class Mlflow:
 
 
 def mlflow_name(curve: str) -> str:
-    """Return the name of a curve as MLflow takes it, which refuses those of most paths of a blend's sources.
-
-    What it refuses is named by its number: two sources keep curves of their own.
-    """
+    """Return the name of a curve as MLflow takes it, which refuses those of most paths of a blend's sources."""
+    # What it refuses is named by its number: two sources keep curves of their own.
     parts = (re.sub(r"[^\w. -]", lambda found: f"_{ord(found[0]):x}", part) for part in curve.split("/"))
     return "/".join(part if part.strip(".") else f"_{part}" for part in parts)
 

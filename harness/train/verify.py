@@ -15,10 +15,9 @@ from harness.errors import CheckpointError, ConfigError, FormatError, Problem
 from harness.settings import from_plain
 from harness.storage import read_checksums
 from harness.storage.checksums import CHECKSUMS_FILE, find_damage, list_size_problems
-from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint
+from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, list_checkpoints, read_checkpoint, read_identity
 from harness.train.digests import DIGESTS_FILE, from_json
 from harness.train.folder import SAMPLES_FILE, SETTINGS_FILE, check_settings, read_settings
-from harness.train.identity import read_identity
 from harness.train.lines import MISREAD
 from harness.train.metrics import METRICS_FILE, StepMetrics
 

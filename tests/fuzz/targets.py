@@ -41,13 +41,11 @@ from harness.records import MEDIA_KINDS, Medium, Pack
 from harness.storage import LocalFolder
 from harness.storage.claims import parse_lease
 from harness.storage.inputs import open_source
-from harness.train.attempts import Stop, read_attempts
-from harness.train.checkpoints import RUN_FILE, Progress, read_progress, write_run_file
+from harness.train.attempts import Stop, read_attempts, read_status
+from harness.train.checkpoints import RUN_FILE, Progress, begin_attempt, read_identity, read_progress, write_run_file
 from harness.train.digests import DIGESTS_FILE, RowDigests, StepDigests, read_digests, to_json
 from harness.train.folder import read_settings
-from harness.train.identity import begin_attempt, read_identity
 from harness.train.metrics import read_metrics
-from harness.train.status import read_status
 from harness.train.verify import verify_run
 
 PACKS = [Pack([number, 2, 300, 70_000, 5], [1, 0, 1, 1, 0], [0, 2]) for number in range(6)]

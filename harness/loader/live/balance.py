@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from harness.loader.live.rank import MEDIUM, BatchPlan, LivePack, Offer
+from harness.loader.live.rank import MEDIUM, BatchPlan, LivePack, Offer, ReadPack
 from harness.loader.plan import Features, row_media
-from harness.records import MEDIA_KINDS, Float64Array, Int64Array, Medium, Pack, Schedule, UInt8Array
-from harness.schedule import schedule
+from harness.records import MEDIA_KINDS, Int64Array, Medium, Pack, Schedule, UInt8Array
+from harness.schedule import Imbalance, measure_imbalance, schedule
 from harness.schedule.batch import row_offsets
 from harness.thd import padded_lengths
 
@@ -34,32 +34,17 @@ Swap = Callable[[list[UInt8Array], list[int]], list[UInt8Array]]
 class Placement:
     """The sequences of one step, in the order of their packs, and where they are read and trained.
 
-    Attributes:
-        ids: int64 [sequences], ids of the sequences.
-        lengths: int64 [sequences], stored tokens.
-        media_bytes, media_cost: as in `Offer.media`; the cost is None if there are no media.
-        readers: int64 [sequences], data-parallel rank that read each.
-        trainers: int64 [sequences], data-parallel rank that trains each.
+    Arrays are int64 [sequences]: lengths are stored tokens, bytes of media as in `ReadPack`, and readers and trainers
+    data-parallel ranks.
     """
 
     placed: Schedule
     ids: Int64Array
     lengths: Int64Array
     media_bytes: Int64Array
-    media_cost: Float64Array | None
     readers: Int64Array
     trainers: Int64Array
-
-
-class ReadPack(NamedTuple):
-    """A pack that a rank has read for a step: its number there, of all folders, and its arrays as in `Offer`."""
-
-    number: int
-    dp_rank: int
-    sequence_ids: Int64Array
-    lengths: Int64Array
-    media_bytes: Int64Array
-    media_cost: Float64Array
+    imbalance: Imbalance
 
 
 def packs_in_order(offers: Sequence[Offer]) -> list[ReadPack]:
@@ -67,37 +52,32 @@ def packs_in_order(offers: Sequence[Offer]) -> list[ReadPack]:
     by_rank: dict[int, list[ReadPack]] = {}
     for offer in offers:
         packs = by_rank.setdefault(offer.dp_rank, [])
-        for ids, lengths, media in zip(offer.sequence_ids, offer.lengths, offer.media, strict=True):
-            packs.append(ReadPack(len(packs), offer.dp_rank, ids, lengths, *media))
+        packs += [pack._replace(number=number) for number, pack in enumerate(offer.packs, start=len(packs))]
     return sorted(pack for packs in by_rank.values() for pack in packs)
 
 
 def place(packs: Sequence[ReadPack], plan: BatchPlan) -> Placement:
-    """Place the sequences that all ranks have read, the same on every rank.
+    """Place the sequences that all ranks have read, the same on every rank; raise ScheduleError for too long ones.
 
     With `as_packed` a pack is trained where it was read, and the packs that a rank lacks are empty rows; the other
     schedules place all sequences anywhere.
-
-    Raises:
-        ScheduleError: a sequence is longer than a row.
     """
     layout = plan.layout
-    lengths, media_bytes, encoding = (
-        np.concatenate([getattr(pack, name) for pack in packs]) for name in ("lengths", "media_bytes", "media_cost")
-    )
-    media_cost = encoding if encoding.any() else None
+    names = "lengths", "media_bytes", "media_cost"
+    lengths, media_bytes, encoding = (np.concatenate([getattr(pack, name) for pack in packs]) for name in names)
+    padded = padded_lengths(lengths, layout.pad_to_multiple)
+    costs: dict[str, Any] = {"cost": plan.cost, "media_cost": encoding if encoding.any() else None}
     counts = np.array([pack.lengths.shape[0] for pack in packs], np.int64)
     if plan.is_balanced:
         placed = schedule(
             plan.schedule,
-            padded_lengths(lengths, layout.pad_to_multiple),
+            padded,
             dp_size=layout.dp_size,
             cp_size=layout.cp_size,
             max_tokens_per_rank=plan.max_tokens_per_row // layout.cp_size,
             group_size=layout.group_size,
             pack_offsets=np.cumsum([0, *counts], dtype=np.int64),
-            cost=plan.cost,
-            media_cost=media_cost,
+            **costs,
         )
     else:
         sizes = np.zeros((packs[-1].number + 1, layout.dp_size), np.int64)
@@ -114,26 +94,21 @@ def place(packs: Sequence[ReadPack], plan: BatchPlan) -> Placement:
         np.concatenate([pack.sequence_ids for pack in packs]),
         lengths,
         media_bytes,
-        media_cost,
         np.repeat(np.array([pack.dp_rank for pack in packs], np.int64), counts),
         trainers,
+        measure_imbalance(placed, padded, max_tokens_per_row=plan.max_tokens_per_row, **costs),
     )
 
 
 def send_to_trainers(
     mine: list[LivePack], placement: Placement, dp_rank: int, swap: Swap, features: Features | None = None
 ) -> list[LivePack | None]:
-    """Give the packs that this rank has read, and return the rows that it trains; None for a row of zero loss.
-
-    Args:
-        mine: emptied, so that media are in memory twice at most: as read and as sent, or as sent and as arrived.
-        features: decode the media of rows, several at once.
-    """
+    """Give the packs that this rank has read, and return the rows that it trains; None for a row of zero loss."""
     layout, lengths = placement.placed, placement.lengths
     num_bytes = lengths * _TOKEN_BYTES + placement.media_bytes
     coming = [(placement.readers == rank) & (placement.trainers == dp_rank) for rank in range(layout.dp_size)]
     outgoing = _outgoing(mine, placement, dp_rank)
-    mine.clear()
+    mine.clear()  # media are in memory twice at most: as read and as sent, or as sent and as arrived
     arrived: dict[int, UInt8Array] = {}
     for is_from, data in zip(coming, swap(outgoing, [int(num_bytes[one].sum()) for one in coming]), strict=True):
         those = np.flatnonzero(is_from)

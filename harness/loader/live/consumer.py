@@ -6,23 +6,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from harness.errors import LoaderError
 from harness.loader.blend import Blend
-from harness.loader.live.balance import Placement, ReadPack, Swap, packs_in_order, place, send_to_trainers
+from harness.loader.live.balance import Placement, Swap, packs_in_order, place, send_to_trainers
 from harness.loader.live.folder import chunk_name, last_seen
 from harness.loader.live.position import LivePosition, positions_from_json, positions_to_json
-from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer, Waiting
+from harness.loader.live.rank import BatchPlan, FolderReader, LivePack, Offer, ReadPack, Waiting
 from harness.loader.plan import Features, RankBatch
 from harness.loader.state import LoaderState
 from harness.printing import count_of
-from harness.schedule import measure_imbalance
-from harness.thd import build_thd_batch, padded_lengths, zero_loss_row
+from harness.thd import build_thd_batch, zero_loss_row
 
 ORDER = "live chunks"
 # The longest sleep between two looks for a chunk. All ranks look together, so none spends long in a collective.
@@ -42,17 +41,14 @@ class StepShares:
     resumed run continues alike. Request number j of a folder goes to rank j modulo the ranks, so ranks advance
     evenly in every folder. Where a rank has read all of its chunks, the other ranks take over (schedules that balance
     only: tokens can go anywhere), and where all have, the other folders do, so that all steps but the last are full.
-
-    Attributes:
-        requested: int64 [folders, ranks].
-        drawn, ended: of each folder, as in `LivePosition`, after the step.
+    `drawn` and `ended` of each folder are as in `LivePosition`, after the step.
     """
 
     def __init__(self, plan: BatchPlan, positions: Sequence[LivePosition]) -> None:
         self._plan = plan
         self.drawn = [position.drawn for position in positions]
         self.ended = [position.ended for position in positions]
-        self.requested = np.zeros((len(positions), plan.layout.dp_size), np.int64)
+        self.requested = np.zeros((len(positions), plan.layout.dp_size), np.int64)  # [folders, ranks]
         self._draw(plan.size)
 
     def request_missing(self, offers: Sequence[Offer]) -> bool:
@@ -62,7 +58,7 @@ class StepShares:
         given = np.zeros_like(self.requested)
         over = np.zeros(self.requested.shape, bool)
         for offer in offers:
-            given[offer.source, offer.dp_rank], over[offer.source, offer.dp_rank] = len(offer.lengths), offer.ended
+            given[offer.source, offer.dp_rank], over[offer.source, offer.dp_rank] = len(offer.packs), offer.ended
         lacking = np.maximum(self.requested - given, 0).sum(axis=1).tolist()
         if not any(lacking):
             return False
@@ -97,7 +93,7 @@ def _counts(start: int, stop: int, ranks: int) -> npt.NDArray[np.int64]:
     return np.bincount(np.arange(start, stop) % ranks, minlength=ranks).astype(np.int64)
 
 
-class LiveLoader:
+class LiveLoader(AbstractContextManager["LiveLoader"]):
     """Yields one `RankBatch` per global batch until the stream ends, and a `Waiting` per look that misses a chunk.
 
     Args:
@@ -210,17 +206,15 @@ class LiveLoader:
                     what = f"the stream ended after {expected.pop():,} rows, but {position.rows:,} were read"
                     fix = "chunks were modified while they were read, or the run was resumed with other chunks"
                     raise LoaderError(what, where=self._folders[source], fix=fix)
-                counts = _counts_of(self._left_out[source])
-                rest = f"; left out: {counts}" if counts else ""
+                rest = _counts_of(self._left_out[source])
                 lost = f"; chunks deleted before all of their rows were trained: {position.lost:,}"
                 rest += lost * bool(position.lost) + "; its share now goes to the other folders" * (not all_ended)
                 which = "the stream" if len(after) == 1 else f"the stream of {self._folders[source]}"
-                if self.steps or any(offer.lengths for offer in offers):
+                if self.steps or any(offer.packs for offer in offers):
                     rows = f"{count_of(position.rows, 'row')} in {count_of(position.done_below, 'chunk')}"
                     self._log(f"{which} ended: {rows}{rest}")
         if is_last and self.steps == 0:
-            counts = _counts_of(sum(self._left_out, Counter[str]()))
-            what = "the stream ended without any trainable row" + (f"; left out: {counts}" if counts else "")
+            what = f"the stream ended without any trainable row{_counts_of(sum(self._left_out, Counter[str]()))}"
             raise LoaderError(what, where="data.live", fix="check the input of the producer, and data.live.pack_size")
         return is_last
 
@@ -247,9 +241,6 @@ class LiveLoader:
     def steps(self) -> int:
         """Number of global batches that were handed out, those before a resume included."""
         return self._positions[0].steps
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -302,19 +293,14 @@ class LiveLoader:
             sequence_ids=[np.zeros(0, np.int64) if live is None else live.sequence_ids for live in rows],
             num_sequences=int(lengths.shape[0]),
             num_tokens=int((lengths - 1).sum()),
-            imbalance=measure_imbalance(
-                placement.placed,
-                padded_lengths(lengths, layout.pad_to_multiple),
-                max_tokens_per_row=self._plan.max_tokens_per_row,
-                cost=self._plan.cost,
-                media_cost=placement.media_cost,
-            ),
+            imbalance=placement.imbalance,
             state=self._state,
         )
 
 
 def _counts_of(left_out: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
+    return f"; left out: {counts}" if counts else ""
 
 
 def split_streams(fingerprint: str, num_folders: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""A folder of live chunks: the names of its files, the records that mark chunks as whole, and open chunks.
+"""A folder of live chunks, on a file system that all ranks share or in S3: its files, their records, open chunks.
 
 chunk_00000.jsonl             rows: conversations or packs; Parquet chunks end in .parquet
 chunk_00000.jsonl.ready       written after it: counts and hash (`ReadyRecord`)
@@ -10,7 +10,10 @@ _producer, _consumer          locked by the producer and by the training run, wi
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -27,7 +30,6 @@ from harness.formats.base import ShardReader
 from harness.formats.index import INDEX_FOLDER
 from harness.formats.layouts.jsonl import JsonlShard
 from harness.formats.opening import find_traces
-from harness.loader.live.files import open_files
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.media import MediaLimits
 from harness.prep.sources.reading import SourceChunk
@@ -35,7 +37,22 @@ from harness.prep.sources.tables import read_parquet
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.records import Pack
 from harness.settings import load
-from harness.storage import StoredFile, file_digest, join_path, open_folder
+from harness.storage import (
+    LocalCache,
+    Marker,
+    ObjectPath,
+    StoredFile,
+    file_digest,
+    is_uri,
+    join_path,
+    make_folder,
+    open_folder,
+    sync_path,
+    write_atomically,
+)
+from harness.storage.bucket import list_below
+from harness.storage.claims import ClaimStore, Lease, parse_lease
+from harness.storage.files import TEMPORARY_SUFFIX, Stamp
 
 CHAT, PACKS = "chat", "packs"
 JSONL, PARQUET = ".jsonl", ".parquet"
@@ -48,6 +65,8 @@ _NAME = re.compile(r"chunk_(\d{5}|[1-9]\d{5,})(\.jsonl|\.parquet)(\.ready|\.comp
 _CHECK = "check permissions and mounts"
 _GRANT = "give the training ranks write access to this folder"
 _WRITE_AGAIN = "write the chunk again under this name, with its own record; the run then continues with resume=true"
+# A listing of a bucket answers for so long what is there; polling ranks would send several requests a look.
+_LISTING_S = 1.0
 # Each row of a chunk may have a schema of its own.
 _READER = RecordReader()
 MEDIA_READER = RecordReader(media=MediaLimits())
@@ -56,36 +75,22 @@ T = TypeVar("T", bound="ReadyRecord | EndRecord")
 
 @dataclass(frozen=True)
 class ReadyRecord:
-    """Facts of a whole chunk.
+    """Facts of a whole chunk; totals are of it and all before it."""
 
-    Attributes:
-        kind: `chat` or `packs`.
-        rows: conversations, or packs.
-        sequences: conversations in them.
-        tokens: stored ones; None for chunks that are not tokenized.
-        num_bytes, xxh3: of its file.
-        chain: digest of its hash and the chain of the chunk before; the last one covers the whole stream.
-        stream: name of the stream; the same in every chunk of a folder.
-        total_rows, total_sequences, total_tokens: of this chunk and all before it.
-        position: position in its input from which a producer continues after this chunk.
-        producer: its writer, as host and process id.
-        time: seconds since 1970.
-    """
-
-    kind: str
-    rows: int
-    sequences: int
-    tokens: int | None
+    kind: str  # `chat` or `packs`
+    rows: int  # conversations, or packs
+    sequences: int  # conversations in them
+    tokens: int | None  # stored ones; None for chunks that are not tokenized
     num_bytes: int
-    xxh3: str
-    chain: str
-    stream: str
+    xxh3: str  # of its file
+    chain: str  # digest of its hash and the chain of the chunk before; the last one covers the whole stream
+    stream: str  # name of the stream; the same in every chunk of a folder
     total_rows: int
     total_sequences: int
     total_tokens: int | None
-    position: Any
-    producer: str
-    time: float
+    position: Any  # in its input, from which a producer continues after this chunk
+    producer: str  # host and process id
+    time: float  # seconds since 1970
 
 
 # Before the first chunk.
@@ -129,11 +134,184 @@ def chunk_name(index: int, suffix: str = JSONL) -> str:
     return f"chunk_{index:05d}{suffix}"
 
 
-class LiveFolder:
-    """A folder of live chunks on a shared file system or in S3, which need not exist yet.
+class LocalFiles:
+    """Files by name, on a file system; `place` is the path or URI of the folder."""
 
-    Raises ConfigError for other object storage.
-    """
+    look_s = 0.2  # between two looks of a producer that waits for room
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.place = path, str(path)
+
+    def names(self) -> list[str]:
+        """List the names as of now; empty where there is no folder. Raises OSError or FormatError."""
+        try:
+            return os.listdir(self.path)  # noqa: PTH208 - half the time of Path.iterdir, and called every second
+        except FileNotFoundError:
+            return []
+
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
+    def make(self) -> None:
+        make_folder(self.path)
+
+    def remove_temporary(self) -> None:
+        """Remove what a killed producer left half."""
+        for name in self.path.glob(f"chunk_*{TEMPORARY_SUFFIX}"):
+            name.unlink(missing_ok=True)
+
+    def find(self, name: str) -> tuple[int, float] | None:
+        """Return the bytes of a file, and the seconds since it was written; None if it is missing."""
+        try:
+            found = (self.path / name).stat()
+        except OSError:
+            return None
+        return found.st_size, max(0.0, time.time() - found.st_mtime)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of a small file; None if it is missing."""
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def read_mark(self, name: str) -> bytes:
+        """Return what the last owner of a lock wrote."""
+        return Marker(self.path / name).read()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file whole."""
+        write_atomically(self.path / name, data)
+
+    def delete(self, name: str) -> None:
+        """Delete a file; a missing one is no error."""
+        (self.path / name).unlink(missing_ok=True)
+
+    def lock(self, name: str) -> Marker:
+        return Marker(self.path / name)
+
+    def begin_chunk(self, name: str) -> Path:
+        """Return the file of this machine to write a chunk into."""
+        return self.path / name
+
+    def finish_chunk(self, name: str, path: Path) -> None:
+        """Make a chunk that was written to `path` durable; raise FormatError if another writer has made one."""
+        sync_path(self.path)
+
+    def drop_chunk(self, name: str, path: Path) -> None:
+        """Remove a chunk that was begun and has no record."""
+        path.unlink(missing_ok=True)
+
+    def open_chunk(self, name: str, stored: StoredFile | None) -> tuple[Path, object] | None:
+        """Return a file of this machine with a chunk, whole, as long as the object beside it is kept; None if missing.
+
+        `stored` has the size and hash that it must have, if they are known.
+        """
+        return self.path / name, None
+
+
+class BucketFiles:
+    """Objects below a prefix, with the methods of `LocalFiles`; chunks are read from copies in the local cache."""
+
+    look_s = _LISTING_S
+
+    def __init__(self, place: ObjectPath) -> None:
+        self.place = str(place)
+        self._store = ClaimStore(place)
+        self._listing: dict[str, tuple[Stamp, float]] = {}
+        self._listed_at = -_LISTING_S
+        self._chunks: tempfile.TemporaryDirectory[str] | None = None
+        self._made = ""
+
+    def names(self) -> list[str]:
+        self._listing, self._listed_at = list_below(self._store.place), time.monotonic()
+        return list(dict.fromkeys(name.partition("/")[0] for name in self._listing))
+
+    def _listed(self, name: str) -> tuple[Stamp, float] | None:
+        if time.monotonic() - self._listed_at >= _LISTING_S:
+            self.names()
+        return self._listing.get(name)
+
+    def exists(self) -> bool:
+        return bool(self.names())
+
+    def make(self) -> None:
+        """Do nothing: a bucket has no folders."""
+
+    def remove_temporary(self) -> None:
+        """Do nothing: uploads appear whole."""
+
+    def find(self, name: str) -> tuple[int, float] | None:
+        if (found := self._listed(name)) is None:
+            return None
+        return found[0].num_bytes, found[1] + time.monotonic() - self._listed_at
+
+    def read(self, name: str) -> bytes | None:
+        found = self._store.get(name) if self._listed(name) is not None else None
+        return None if found is None else found[0]
+
+    def read_mark(self, name: str) -> bytes:
+        return parse_lease(self.read(name) or b"")[1]
+
+    def write(self, name: str, data: bytes) -> None:
+        self._listed_at = -_LISTING_S
+        # A producer that has lost its lease must not replace the records of the next one.
+        if self._store.put(name, data, only_if="") is None:
+            raise conflict(name, self.place)
+
+    def delete(self, name: str) -> None:
+        self._listed_at = -_LISTING_S
+        self._store.delete(name)
+
+    def lock(self, name: str) -> Lease:
+        return Lease(self._store, name)
+
+    def begin_chunk(self, name: str) -> Path:
+        if self._chunks is None:
+            self._chunks = tempfile.TemporaryDirectory(prefix="harness-live-")
+        return Path(self._chunks.name) / name
+
+    def finish_chunk(self, name: str, path: Path) -> None:
+        self._listed_at = -_LISTING_S
+        if self._store.put(name, path, only_if="") is None:
+            raise conflict(name, self.place)
+        self._made = name
+        path.unlink()
+
+    def drop_chunk(self, name: str, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        if self._made == name:  # not the chunk of another producer
+            self.delete(name)
+
+    def open_chunk(self, name: str, stored: StoredFile | None) -> tuple[Path, object] | None:
+        if self._listed(name) is None:
+            return None
+        if stored is None:
+            kept = tempfile.TemporaryDirectory(prefix="harness-live-")
+            path = Path(kept.name) / name
+            return (path, kept) if self._store.download(name, path) else None
+        entry = LocalCache().get([stored], self._download)
+        return entry.folder / name, entry
+
+    def _download(self, stored: StoredFile, path: Path) -> None:
+        if not self._store.download(stored.path, path):
+            where = join_path(self.place, stored.path)
+            raise FormatError("the chunk was deleted", where=where, fix="see `harness live status`")
+
+
+def conflict(name: str, place: str) -> FormatError:
+    """Return the error for a file that another writer has made in a folder."""
+    fix = "another program writes to this folder; use a separate folder for each"
+    return FormatError(f"{name} already exists", where=place, fix=fix)
+
+
+def open_files(path: str | Path) -> LocalFiles | BucketFiles:
+    """Return the files at a path or URI; raises ConfigError for msc://."""
+    return BucketFiles(ObjectPath.parse(str(path))) if is_uri(str(path)) else LocalFiles(Path(path))
+
+
+class LiveFolder:
+    """A folder of live chunks, which need not exist yet; raises ConfigError for object storage other than S3."""
 
     def __init__(self, path: str | Path) -> None:
         self.files = open_files(path)
@@ -226,10 +404,7 @@ def last_seen(seconds: float | None) -> str:
 
 
 class _TableOfChats:
-    """The rows of a Parquet file, of which a few are in memory: those read together with the last one.
-
-    Raises OSError, ArrowException or PrepError, as `read_parquet` does.
-    """
+    """The rows of a Parquet file, those read together with the last one in memory; raises as `read_parquet` does."""
 
     def __init__(self, path: Path, reader: RecordReader) -> None:
         self._path, self._reader = path, reader
@@ -264,13 +439,8 @@ class _TableOfChats:
 class LiveChunk:
     """An open chunk, checked against its record once, then read row by row.
 
-    Args:
-        record: its expected contents; None accepts any.
-        place: its path or URI in the folder, for messages.
-        kept: what keeps the file, until the chunk is closed.
-
-    Raises:
-        FormatError: the file differs from its record, or is not a chunk.
+    Without a record any contents are accepted. `place` is its path or URI in the folder, for messages, and `kept` keeps
+    the file until the chunk is closed. Raises FormatError if the file differs from its record, or is not a chunk.
     """
 
     def __init__(

@@ -14,31 +14,19 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class LivePosition:
-    """Rows that are trained, and rows that are only read, of all ranks together.
+    """Rows that are trained, and rows that are only read, of all ranks together."""
 
-    Attributes:
-        done_below: every row of the chunks before this one is read.
-        finished: later chunks of which every row is read.
-        taken: rows read of chunks that are not finished.
-        begun: sequences read of the next row of such a chunk, where a row has several.
-        open_packs: sequences that are read but wait in packs for more, pack by pack.
-        rows: rows read so far, including those that were left out.
-        steps: global batches so far.
-        lost: chunks that were deleted before all of their rows were trained (`data.live.completed=read`).
-        drawn: packs, or sequences of a window, that were requested of this folder so far.
-        ended: the stream of this folder has ended, and other folders of the blend have its share.
-    """
-
-    done_below: int = 0
-    finished: frozenset[int] = frozenset()
-    taken: dict[int, int] = field(default_factory=dict)
+    done_below: int = 0  # every row of the chunks before this one is read
+    finished: frozenset[int] = frozenset()  # later chunks of which every row is read
+    taken: dict[int, int] = field(default_factory=dict)  # rows read of chunks that are not finished
+    # Sequences read of the next row of such a chunk, where a row has several.
     begun: dict[int, int] = field(default_factory=dict)
-    open_packs: tuple[tuple[Place, ...], ...] = ()
-    rows: int = 0
-    steps: int = 0
-    lost: int = 0
-    drawn: int = 0
-    ended: bool = False
+    open_packs: tuple[tuple[Place, ...], ...] = ()  # sequences that are read but wait in packs for more, pack by pack
+    rows: int = 0  # read so far, including those that were left out
+    steps: int = 0  # global batches so far
+    lost: int = 0  # chunks that were deleted before all of their rows were trained (`data.live.completed=read`)
+    drawn: int = 0  # packs, or sequences of a window, that were requested of this folder so far
+    ended: bool = False  # the stream of this folder has ended, and other folders of the blend have its share
 
     @property
     def first_unread(self) -> int:
@@ -54,11 +42,7 @@ class LivePosition:
         return [c for c in chunks if (c < self.done_below or c in self.finished) and c not in waiting]
 
     def after(self, parts: Sequence[LivePosition], *, drawn: int, ended: bool) -> LivePosition:
-        """Return the position of all ranks after a step.
-
-        Args:
-            parts: for each rank, what is in its own chunks, and the rows that it read since the step before.
-        """
+        """Return the position of all ranks after a step; a part is of one rank, with its chunks and new rows alone."""
         return replace(
             self._finish(*(part.finished for part in parts)),
             taken={chunk: rows for part in parts for chunk, rows in part.taken.items()},

@@ -39,12 +39,7 @@ _Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Item:
-    """One item of the input.
-
-    Attributes:
-        line: bytes that identify it; JSON for a conversation.
-        pack: the pack if it is one.
-    """
+    """One item of the input, identified by the bytes of `line`, which are JSON for a conversation."""
 
     line: bytes
     where: str
@@ -58,16 +53,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Packing:
-    """Settings of a producer that packs conversations itself: see `StreamPacker` and `PackingConfig`.
-
-    Attributes:
-        block: conversations that are tokenized together; more are faster, but wait for each other on a slow input.
-    """
+    """Settings of a producer that packs conversations itself: see `StreamPacker` and `PackingConfig`."""
 
     tokenizer: ChatTokenizer
     pack_size: int
     over_long: str = "drop"
     open_packs: int = 16
+    # Conversations that are tokenized together: more are faster, but wait for each other on a slow input.
     block: int = 64
 
 
@@ -116,12 +108,11 @@ def read_packs(source: str) -> Iterator[Item]:
     """Yield the packs of a dataset (`open_dataset`), or of lines as in JSONL chunks from standard input for `-`."""
     if source == STDIN:
         for number, line in enumerate(sys.stdin.buffer, start=1):
+            where = f"standard input, line {number}"
             try:
-                yield Item(line, f"standard input, line {number}", pack_of_line(line))
+                yield Item(line, where, pack_of_line(line))
             except FormatError as error:
-                raise FormatError(
-                    f"the line {error.what}", where=f"standard input, line {number}", fix=error.fix
-                ) from None
+                raise FormatError(f"the line {error.what}", where=where, fix=error.fix) from None
         return
     with closing(open_dataset(source)) as reader:
         require_plain(reader, "a stream of packs")
@@ -164,9 +155,8 @@ def produce_chunks(
         fix = "pass only new input, or the last appended input again, with --append"
         raise ConfigError(what, where=str(producer.path), fix=fix)
     if producer.ended and append and not producer.input:
-        raise LoaderError(
-            "the stream has ended; no rows can be added", where=str(producer.path), fix="use a new folder"
-        )
+        what = "the stream has ended; no rows can be added"
+        raise LoaderError(what, where=str(producer.path), fix="use a new folder")
     is_new = append and not producer.ended and (producer.input_is_whole or leave_rest)
     done = (None if is_new else producer.position) or {"items": 0}
     rest, usable = _numbered(items, producer, done, is_new=is_new), _Usable(on_bad)
@@ -260,8 +250,8 @@ def _add_packed(
     were_open: list[list[_Key]] = [[(item, part) for item, part in pack] for pack in after.get("open", ())]
     awaited = {number for pack in were_open for number, _ in pack}
     waited: dict[_Key, Member[_Key]] = {}
-    for number, position, conversation, encoded in _tokenized(rest, packing):
-        members: list[Member[_Key]] = []
+    for position, conversation, encoded in _tokenized(rest, packing):
+        number, members = position["items"] - 1, list[Member[_Key]]()
         # An item of an open pack was counted before.
         if isinstance(encoded, BadRecord) or number not in awaited:
             usable(encoded if isinstance(encoded, BadRecord) else conversation)
@@ -289,10 +279,8 @@ def _add_packed(
 
 def _tokenized(
     rest: Iterator[tuple[Item, dict[str, Any]]], packing: Packing
-) -> Iterator[tuple[int, dict[str, Any], Conversation | BadRecord, Sequence[Encoded] | BadRecord]]:
-    """Yield the number of each item, the position after it, its conversation, and the sequences of that."""
+) -> Iterator[tuple[dict[str, Any], Conversation | BadRecord, Sequence[Encoded] | BadRecord]]:
+    """Yield the position after each item, its conversation, and the sequences of that."""
     while block := list(islice(rest, packing.block)):
         parsed = [item.parse() for item, _ in block]
-        encoded = packing.tokenizer.encode_each(parsed)
-        for item, (_, position), sequences in zip(parsed, block, encoded, strict=True):
-            yield position["items"] - 1, position, item, sequences
+        yield from zip((after for _, after in block), parsed, packing.tokenizer.encode_each(parsed), strict=True)

@@ -22,7 +22,6 @@ from harness.errors import FormatError, HarnessError, LoaderError, os_errors_as
 from harness.formats import load_format
 from harness.formats.layouts.jsonl import line_of_pack
 from harness.loader.live import folder as live
-from harness.loader.live.files import conflict
 from harness.prep.chat import BadRecord, Conversation, parse_line
 from harness.prep.media import MediaLimits
 from harness.records import Pack
@@ -35,7 +34,7 @@ _ROWS_PER_GROUP = 64
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
 
-class LiveProducer:
+class LiveProducer(AbstractContextManager["LiveProducer"]):
     """Adds chunks to a folder. One producer writes to a folder at a time; a later one continues where it stopped.
 
         with LiveProducer("data/live", kind="chat") as producer:
@@ -173,9 +172,6 @@ class LiveProducer:
         self._ticking.join()
         self._mark.release(remove=False)
 
-    def __enter__(self) -> LiveProducer:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None and not self.ended:
@@ -243,7 +239,7 @@ class LiveProducer:
         name, files = live.chunk_name(index, self._suffix), self._folder.files
         with self._explained(f"{name} cannot be written"):
             if self._folder.find(index) is not None:
-                raise conflict(name, self._folder.where)
+                raise live.conflict(name, self._folder.where)
             self._write_status("working", writing=index)
             path = files.begin_chunk(name)
             try:
@@ -264,10 +260,7 @@ class LiveProducer:
         self._write_status("working")
 
     def _write_status(self, state: str, *, writing: int | None = None) -> None:
-        """Write what `harness live status` shows and the next producer continues from into the locked file.
-
-        `state` is `working`, `paused` or `ended`; `writing` is the index of a chunk with a file but no record yet.
-        """
+        """Write what the next producer continues from; `writing` is the index of a chunk without a record yet."""
         status = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -322,18 +315,12 @@ def _table_of_chats(conversations: list[Conversation]) -> pa.Table:
 
 
 class ChunkRows:
-    """The rows of the next chunk, in memory.
-
-    Attributes:
-        num_bytes: their approximate size as a file.
-        sequences: conversations in them.
-        tokens: stored ones; None for conversations.
-    """
+    """The rows of the next chunk, in memory, and the conversations and stored tokens (or None) in them."""
 
     def __init__(self, kind: str, suffix: str) -> None:
         self._kind, self._suffix = kind, suffix
         self._rows: list[Any] = []
-        self.num_bytes = 0
+        self.num_bytes = 0  # about those of a file
         self.sequences = 0
         self.tokens = 0 if kind == live.PACKS else None
 
@@ -341,11 +328,7 @@ class ChunkRows:
         return len(self._rows)
 
     def add(self, row: Any) -> None:
-        """Add a Pack, or a JSON object of any chat schema (a dict, or a line of bytes).
-
-        Raises:
-            FormatError: the row is neither, or is not a valid pack or conversation.
-        """
+        """Add a Pack, or a JSON object of any chat schema (dict or line of bytes); raise FormatError for others."""
         if self._kind == live.PACKS:
             if not isinstance(row, Pack):
                 raise FormatError(f"the row is a {type(row).__name__}, expected a Pack", fix="write harness.Pack")
@@ -364,9 +347,8 @@ class ChunkRows:
         try:
             line = row if isinstance(row, bytes) else json.dumps(row).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise FormatError(
-                f"the row is not JSON: {error}", fix="write one JSON object per conversation, as text or as a dict"
-            ) from error
+            fix = "write one JSON object per conversation, as text or as a dict"
+            raise FormatError(f"the row is not JSON: {error}", fix=fix) from error
         # One line, whatever line ends it came with.
         line = line.strip().replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"
         parsed = parse_line(line, "the row", media=MediaLimits())

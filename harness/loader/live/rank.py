@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, product
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,22 +48,17 @@ _ROW_BITS, _SEQUENCE_BITS = 22, 18
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The division of a step into rows.
-
-    Attributes:
-        schedule: a key of `SCHEDULERS`. `as_packed` trains a pack where it is read; the others place the sequences of
-            all ranks' packs, and tokens go to the rank that trains them.
-        window_sequences: sequences of a step, read one by one in place of packs; None for packs.
-        weights: share of each folder.
-    """
+    """The division of a step into rows."""
 
     layout: RankLayout
     global_batch_size: int
     max_tokens_per_row: int
     cost: SequenceCost
+    # `as_packed` trains a pack where it is read. The others place the sequences of all ranks' packs, and tokens go to
+    # the rank that trains them.
     schedule: str = "as_packed"
-    window_sequences: int | None = None
-    weights: tuple[float, ...] = (1.0,)
+    window_sequences: int | None = None  # of a step, read one by one in place of packs
+    weights: tuple[float, ...] = (1.0,)  # of the folders
 
     @property
     def size(self) -> int:
@@ -76,13 +72,26 @@ class BatchPlan:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LivePack:
-    """A pack to train on, or a sequence of a window; `sequence_ids`, int64 [sequences], are the same whichever rank
-    reads them. `media` are decoded, where the pack is a row.
-    """
+    """A pack to train on, or a sequence of a window; ids, int64 [sequences], do not depend on the rank that reads."""
 
     pack: Pack
     sequence_ids: Int64Array
-    media: RowMedia | None = None
+    media: RowMedia | None = None  # decoded, where the pack is a row
+
+
+class ReadPack(NamedTuple):
+    """A pack that a rank offers for a step, with arrays [sequences]: int64, and float64 work of encoding media.
+
+    `number` counts the packs of the rank, those of all folders. Lengths are stored tokens, and bytes of media those on
+    the way to another rank.
+    """
+
+    number: int
+    dp_rank: int
+    sequence_ids: Int64Array
+    lengths: Int64Array
+    media_bytes: Int64Array
+    media_cost: Float64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,56 +107,39 @@ class Waiting:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Offer:
-    """The message of one rank to the others before a step: its packs of one folder, or why it has none.
-
-    Attributes:
-        source: number of the folder.
-        sequence_ids, lengths: int64 [sequences], one array per pack; lengths are stored tokens.
-        media: of each pack's sequences, the bytes of their media on the way to another rank, int64, and the work of
-            encoding these, float64.
-        position: of the rank after these packs are trained: its own chunks, and rows read since the step before.
-        waiting: the missing chunk where there are fewer packs than requested; None at the end of the stream too.
-        error: the failure that ended the rank's reading.
-        stream: name of the stream; empty before the first chunk, and for chunks without records.
-        reading: the open chunk; None between chunks.
-        ended: more packs were requested than the stream has for this rank.
-        rows_expected: rows of the whole stream, once its end is read and records their number.
-        left_out: conversations left out since the step before, by reason.
-        opened: chunks that were opened since the last offer: number, rows and file name.
-    """
+    """The message of one rank to the others before a step: its packs of one folder, or why it has none."""
 
     dp_rank: int
-    source: int
-    sequence_ids: list[Int64Array]
-    lengths: list[Int64Array]
-    position: LivePosition
-    waiting: Waiting | None
-    error: HarnessError | None
-    stream: str
-    reading: int | None
-    ended: bool
-    rows_expected: int | None
-    media: list[tuple[Int64Array, Float64Array]]
-    left_out: Counter[str] = field(default_factory=Counter)
+    source: int  # number of the folder
+    packs: list[ReadPack]
+    position: LivePosition  # once these packs are trained: its own chunks, and rows read since the step before
+    waiting: Waiting | None  # the missing chunk where packs are missing; None at the end of the stream too
+    error: HarnessError | None  # it ended the rank's reading
+    stream: str  # empty before the first chunk, and for chunks without records
+    reading: int | None  # the open chunk; None between chunks
+    ended: bool  # more packs were requested than the stream has for this rank
+    rows_expected: int | None  # of the whole stream, once its end is read and records their number
+    left_out: Counter[str] = field(default_factory=Counter)  # conversations since the step before, by reason
+    # Number, rows and file name of the chunks that were opened since the last offer.
     opened: list[tuple[int, int, str]] = field(default_factory=list)
 
 
-def measure_media(pack: Pack, cost: SequenceCost) -> tuple[Int64Array, Float64Array]:
-    """Return `Offer.media` of a pack."""
+def describe_pack(live: LivePack, number: int, dp_rank: int, cost: SequenceCost) -> ReadPack:
+    """Return what a rank offers of a pack that it has read."""
+    pack = live.pack
     owners = np.searchsorted(pack.seq_start_id, [one.start for one in pack.media], side="right") - 1
     tokens = np.array([one.tokens for one in pack.media], np.float64)
     work = tokens * 0 if cost.encode is None else cost.encode(tokens)
     sizes = [MEDIUM.size + len(one.data) for one in pack.media]
     num_bytes, costs = (np.bincount(owners, values, pack.num_sequences) for values in (sizes, work))
-    return num_bytes.astype(np.int64), costs.astype(np.float64)
+    media = num_bytes.astype(np.int64), costs.astype(np.float64)
+    return ReadPack(number, dp_rank, live.sequence_ids, pack.sequence_lengths.astype(np.int64), *media)
 
 
 class FolderReader:
-    """Reads the chunks of one folder whose index, modulo `dp_size`, is `dp_rank`.
+    """Reads the chunks of one folder whose index, modulo `dp_size`, is `dp_rank`, whichever ranks read them before.
 
-    Args:
-        position: position to resume from; open chunks go to the ranks of now, whichever ranks read them before.
-        stream: name of the stream that the position belongs to; empty to accept any.
+    `stream` is the name of the stream that the position to resume from belongs to; empty to accept any.
     """
 
     def __init__(
@@ -194,8 +186,7 @@ class FolderReader:
     def offer(self, share: int) -> Offer:
         """Read until there are `share` packs for a step, a chunk is missing, or the stream ends; never wait or raise.
 
-        Args:
-            share: packs, or sequences of a window, those of earlier offers for the step included.
+        The share is of packs, or sequences of a window, those of earlier offers for the step included.
         """
         waiting, error = None, None
         try:
@@ -211,8 +202,7 @@ class FolderReader:
         return Offer(
             dp_rank=self._dp_rank,
             source=self._source,
-            sequence_ids=[live.sequence_ids for live in self._packs],
-            lengths=[live.pack.sequence_lengths.astype(np.int64) for live in self._packs],
+            packs=[describe_pack(live, i, self._dp_rank, self._plan.cost) for i, live in enumerate(self._packs)],
             position=LivePosition(
                 finished=frozenset(self._finished),
                 taken=dict(self._taken),
@@ -226,7 +216,6 @@ class FolderReader:
             reading=self._index if self._chunk is not None else None,
             ended=self._ended,
             rows_expected=self._rows_expected,
-            media=[measure_media(live.pack, self._plan.cost) for live in self._packs],
             left_out=self._left_out.copy(),
             opened=opened,
         )
@@ -250,22 +239,20 @@ class FolderReader:
 
     def _fill(self, share: int) -> Waiting | None:
         while len(self._packs) < share:
-            if self._chunk is None and not self._open_next():
-                end = self._folder.end()
-                if end is None or self._index < end.chunks:
-                    self._waits_since = self._waits_since or time.monotonic()
-                    hint = self._hint(self._index, None if end is None else end.chunks)
-                    waited_s = time.monotonic() - self._waits_since
-                    return Waiting(self._folder.where, self._index, waited_s, self._folder.seen_s(), hint)
+            if self._chunk is not None or self._open_next():
+                self._waits_since = None
+                self._read_sequence()
+            elif (end := self._folder.end()) is None or self._index < end.chunks:
+                self._waits_since = self._waits_since or time.monotonic()
+                hint = self._hint(self._index, None if end is None else end.chunks)
+                waited_s = time.monotonic() - self._waits_since
+                return Waiting(self._folder.where, self._index, waited_s, self._folder.seen_s(), hint)
+            else:
                 self._rows_expected = end.rows
-                members = self._packer.flush()
-                if members is None:
+                if (members := self._packer.flush()) is None:
                     self._ended = True
                     return None
                 self._packs.append(self._live_pack(members))
-                continue
-            self._waits_since = None
-            self._read_sequence()
         self._waits_since = None
         return None
 
@@ -282,9 +269,8 @@ class FolderReader:
         if self._stream and chunk.stream not in ("", self._stream):
             what = f"the chunk belongs to the stream {chunk.stream}, but this run was trained on {self._stream}"
             fix = "specify the folder that the run started with, start a new run, or set loader.allow_other_data=true"
-            raise LoaderError(
-                what, where=chunk.place, fix=f"{fix} to continue after the same chunk numbers of this one"
-            )
+            fix += " to continue after the same chunk numbers of this one"
+            raise LoaderError(what, where=chunk.place, fix=fix)
         self._stream = self._stream or chunk.stream
         taken = self._taken.get(index, 0)
         if chunk.num_rows < taken or chunk.num_rows >= 1 << _ROW_BITS:
@@ -352,10 +338,7 @@ class FolderReader:
         return [Member((index, row, number), view, len(view)) for number, view in enumerate(pack.sequences())]
 
     def _members(self, chunk: LiveChunk, index: int, rows: range) -> list[list[Member[Place]]]:
-        """Tokenize the conversations of these rows as members of packs; nothing for one that is left out.
-
-        Of rows with large media, fewer are read, from the first on.
-        """
+        """Tokenize the conversations of these rows, fewer with large media, as members of packs, none if left out."""
         if self._tokenizer is None:
             what = "the chunk contains conversations, but no tokenizer is set"
             fix = "set data.live.tokenizer.name to a tokenizer folder or a hub id"
@@ -441,19 +424,14 @@ class FolderReader:
         return f"{self._folder.where} is empty: check its name, and that its producer is running"
 
     def _live_pack(self, members: list[Member[Place]]) -> LivePack:
-        ids = [
-            # Chunks of several folders take turns.
-            ((chunk * self._num_sources + self._source) << _ROW_BITS | row) << _SEQUENCE_BITS | sequence
-            for chunk, row, sequence in (member.key for member in members)
-        ]
+        # Chunks of several folders take turns.
+        places = [(key[0] * self._num_sources + self._source, *key[1:]) for key in (member.key for member in members)]
+        ids = [(chunk << _ROW_BITS | row) << _SEQUENCE_BITS | sequence for chunk, row, sequence in places]
         of_sequences = [member.sequence.media for member in members]
         if any(of_sequences) and self._features is None:
-            raise ConfigError(
-                "the chunk has audio or images, and the model has no encoder for them",
-                where=self._folder.where,
-                fix="a model.init_from that reads them, or chunks of text alone "
-                "(`harness live produce` with source.drop_media=true)",
-            )
+            what = "the chunk has audio or images, and the model has no encoder for them"
+            fix = "a model.init_from that reads them, or chunks of text alone (`harness live produce` with "
+            raise ConfigError(what, where=self._folder.where, fix=f"{fix}source.drop_media=true)")
         # Where sequences are placed first, the rank that trains them decodes their media.
         features = None if self._plan.is_balanced else self._features
         return LivePack(pack_of(members), np.array(ids, np.int64), features and row_media(of_sequences, features))

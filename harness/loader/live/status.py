@@ -22,31 +22,22 @@ _RECORDS_FOR_RATE = 20
 
 @dataclass(frozen=True)
 class LiveStatus:
-    """One look at a folder.
-
-    Attributes:
-        producer, consumer: `none`, `alive`, `silent`, `gone` or `ended`.
-        producer_seen_s, consumer_seen_s: seconds since each was last active; None for never.
-        rows, tokens: in all chunks so far; None where chunks have no records, or are not tokenized.
-        waiting: whole chunks that are unread.
-        completed: chunks in the folder that a checkpoint covers.
-        rows_per_s, chunks_per_min: of the newest chunks; None for fewer than two.
-    """
+    """One look at a folder; a producer or consumer is `none`, `alive`, `silent`, `gone` or `ended`."""
 
     path: str
     producer: str
-    producer_seen_s: float | None
+    producer_seen_s: float | None  # since it was last active; None for never
     producer_status: dict[str, Any]
     consumer: str
     consumer_seen_s: float | None
     consumer_status: dict[str, Any]
     chunks: int
-    rows: int | None
-    tokens: int | None
-    waiting: int
-    completed: int
+    rows: int | None  # in all chunks so far; None where they have no records
+    tokens: int | None  # the same; None where chunks are not tokenized
+    waiting: int  # whole chunks that are unread
+    completed: int  # chunks in the folder that a checkpoint covers
     num_bytes: int
-    rows_per_s: float | None
+    rows_per_s: float | None  # of the newest chunks; None for fewer than two
     chunks_per_min: float | None
     ended: bool
 

@@ -162,8 +162,8 @@ class LiveFeed(Feed):
         waits = [(offer.source, offer.waiting.chunk) for offer in offers if offer.waiting is not None]
         if not waits:
             _, packs, tokens = self._trained[-1]
-            packs += sum(len(offer.lengths) for offer in offers)
-            tokens += sum(int(lengths.sum()) for offer in offers for lengths in offer.lengths)
+            packs += sum(len(offer.packs) for offer in offers)
+            tokens += sum(int(pack.lengths.sum()) for offer in offers for pack in offer.packs)
             self._trained.append((now, packs, tokens))
         while len(self._trained) > 2 and now - self._trained[0][0] > _RATE_OVER_S:
             self._trained.popleft()

@@ -20,9 +20,8 @@ from harness.plan import OptimizerConfig, RunConfig
 from harness.printing import print_text
 from harness.train import METRICS_FILE, Progress, alone_in, read_metrics
 from harness.train.attempts import note_lost, record_resume
-from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
+from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, Identity, read_progress, refuse_foreign
 from harness.train.folder import choose_run_folder
-from harness.train.identity import Identity, refuse_foreign
 from harness.train.lines import MISREAD
 from harness.train.metrics import Log
 

@@ -10,10 +10,10 @@ import pytest
 from harness.loader import RankLayout
 from harness.loader.live.balance import packs_in_order, place, send_to_trainers
 from harness.loader.live.position import LivePosition
-from harness.loader.live.rank import BatchPlan, LivePack, Offer, measure_media
+from harness.loader.live.rank import BatchPlan, LivePack, Offer, describe_pack
 from harness.loader.plan import row_media
 from harness.records import Medium, Pack
-from harness.schedule import SequenceCost, schedule
+from harness.schedule import SequenceCost, measure_imbalance, schedule
 from harness.thd import padded_lengths
 
 # Lengths of the sequences of each pack, by rank; the offers of the second rank are of two folders.
@@ -33,10 +33,8 @@ def read_pack(rank: int, number: int, lengths: list[int]) -> LivePack:
 
 
 def offer(rank: int, packs: list[LivePack], source: int = 0) -> Offer:
-    lengths = [pack.pack.sequence_lengths.astype(np.int64) for pack in packs]
-    ids = [pack.sequence_ids for pack in packs]
-    media = [measure_media(pack.pack, COST) for pack in packs]
-    return Offer(rank, source, ids, lengths, LivePosition(), None, None, "stream", None, False, None, media)
+    read = [describe_pack(pack, number, rank, COST) for number, pack in enumerate(packs)]
+    return Offer(rank, source, read, LivePosition(), None, None, "stream", None, False, None)
 
 
 COST = SequenceCost(1.0, 1.0, encode=lambda tokens: 40 * tokens)
@@ -63,7 +61,10 @@ def test_every_sequence_is_trained_whole_by_the_rank_of_its_place(name, options)
     lengths = [5, 9, 3, 8, 4, 6, 7]
     assert (placement.lengths.tolist(), placement.readers.tolist()) == (lengths, [0, 0, 1, 1, 1, 2, 0])
     assert placement.ids.tolist() == [0, 1, 100, 101, 102, 200, 10]
-    assert placement.media_cost.tolist() == [80, 0, 80, 0, 0, 80, 0]
+    row, media_cost = plan.max_tokens_per_row, np.array([80.0, 0, 80, 0, 0, 80, 0])
+    padded = padded_lengths(placement.lengths, plan.layout.pad_to_multiple)
+    work = measure_imbalance(placement.placed, padded, max_tokens_per_row=row, cost=COST, media_cost=media_cost)
+    assert placement.imbalance.rank_cost.tolist() == work.rank_cost.tolist()
     if name == "as_packed":
         assert placement.placed.num_microbatches == 2
         rows = [[placement.placed.row(at, rank).tolist() for rank in range(3)] for at in range(2)]
@@ -120,7 +121,8 @@ def test_text_has_no_cost_of_media_and_needs_no_features() -> None:
     live = LivePack(Pack(np.arange(5), np.zeros(5), [0, 3]), np.arange(2))
     plan = BatchPlan(RankLayout(), 1, 24, COST, schedule="dp_balanced")
     placement = place(packs_in_order([offer(0, [live])]), plan)
-    assert placement.media_cost is None
+    text = measure_imbalance(placement.placed, np.array([2, 1]), max_tokens_per_row=24, cost=COST)
+    assert placement.imbalance.rank_cost.tolist() == text.rank_cost.tolist()
     (row,) = send_to_trainers([live], placement, 0, lambda outgoing, _: outgoing)
     assert row is not None
     assert (row.pack, row.sequence_ids.tolist(), row.media) == (live.pack, [0, 1], None)

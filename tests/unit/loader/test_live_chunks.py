@@ -275,7 +275,7 @@ def test_the_next_step_is_read_while_one_is_trained(tmp_path: Path, monkeypatch:
     def train_first_step(_rank: int, step: int) -> None:
         if step == 1:
             first, second = offers.get(timeout=60), offers.get(timeout=60)
-            assert len(first.lengths) == len(second.lengths) == 4
+            assert len(first.packs) == len(second.packs) == 4
             (tmp_path / "chunk_00001.jsonl").unlink()
 
     assert len(train(tmp_path, size=4, before_step=train_first_step).steps) == 2

@@ -19,7 +19,7 @@ from harness.megatron.step import MegatronStep
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig, TrainerConfig
 from harness.records import SequenceView
 from harness.thd import ThdBatch, build_thd_batch
-from harness.train.identity import Identity
+from harness.train.checkpoints import Identity
 from tests.distributed.checkpoint_ranks import save
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=64, dtype="bfloat16")

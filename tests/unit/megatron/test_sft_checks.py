@@ -28,9 +28,9 @@ from harness.plan.settings import SftConfig
 from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train.attempts import decide
+from harness.train.checkpoints import read_identity
 from harness.train.digests import read_digests
 from harness.train.folder import open_run_folder
-from harness.train.identity import read_identity
 
 VOCABULARY = Provenance(counts={"vocab_size": 90})
 

@@ -20,8 +20,7 @@ from harness.train.attempts import (
     record_resume,
     write_stop,
 )
-from harness.train.checkpoints import RUN_FILE
-from harness.train.identity import begin_attempt
+from harness.train.checkpoints import RUN_FILE, begin_attempt
 
 
 def test_attempts_without_progress_are_the_last_however_they_end(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ import sys
 import pytest
 
 from harness.errors import ConfigError
-from harness.train.checkpoints import UnreadableError, whole_checkpoints
+from harness.train.attempts import read_status
+from harness.train.checkpoints import UnreadableError, begin_attempt, read_identity, refuse_foreign, whole_checkpoints
 from harness.train.folder import choose_run_folder, leave_refusal, open_run_folder
-from harness.train.identity import begin_attempt, read_identity, refuse_foreign
-from harness.train.status import read_status
 
 
 def choose(tmp_path, run_dir=None, resume="false"):

@@ -13,7 +13,7 @@ from step_metrics import metrics
 from harness.errors import ConfigError
 from harness.settings import flatten
 from harness.train import metrics as metrics_module
-from harness.train.identity import begin_attempt
+from harness.train.checkpoints import begin_attempt
 from harness.train.metrics import MetricsWriter, StepMetrics
 from harness.train.trackers import SERVICES, SentState, check_trackers, curves_of, mlflow_name
 

@@ -19,9 +19,8 @@ from harness.plan import SftConfig
 from harness.settings import to_plain, to_yaml
 from harness.storage.checksums import digest_files, write_checksums
 from harness.train import Progress
-from harness.train.checkpoints import write_run_file
+from harness.train.checkpoints import begin_attempt, write_run_file
 from harness.train.digests import RowDigests, StepDigests, to_json
-from harness.train.identity import begin_attempt
 from harness.train.verify import find_run_check, verify_checkpoint, verify_run
 
 YAML = to_yaml(SftConfig())
