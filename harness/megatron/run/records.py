@@ -149,18 +149,16 @@ class RunRecords:
         ended: dict[str, str] = {}
         with suppress(FormatError):  # of a record that is damaged by now; the run is finished
             ended = {f"attempt {n}": line.describe() for n, line in enumerate(read_attempts(self._folder), 1)}
-        write_report(self._folder, steps, {**facts, **_facts(config, self._ranks), **ended})
+        ranks, parallel = self._ranks, config.parallel
+        shape = f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
+        shape += f"vocabulary {model.vocab_size:,}, {model.dtype}"
+        layout = f"{ranks.world_size} on {ranks.device}: tensor {parallel.tensor_parallel_size}, "
+        layout += f"pipeline {parallel.pipeline_parallel_size}, context {parallel.context_parallel_size}"
+        own = {
+            "model": shape + (f"; {model.mtp_layers} MTP layers" if model.mtp_layers else ""),
+            "ranks": layout,
+            "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",
+        }
+        write_report(self._folder, steps, {**facts, **own, **ended})
         plot, report = self._folder / "loss.png", self._folder / "report.md"
         self.progress.log(f"run {self._folder}, loss plot {plot}, report {report}")
-
-
-def _facts(config: RunConfig, ranks: runtime.Runtime) -> dict[str, str]:
-    model, parallel = config.model, config.parallel
-    return {
-        "model": f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
-        f"vocabulary {model.vocab_size:,}, {model.dtype}"
-        + (f"; {model.mtp_layers} MTP layers" if model.mtp_layers else ""),
-        "ranks": f"{ranks.world_size} on {ranks.device}: tensor {parallel.tensor_parallel_size}, "
-        f"pipeline {parallel.pipeline_parallel_size}, context {parallel.context_parallel_size}",
-        "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",
-    }
