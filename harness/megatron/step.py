@@ -108,8 +108,6 @@ class MegatronStep:
 
     Args:
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
-        decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
-            a rate that stays at `lr` after the warm-up.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         max_sequences: the most that a row has; needed for `parallel.cuda_graphs`, as is `pad_rows_to`.
         fill: replaces the random weights, before the optimizer copies them.
@@ -129,7 +127,6 @@ class MegatronStep:
         device: torch.device,
         vocab_size: int,
         optimizer: OptimizerConfig | None = None,
-        decay_steps: int | None = None,
         pad_rows_to: int | None = None,
         max_sequences: int | None = None,
         fill: Callable[[list[GPTModel]], None] | None = None,
@@ -143,7 +140,7 @@ class MegatronStep:
         self.vocab_size, self.pad_rows_to, self.loss_average = vocab_size, pad_rows_to, loss_average
         self.config = get_model_config(chunks[0])
         self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
-        settings = (optimizer or OptimizerConfig()).resolved(model, decay_steps)
+        settings = (optimizer or OptimizerConfig()).resolved(model, None)
         self.optimizer, self.scheduler = _build_optimizer(chunks, settings, parallel, device)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.has_experts = self.config.num_moe_experts is not None
