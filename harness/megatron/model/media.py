@@ -250,12 +250,3 @@ def add_encoder(chunk: GPTModel, model: ModelConfig) -> None:
     encoder.is_divided = chunk.config.sequence_parallel
     chunk.register_forward_pre_hook(take, with_kwargs=True)
     chunk.embedding.register_forward_hook(merge)
-
-
-def encoder_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the encoder's weights by its Hugging Face name; none for a text model."""
-    if model.encoder is None:
-        return {}
-    with torch.device("meta"):
-        encoder = MediaEncoder(model)
-        return {encoder.media.encoder_name(name): tuple(one.shape) for name, one in encoder.state_dict().items()}
