@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,9 @@ class Exported:
     num_weights: int
     num_bytes: int
     has_tokenizer: bool
-    end_tokens: tuple[str, ...] = ()
-    pad_token: str | None = None
-    missing: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...]
+    pad_token: str | None
+    missing: tuple[str, ...]
 
 
 def export_checkpoint(
@@ -109,11 +109,9 @@ def export_checkpoint(
         for file in files:  # safetensors writes files that others cannot read
             shutil.copymode(writing / CARD_FILE, writing / file)
         write_checksums(writing, digest_files(writing, files))
-    exported = Exported(progress.step, *size, has_tokenizer=tokens is not None, missing=tuple(data.missing))
-    if tokens is None:
-        return exported
-    pad_token = None if tokens.pad is None else tokens.texts[tokens.pad]
-    return replace(exported, end_tokens=tuple(tokens.texts[token] for token in tokens.ends), pad_token=pad_token)
+    ends = () if tokens is None else tuple(tokens.texts[token] for token in tokens.ends)
+    pad = None if tokens is None or tokens.pad is None else tokens.texts[tokens.pad]
+    return Exported(progress.step, *size, tokens is not None, ends, pad, tuple(data.missing))
 
 
 # Families into whose experts PEFT 0.21 loads adapters; it skips those of others without a word.
@@ -283,7 +281,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
             pending.clear()
 
     for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         if waiting + size > _SHARD_BYTES:
             flush()
             waiting = 0
@@ -304,23 +302,22 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
 def _copied_tensors(model: ModelConfig, where: Path, *, keep_mtp: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over the tensors that an export has as the initial weights have them, by name."""
     parts = () if model.media is None else model.media.copied
-    # They may have been removed since.
-    folder = find_weights(model.init_from) if model.init_from is not None and (keep_mtp or parts) else None
     layers: tuple[str, ...] = ()
-    if keep_mtp and folder is not None:
-        after = range(model.num_layers, model.num_layers + read_hf_config(folder).mtp_layers)
-        layers = ("mtp.", *(f"model.layers.{number}." for number in after))
+    names: list[str] = []
+    if model.init_from is not None and (keep_mtp or parts):
+        folder = find_weights(model.init_from)  # they may have been removed since
+        if keep_mtp:
+            after = range(model.num_layers, model.num_layers + read_hf_config(folder).mtp_layers)
+            layers = ("mtp.", *(f"model.layers.{number}." for number in after))
+        with HfWeights(folder) as weights:
+            names = sorted(name for name in weights.names if name.startswith((*parts, *layers)))
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
-        if folder is not None and names:
+        if names:
             with HfWeights(folder) as weights:
                 for name in names:
                     yield name, weights.rows(name)
 
-    names: list[str] = []
-    if folder is not None:
-        with HfWeights(folder) as weights:
-            names = sorted(name for name in weights.names if name.startswith((*parts, *layers)))
     if keep_mtp and not any(name.startswith(layers) for name in names):
         what = f"the initial weights ({model.init_from or 'random ones'}) have no MTP layers that can be exported"
         raise ConfigError(what, where=str(where), fix="omit --mtp")
@@ -333,4 +330,4 @@ def _write_adapters(chunk: GPTModel, model: ModelConfig, folder: Path) -> tuple[
     tensors = lora.peft_tensors(chunk, model)
     save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
     _write_json(folder / "adapter_config.json", lora.peft_config(model))
-    return sum(t.numel() for t in tensors.values()), sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(one.numel() for one in tensors.values()), sum(one.nbytes for one in tensors.values())
