@@ -79,7 +79,15 @@ class RunRecords:
             parts = runtime.gather_on_rank_0(own)
             if self._digests is not None:
                 self._digests.write(merge_ranks(record.step, record.batch, parts))
-        times = self._gather_times(record)
+        before, self._thread = self._thread, thread_times()
+        wait_s = max(0.0, record.step_s - record.compute_s - record.data_s)
+        running_s, queued_s = (now - was for now, was in zip(self._thread, before, strict=True))
+        times = [RankTimes(record.compute_s, record.data_s, wait_s, running_s, queued_s, record.batch.media_bytes)]
+        if self._ranks.world_size > 1:
+            mine = torch.tensor(astuple(times[0]), dtype=torch.float64, device=self._ranks.device)
+            everyones = [torch.empty_like(mine) for _ in range(self._ranks.world_size)]
+            torch.distributed.all_gather(everyones, mine)
+            times = [RankTimes(*values) for values in torch.stack(everyones).tolist()]
         stragglers = self._watch.step(times) if self._watch is not None else []
         metrics = step_metrics(record, times, stragglers)
         if self._metrics is not None:
@@ -96,19 +104,6 @@ class RunRecords:
         for records in (self._metrics, self._digests, self._sampler):
             if records is not None:
                 records.sync()
-
-    def _gather_times(self, record: StepRecord) -> list[RankTimes]:
-        """Return the times of every rank in this step, the same on every rank."""
-        before, self._thread = self._thread, thread_times()
-        wait_s = max(0.0, record.step_s - record.compute_s - record.data_s)
-        running_s, queued_s = (now - was for now, was in zip(self._thread, before, strict=True))
-        own = RankTimes(record.compute_s, record.data_s, wait_s, running_s, queued_s, record.batch.media_bytes)
-        if self._ranks.world_size == 1:
-            return [own]
-        mine = torch.tensor(astuple(own), dtype=torch.float64, device=self._ranks.device)
-        everyones = [torch.empty_like(mine) for _ in range(self._ranks.world_size)]
-        torch.distributed.all_gather(everyones, mine)
-        return [RankTimes(*values) for values in torch.stack(everyones).tolist()]
 
     def _report_stragglers(self, stragglers: Sequence[Straggler]) -> None:
         steps = self._trainer.straggler_steps
