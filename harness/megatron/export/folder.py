@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, ConfigError, os_errors_as
 from harness.megatron.export.card import CARD_FILE, model_card
@@ -24,13 +22,12 @@ from harness.megatron.job import runtime
 from harness.megatron.model import lora
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.state.checkpoint import find_damage, find_newest
-from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
+from harness.megatron.state.loading import load_tree, put_weights, sharded_weights
 from harness.megatron.weights import hf_tensors
 from harness.paths import explain_path
 from harness.plan import ModelConfig, ParallelConfig, read_hf_config
 from harness.plan.encoders import of_whole
 from harness.plan.hf_config import MTP_SETTINGS, check_exported, find_weights, text_config, to_hf_config
-from harness.printing import print_text
 from harness.storage import Marker, make_folder, sync_path
 from harness.storage.checksums import digest_files, write_checksums
 from harness.storage.files import PlacingClaim, sync_tree
@@ -147,14 +144,7 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
 def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
     runtime.join(ParallelConfig(), 1)
     (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=torch.device("cpu"))
-    try:
-        state = load_tree({"model": sharded_weights(chunk)}, path)
-    except CheckpointError:
-        raise
-    # Megatron and torch raise many kinds, one of which is not an Exception.
-    except (Exception, CheckpointException) as error:
-        what = f"the checkpoint cannot be read: {reason_of(error)}"
-        raise CheckpointError(what, where=str(path), fix="export the folder of an older checkpoint") from error
+    state = load_tree({"model": sharded_weights(chunk)}, path, fix="export the folder of an older checkpoint")
     put_weights(chunk, state["model"])
     return chunk
 
@@ -163,7 +153,14 @@ def _settings_of(
     model: ModelConfig, data: TrainedData, tokens: SpecialTokens | None, vocab_size: int, *, has_mtp: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return config.json and generation_config.json; add to `data.missing` if the data names no end tokens."""
-    base = _base_settings(model)
+    base: dict[str, dict[str, Any]] = {}  # of the initial weights; empty where there are none any more
+    if model.init_from is not None:
+        with suppress(ConfigError):
+            folder = find_weights(model.init_from)
+            read_hf_config(folder)
+            for name in (CONFIG_FILE, GENERATION_FILE):
+                with suppress(OSError, ValueError, TypeError, RecursionError):
+                    base[name] = dict(json.loads((folder / name).read_text()))
     of_base = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
     config = text_config(of_base) if model.media is None else dict(of_whole(of_base))
     if config is not of_base:  # of a model that also encodes images, or of one part of another
@@ -238,29 +235,13 @@ def _find_checkpoint(source: Path, *, unchecked: bool) -> tuple[Path, dict[str, 
         if (damage := find_damage(source, unchecked=unchecked)) is not None:
             raise damage
     else:
-        path, passed_over = find_newest(run / CHECKPOINTS, unchecked=unchecked)
-        for error in passed_over:
-            print_text(f"skipped: {error.what}\n  where: {error.where}", file=sys.stderr)
+        path, _ = find_newest(run / CHECKPOINTS, unchecked=unchecked)
     if path is None:
         what = "the run has no complete checkpoint"
         raise CheckpointError(what, where=str(run / CHECKPOINTS), fix="train it for a few steps first")
     own = json.loads((path / RUN_FILE).read_text()).get("settings")
     # Older checkpoints have none of their own.
     return path, read_settings(config) if own is None else check_settings(own, where=path / RUN_FILE)
-
-
-def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
-    """Return the config of the initial weights and of their generation; empty where there are none any more."""
-    if model.init_from is None:
-        return {}
-    found = {}
-    with suppress(ConfigError):
-        folder = find_weights(model.init_from)
-        read_hf_config(folder)
-        for name in (CONFIG_FILE, GENERATION_FILE):
-            with suppress(OSError, ValueError, TypeError, RecursionError):
-                found[name] = dict(json.loads((folder / name).read_text()))
-    return found
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
