@@ -26,7 +26,8 @@ ADAPTER = "_adapter."
 # Beginning of those of `harness.megatron.model.media`.
 ENCODER = "encoder."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_FURTHER_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
+# As this rank numbers them: of the model, and of those that predict a further token, whose own layer is inside.
+_OWN_LAYER = re.compile(rf"(decoder|mtp)\.layers\.(\d+)\.(?:{compat.PREDICTING_LAYER})?(.+)")
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 # The tensor that a parameter of a layer is, by suffix, and which dimension of it tensor-parallel ranks divide, None for
 # none. Transformer Engine has two norms elsewhere.
@@ -115,17 +116,6 @@ def linear_names(target: str, model: ModelConfig) -> list[str]:
     end = f"{'mlp' if '_fc' in target else 'self_attention'}.{target}.weight"
     tensors = [tensor for tensor, *_ in _row_pieces(end, model, TensorShard())] or _tensors_of(end, model)[0]
     return list(dict.fromkeys(name.split(".")[-2] for name in tensors))
-
-
-def _scan_tensors(end: str, model: ModelConfig) -> dict[str, slice]:
-    """Return the tensors in a layer with a scan that the rows of a parameter are in, and which pieces they have."""
-    if not model.has_delta_rule:
-        found = {end: _MAMBA[end]} if end in _MAMBA else {}
-    elif end == "in_proj.weight":
-        found = _DELTA_INPUTS[model.traits.groups_scan_rows]
-    else:
-        found = {end: _DELTA[end]} if end in _DELTA else {}
-    return {f"{_scan_module(model)}.{name}": pieces for name, pieces in found.items()}
 
 
 def copied_names(model: ModelConfig) -> dict[str, str]:
@@ -237,16 +227,15 @@ def global_parameters(chunk: GPTModel, *, adapters: bool = False) -> Iterator[tu
     for name, parameter in [*chunk.named_parameters(), *biases]:
         if ADAPTER in name and not adapters:
             continue
-        if (further := _FURTHER_LAYER.fullmatch(name)) is not None:
-            number, end = chunk.config.num_layers + int(further[1]), further[2]
-            layer = compat.predicting_layer(chunk.mtp.layers[int(further[1])])
-            end = end.removeprefix(compat.PREDICTING_LAYER[0]).removeprefix(compat.PREDICTING_LAYER[1])
-        elif (match := _LAYER.fullmatch(name)) is not None:
-            layer, end = chunk.decoder.layers[int(match[1])], match[2]
-            number = layer.layer_number - 1
-        else:
+        if (match := _OWN_LAYER.fullmatch(name)) is None:
             yield name, parameter
             continue
+        place, end = int(match[2]), match[3]
+        if match[1] == "mtp":
+            number, layer = chunk.config.num_layers + place, compat.predicting_layer(chunk.mtp.layers[place])
+        else:
+            layer = chunk.decoder.layers[place]
+            number = layer.layer_number - 1
         if (expert := _LOCAL_EXPERT.fullmatch(end)) is not None:
             index = layer.mlp.local_expert_indices[int(expert[1] or expert[6])]
             end = f"mlp.experts.{index}.linear_fc{expert[2] or expert[4]}.{expert[3] or expert[5]}"
@@ -330,7 +319,14 @@ def _row_pieces(end: str, model: ModelConfig, shard: TensorShard) -> list[tuple[
     if end == f"self_attention.linear_qkv.{kind}":
         return [(f"{tensor}.{kind}", first, count) for tensor, first, count in _qkv_rows(model, shard)]
     found = []
-    for tensor, own in _scan_tensors(end.removeprefix("self_attention."), model).items():
+    end = end.removeprefix("self_attention.")
+    of_scan = _DELTA if model.has_delta_rule else _MAMBA
+    if end == "in_proj.weight" and model.has_delta_rule:
+        tensors = _DELTA_INPUTS[model.traits.groups_scan_rows]
+    else:
+        tensors = {end: of_scan[end]} if end in of_scan else {}
+    for name, own in tensors.items():
+        tensor = f"{_scan_module(model)}.{name}"
         pieces, groups = model.scan_pieces[own], 1
         if "in_proj" in tensor and model.traits.groups_scan_rows:
             groups = model.scan_num_groups
