@@ -30,15 +30,16 @@ def shared_kind(kind: Any, fetch: Fetch | None) -> Any:
     """
     if fetch is None:
         return kind
+    copy_indices: Fetch = fetch
 
     def make(*arguments: Any, **options: Any) -> Any:
         class Shared(kind):  # type: ignore[misc]
             def _build_document_sample_shuffle_indices(self) -> Any:
-                fetch(f"{self.unique_description_hash}-{kind.__name__}-")
+                copy_indices(f"{self.unique_description_hash}-{kind.__name__}-")
                 return super()._build_document_sample_shuffle_indices()
 
             def _build_indices(self) -> Any:  # of a blend
-                fetch(f"{self.unique_description_hash}-{kind.__name__}-")
+                copy_indices(f"{self.unique_description_hash}-{kind.__name__}-")
                 return super()._build_indices()
 
         Shared.__name__ = kind.__name__  # in files and descriptions
