@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -472,7 +471,7 @@ def build_model(
     stream = torch.cuda.Stream() if parallel.cuda_graphs else None  # type: ignore[no-untyped-call]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+    with torch.cuda.stream(stream):  # None changes nothing
         wrapped = [
             # Buckets follow the order of parameters in the backward pass; only the first chunk overlaps.
             DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)

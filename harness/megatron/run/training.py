@@ -139,13 +139,13 @@ class _Run(Hooks):
         config, ranks, first_step, at = self._config, self._ranks, self.first_step, self._watchdog.at
         at(first_step, "opening the data")
 
-        def opened() -> Task:
+        def checked() -> Task:
             config.check(ranks.world_size)
             check_trackers(self._trainer.trackers)
             use_transformer_engine(config.model.attention, ranks.device)
             return open_task(config, ranks, self._progress)  # type: ignore[arg-type]
 
-        self._task = task = together(opened, device=ranks.device)
+        self._task = task = together(checked, device=ranks.device)
         config.optimizer = config.optimizer.resolved(config.model, self._trainer.steps)
         self._layout = layout = runtime.join(
             config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s, shares_rows=config.shares_rows
