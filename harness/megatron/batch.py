@@ -94,9 +94,7 @@ class RowsAhead:
         return row, tensors
 
     def _begin(self, row: ThdBatch) -> tuple[ThdBatch, RowTensors]:
-        if self._stream is None:
-            return row, self._copy(row)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # None changes nothing
             return row, self._copy(row)
 
 

@@ -500,11 +500,8 @@ def with_router(layer: Any, router: type[TopKRouter]) -> Any:
     experts: Any = mlp.keywords.get("submodules") if isinstance(mlp, partial) else mlp.submodules
     if not hasattr(experts, "router"):
         return layer
-    experts = dataclasses.replace(experts, router=router)
-    if isinstance(mlp, partial):
-        mlp = partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": experts})
-    else:
-        mlp = dataclasses.replace(mlp, submodules=experts)
+    parts: Any = {"submodules": dataclasses.replace(experts, router=router)}
+    mlp = partial(mlp, **parts) if isinstance(mlp, partial) else dataclasses.replace(mlp, **parts)
     return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
 
 
@@ -523,8 +520,8 @@ def predicting_layer(layer: Any) -> Any:
     return layer.transformer_layer if hasattr(layer, "transformer_layer") else layer.mtp_model_layer
 
 
-# Names of that decoder layer's parameters begin with one of these.
-PREDICTING_LAYER = ("transformer_layer.", "mtp_model_layer.")
+# Matches the part of the names of its parameters that is of this layer.
+PREDICTING_LAYER = r"(?:transformer_layer|mtp_model_layer)\."
 
 
 def keep_checkpoint_results_in_a_file() -> None:

@@ -62,11 +62,8 @@ class HfWeights(ExitStack):
         self._files: dict[str, _Stored] = {}
         self._quantized: set[str] = set()
         try:
-            if (folder / INDEX_FILE).is_file():
-                names = _indexed_files(folder)
-            else:
-                names = sorted(path.name for path in folder.glob("*.safetensors"))
-            for name in names:
+            names = sorted(path.name for path in folder.glob("*.safetensors"))
+            for name in _indexed_files(folder) if (folder / INDEX_FILE).is_file() else names:
                 file = self.enter_context(safe_open(folder / name, framework="pt"))
                 for own in file.keys():  # noqa: SIM118
                     part, stored = _name_of_part(own), _Stored(file, own)
@@ -83,6 +80,10 @@ class HfWeights(ExitStack):
             self.close()
             what = f"the weights cannot be read: {error}"
             raise FormatError(what, where=str(folder), fix="download or export the model again") from None
+        # Older files store values that are computed from the settings.
+        own = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+        halves = {name + end for name in self._quantized for end in (_BLOCKS, _SCALES)}
+        self.names = (own - halves) | self._quantized
         if not self._files:
             fix = "write them with save_pretrained(..., safe_serialization=True)"
             raise FormatError("the folder contains no *.safetensors", where=str(folder), fix=fix)
@@ -105,12 +106,6 @@ class HfWeights(ExitStack):
                 for part, of, first, rows in parts:
                     stored = _Stored(of.file, of.name, number, first, rows, is_turned)
                     self._files[f"{layer}.mlp.experts.{number}.{part}_proj.weight"] = stored
-
-    @property
-    def names(self) -> set[str]:
-        # Older files store values that are computed from the settings.
-        own = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
-        return own.difference(*({name + _BLOCKS, name + _SCALES} for name in self._quantized)) | self._quantized
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._quantized:

@@ -12,7 +12,6 @@ from megatron.core.models.gpt import GPTModel
 from harness.errors import ConfigError
 from harness.loader import RankLayout
 from harness.megatron.hf_files import HfWeights
-from harness.megatron.model.media import encoder_shapes
 from harness.megatron.weights import TensorShard, check_weights, fill_model
 from harness.plan import ModelConfig, read_hf_config
 from harness.plan.hf_config import check_model, find_weights
@@ -73,9 +72,10 @@ class Pretrained:
 
         def fill(chunks: list[GPTModel]) -> None:
             with HfWeights(self.folder) as weights:
-                check_weights(weights, self.model, self.vocab_size, self.mtp_layers, encoder_shapes(self.model))
                 experts = parallel_state.get_expert_tensor_parallel_rank(), chunks[0].config.expert_tensor_parallel_size
-                fill_model(chunks, weights, self.model, TensorShard(layout.tp_rank, layout.tp_size, *experts))
+                shard = TensorShard(layout.tp_rank, layout.tp_size, *experts)
+                check_weights(chunks, weights, self.model, shard, self.vocab_size, self.mtp_layers)
+                fill_model(chunks, weights, self.model, shard)
 
         return fill
 

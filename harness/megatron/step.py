@@ -28,7 +28,7 @@ from harness.megatron.data.feed import together
 from harness.megatron.drift import check_copies
 from harness.megatron.model.gpt import build_model
 from harness.megatron.model.mtp import predicted_losses
-from harness.megatron.model.router import expert_metrics, routers, show_sources, source_loads
+from harness.megatron.model.router import expert_metrics, routers, show_sources
 from harness.megatron.unproven.moments import moment_settings
 from harness.megatron.unproven.row_graph import RowGraph
 from harness.megatron.unproven.user_buffers import open_user_buffers
@@ -108,8 +108,6 @@ class MegatronStep:
 
     Args:
         vocab_size: of the tokenizer; a row with a token beyond it is refused.
-        decay_steps: step at which the learning rate reaches `min_lr`; None, where the settings name none either, for
-            a rate that stays at `lr` after the warm-up.
         pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
         max_sequences: the most that a row has; needed for `parallel.cuda_graphs`, as is `pad_rows_to`.
         fill: replaces the random weights, before the optimizer copies them.
@@ -129,7 +127,6 @@ class MegatronStep:
         device: torch.device,
         vocab_size: int,
         optimizer: OptimizerConfig | None = None,
-        decay_steps: int | None = None,
         pad_rows_to: int | None = None,
         max_sequences: int | None = None,
         fill: Callable[[list[GPTModel]], None] | None = None,
@@ -143,7 +140,7 @@ class MegatronStep:
         self.vocab_size, self.pad_rows_to, self.loss_average = vocab_size, pad_rows_to, loss_average
         self.config = get_model_config(chunks[0])
         self._row_multiple = fp8_row_multiple(self.config.fp8_recipe if self.config.fp8 else "off", parallel)
-        settings = (optimizer or OptimizerConfig()).resolved(model, decay_steps)
+        settings = (optimizer or OptimizerConfig()).resolved(model, None)
         self.optimizer, self.scheduler = _build_optimizer(chunks, settings, parallel, device)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.has_experts = self.config.num_moe_experts is not None
@@ -181,8 +178,9 @@ class MegatronStep:
         if updated:
             self.scheduler.step(increment=1)
         total, divisor, tokens, *of_sources = self._reduce(sums)
-        names = self.source_names if self.has_experts else ()
-        loads = source_loads(self.chunks, self.num_layers, names, self.device)
+        totals, weights = of_sources[: len(of_sources) // 2], of_sources[len(of_sources) // 2 :]
+        by_source = zip(self.source_names if of_sources else (), totals, weights, strict=True)
+        experts, loads = self._expert_metrics(self.source_names)
         mtp_losses, mtp_tokens = predicted_losses(self.chunks, self.mtp_layers, self.device)
         return StepResult(
             loss=total / max(divisor, 1),
@@ -190,8 +188,8 @@ class MegatronStep:
             grad_norm=float(grad_norm) if grad_norm is not None else float("nan"),
             learning_rate=learning_rate,
             skipped=not updated,
-            experts=expert_metrics(self.chunks, self.num_layers, self.device) if self.has_experts else {},
-            source_losses=self._source_losses(of_sources),
+            experts=experts,
+            source_losses={name: summed / weight for name, summed, weight in by_source if weight > 0},
             source_expert_loads=loads,
             mtp_losses=mtp_losses,
             mtp_tokens=mtp_tokens,
@@ -207,12 +205,6 @@ class MegatronStep:
             return batch.rows
         pairs = zip(batch.rows, batch.sequence_ids, strict=True)
         return [replace(row, sources=self.sources.of(sequences)) for row, sequences in pairs]
-
-    def _source_losses(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the mean loss of each source, from the sums of all sources and then their weights."""
-        totals, weights = sums[: len(sums) // 2], sums[len(sums) // 2 :]
-        found = zip(self.source_names if sums else (), totals, weights, strict=True)
-        return {name: total / weight for name, total, weight in found if weight > 0}
 
     def gather_weights(self) -> None:
         """Make the weights of every rank those of the last step; every rank takes part.
@@ -253,8 +245,11 @@ class MegatronStep:
             for batch in batches:
                 sums += self._sum(self.run_rows(self._padded(batch.rows), self.forward_row))
         total, divisor, tokens = self._reduce(sums)
-        load = expert_metrics(self.chunks, self.num_layers, self.device).get("load") if self.has_experts else None
-        return Evaluation(loss=total / max(divisor, 1), trained_tokens=int(tokens), expert_load=load)
+        experts, _ = self._expert_metrics()
+        return Evaluation(loss=total / max(divisor, 1), trained_tokens=int(tokens), expert_load=experts.get("load"))
+
+    def _expert_metrics(self, names: Sequence[str] = ()) -> tuple[dict[str, float], dict[str, float]]:
+        return expert_metrics(self.chunks, self.num_layers, self.device, names) if self.has_experts else ({}, {})
 
     def _padded(self, rows: Sequence[ThdBatch]) -> Sequence[ThdBatch]:
         """Return rows of `pad_rows_to` tokens; raise ScheduleError for a longer one."""

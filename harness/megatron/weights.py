@@ -7,10 +7,9 @@ queries, keys and values of a group together, and the two halves of the gated la
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from types import MappingProxyType
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -18,15 +17,17 @@ from megatron.core.models.gpt import GPTModel
 from harness.errors import FormatError
 from harness.megatron import compat
 from harness.megatron.hf_files import HfWeights
+from harness.megatron.job.runtime import gather
 from harness.plan import ModelConfig
-from harness.plan.families.base import SCANS, ExpertNames
+from harness.plan.families.base import ExpertNames
 
 # Part of the names of parameters that `harness.megatron.model.lora` adds to the model's own.
 ADAPTER = "_adapter."
 # Beginning of those of `harness.megatron.model.media`.
 ENCODER = "encoder."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_FURTHER_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(.+)")
+# As this rank numbers them: of the model, and of those that predict a further token, whose own layer is inside.
+_OWN_LAYER = re.compile(rf"(decoder|mtp)\.layers\.(\d+)\.(?:{compat.PREDICTING_LAYER})?(.+)")
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 # The tensor that a parameter of a layer is, by suffix, and which dimension of it tensor-parallel ranks divide, None for
 # none. Transformer Engine has two norms elsewhere.
@@ -106,64 +107,6 @@ class TensorShard:
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
 
-def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the model's weights by its Hugging Face name."""
-    hidden, ffn, head = model.hidden_size, model.ffn_hidden_size, model.head_size
-    heads, groups = model.query_size, model.key_size
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (vocab_size, hidden), _FINAL_NORM: (hidden,)}
-    if not model.tie_embeddings:
-        shapes[_OUTPUT] = (vocab_size, hidden)
-    norm, after = {"input_layernorm.weight": (hidden,)}, {"post_attention_layernorm.weight": (hidden,)}
-    layer: dict[str, tuple[int, ...]] = {**norm, "self_attn.o_proj.weight": (hidden, model.value_size)}
-    if model.kv_lora_rank:
-        for name, (inputs, outputs) in model.attention_sizes.items():
-            if (end := f"self_attention.{name}.weight") in _LATENT:
-                layer[_LATENT[end][0]] = (outputs, inputs)
-        layer["self_attn.kv_a_layernorm.weight"] = (model.kv_lora_rank,)
-        if model.q_lora_rank is not None:
-            layer["self_attn.q_a_layernorm.weight"] = (model.q_lora_rank,)
-    else:
-        rows_of = (heads * (1 + model.traits.has_output_gate), groups, groups)
-        layer |= {f"{name}.weight": (rows, hidden) for name, rows in zip(_QKV, rows_of, strict=True)}
-    if model.traits.has_qkv_bias:
-        layer |= {f"{name}.bias": (rows,) for name, rows in zip(_QKV, (heads, groups, groups), strict=True)}
-    if model.traits.has_biases:
-        layer["self_attn.o_proj.bias"] = (hidden,)
-    if model.traits.has_sinks:
-        layer["self_attn.sinks"] = (model.num_attention_heads,)
-    if model.has_head_norms:
-        sizes = (heads, groups) if model.traits.norms_span_heads else (head, head)
-        layer |= {"self_attn.q_norm.weight": (sizes[0],), "self_attn.k_norm.weight": (sizes[1],)}
-    dense = dict.fromkeys(_GATED[-model.halves :], (ffn, hidden))
-    parts: dict[str, dict[str, tuple[int, ...]]] = {
-        "*": layer,
-        **dict.fromkeys(SCANS, norm | _scan_shapes(model) if model.layer_pattern else {}),
-        "-": {**after, **dense, "mlp.down_proj.weight": (hidden, ffn)},
-        "E": {**after, **_expert_shapes(model)} if model.num_experts else {},
-    }
-    further: dict[str, tuple[int, ...]] = {name: (hidden,) for name, _ in _PREDICTING.values()}
-    further["eh_proj.weight"] = (hidden, 2 * hidden)
-    for number in range(model.num_layers + model.mtp_layers):
-        of_layer = dict(further) if number >= model.num_layers else {}
-        for part in model.all_parts[number]:
-            of_layer |= parts[part]
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
-    stored = model.traits.stored_name
-    return {stored(name): shape for name, shape in shapes.items()}
-
-
-def _scan_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for end in (*(_DELTA if model.has_delta_rule else _MAMBA), "in_proj.weight"):
-        columns = {"in_proj.weight": (model.hidden_size,), "conv1d.weight": (1, 4)}.get(end, ())
-        for name, pieces in _scan_tensors(end, model).items():
-            shapes[name] = (sum(model.scan_pieces[pieces]), *columns)
-    if model.has_delta_rule:
-        shapes["linear_attn.norm.weight"] = (model.scan_head_dim,)
-    inner = model.scan_num_heads * model.scan_head_dim
-    return shapes | {f"{_scan_module(model)}.out_proj.weight": (model.hidden_size, inner)}
-
-
 def _scan_module(model: ModelConfig) -> str:
     return "linear_attn" if model.has_delta_rule else "self_attn"
 
@@ -173,17 +116,6 @@ def linear_names(target: str, model: ModelConfig) -> list[str]:
     end = f"{'mlp' if '_fc' in target else 'self_attention'}.{target}.weight"
     tensors = [tensor for tensor, *_ in _row_pieces(end, model, TensorShard())] or _tensors_of(end, model)[0]
     return list(dict.fromkeys(name.split(".")[-2] for name in tensors))
-
-
-def _scan_tensors(end: str, model: ModelConfig) -> dict[str, slice]:
-    """Return the tensors in a layer with a scan that the rows of a parameter are in, and which pieces they have."""
-    if not model.has_delta_rule:
-        found = {end: _MAMBA[end]} if end in _MAMBA else {}
-    elif end == "in_proj.weight":
-        found = _DELTA_INPUTS[model.traits.groups_scan_rows]
-    else:
-        found = {end: _DELTA[end]} if end in _DELTA else {}
-    return {f"{_scan_module(model)}.{name}": pieces for name, pieces in found.items()}
 
 
 def copied_names(model: ModelConfig) -> dict[str, str]:
@@ -200,71 +132,81 @@ def expert_names(model: ModelConfig) -> ExpertNames:
     return names
 
 
-def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    names, hidden, inner = expert_names(model), model.hidden_size, model.expert_size
-    shared, width, latent = model.shared_ffn_hidden_size, model.expert_width, model.expert_latent_size
-    shapes: dict[str, tuple[int, ...]] = {names.router: (model.num_experts, hidden)}
-    if names.are_stacked:
-        shapes["mlp.router.bias"] = (model.num_experts,)
-        for name, inputs, outputs in ((names.gate, hidden, 2 * inner), (names.down, inner, hidden)):
-            shapes |= {name: (model.num_experts, inputs, outputs), f"{name}_bias": (model.num_experts, outputs)}
-    for number in range(0 if names.are_stacked else model.num_experts):
-        shapes |= {name.format(number): (inner, width) for name in (names.gate, names.up) if name}
-        shapes[names.down.format(number)] = (width, inner)
-    if latent:
-        shapes |= {"mlp.fc1_latent_proj.weight": (latent, hidden), "mlp.fc2_latent_proj.weight": (hidden, latent)}
-    if model.expert_bias:
-        shapes[names.bias] = (model.num_experts,)
-    if model.gates_shared_experts:
-        shapes[names.shared_gate] = (1, hidden)
-    if names.shared is not None and shared:
-        *first, down = names.shared
-        shapes |= {**{name: (shared, hidden) for name in first if name}, down: (hidden, shared)}
-    return shapes
-
-
 def check_weights(
+    chunks: Sequence[GPTModel],
     weights: HfWeights,
     model: ModelConfig,
+    shard: TensorShard,
     vocab_size: int,
     mtp_layers: int = 0,
-    encoder: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
-    """Raise FormatError if the weights lack a tensor, have an unknown one, or one of another shape.
+    """Raise FormatError, on every rank, if weights lack a tensor of the model, have another, or one of another shape.
 
-    So many layers after the model's own, which predict further tokens, are left out; shapes of the encoder are given.
+    So many layers after the model's own, which predict further tokens, are left out.
     """
-    expected = expected_shapes(model, vocab_size) | dict(encoder)
-    own_names = {copy: model.traits.stored_name(own) for copy, own in copied_names(model).items()}
-    expected |= {copy: expected[own] for copy, own in own_names.items() if copy in weights.names}
+    stored, there = model.traits.stored_name, weights.names
+    expected = {
+        stored(tensor): shape
+        for chunk in chunks
+        for name, parameter in global_parameters(chunk)
+        for tensor, shape in _whole_shapes(name, parameter, model, shard, vocab_size)
+    }
+    copied = {copy: stored(own) for copy, own in copied_names(model).items() if copy in there}
+    expected |= {copy: expected[own] for copy, own in copied.items() if own in expected}
     left_out = tuple(f"model.layers.{model.num_layers + number}." for number in range(mtp_layers))
-    left_out += model.left_out
-    names = {name for name in weights.names if not name.startswith(left_out)}
-    wrong = {name: weights.shape(name) for name in expected if name in names and weights.shape(name) != expected[name]}
-    for verb, odd in (("lack", sorted(set(expected) - names)), ("have unknown", sorted(names - set(expected)))):
+    names = sorted(name for name in there if not name.startswith((*left_out, *model.left_out)))
+    lacking = set(expected).difference(names)
+    wrong = [name for name in expected if name not in lacking and weights.shape(name) != expected[name]]
+    found = gather((lacking, [(name, weights.shape(name), expected[name]) for name in wrong[:1]]))
+    is_known = torch.tensor([name in expected for name in names], dtype=torch.uint8, device=torch.cuda.current_device())
+    if len(found) > 1:
+        torch.distributed.all_reduce(is_known, op=torch.distributed.ReduceOp.MAX)
+    unknown = [name for name, known in zip(names, is_known.tolist(), strict=True) if not known]
+    for verb, odd in (("lack", sorted(set().union(*(some for some, _ in found)))), ("have unknown", unknown)):
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             fix = "they are damaged or do not match config.json: download them again"
             raise FormatError(f"the weights {verb} {odd[0]}{more}", where=str(weights.folder), fix=fix)
-    for name, shape in wrong.items():
-        what = f"{name} is {list(shape)}, and config.json requires {list(expected[name])}"
+    for name, shape, needed in (one for _, some in found for one in some):
+        what = f"{name} is {list(shape)}, and config.json requires {list(needed)}"
         fix = "download the model again: its files belong to different models"
         raise FormatError(what, where=str(weights.folder), fix=fix)
 
 
+def _whole_shapes(
+    name: str, part: torch.Tensor, model: ModelConfig, shard: TensorShard, vocab_size: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the Hugging Face tensors, with their shapes, that a rank's parameter is a part of."""
+    if (match := _LAYER.fullmatch(name)) is None:
+        tensor = _outer_tensor(name, model)
+        yield tensor, (vocab_size if tensor in (_EMBEDDING, _OUTPUT) else part.shape[0], *part.shape[1:])
+        return
+    layer, end = f"model.layers.{match[1]}.", match[2]
+    expert = _EXPERT.fullmatch(end)
+    if pieces := _row_pieces(end, model, TensorShard()):
+        for tensor in dict.fromkeys(tensor for tensor, *_ in pieces):
+            yield layer + tensor, (sum(count for one, _, count in pieces if one == tensor), *part.shape[1:])
+    elif expert is not None and expert_names(model).are_stacked:
+        yield layer + _stack_of(expert, model), (model.num_experts, *part.shape[::-1])
+    else:
+        tensors, dim = _tensors_of(end, model)
+        size = shard.expert_size if expert else shard.size
+        for tensor, own in zip(tensors, part.chunk(len(tensors)), strict=True):
+            yield layer + tensor, tuple(own.shape[axis] * (size if axis == dim else 1) for axis in range(own.dim()))
+
+
 def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
-    """Copy this rank's part of the weights into its chunks. Rows that pad the vocabulary become zero."""
+    """Copy this rank's part of the weights into its chunks. Rows that pad the vocabulary become zero.
+
+    Raise FormatError if a matrix of which Megatron has one differs from its copy, in the rows of this rank.
+    """
     weights.stored_name = model.traits.stored_name
     with torch.no_grad():
         for chunk in chunks:
             for name, parameter in global_parameters(chunk):
                 read_parameter(name, parameter, weights, model, shard)
-            if chunk.pre_process or getattr(chunk, "mtp_process", False):
-                _check_copies(weights, model, shard)
-
-
-def _check_copies(weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
-    """Raise FormatError if a matrix of which Megatron has one differs from its copy, in the rows of this rank."""
+    if not any(chunk.pre_process or getattr(chunk, "mtp_process", False) for chunk in chunks):
+        return
     for copy, own in copied_names(model).items():
         if copy not in weights.names:
             continue
@@ -285,16 +227,15 @@ def global_parameters(chunk: GPTModel, *, adapters: bool = False) -> Iterator[tu
     for name, parameter in [*chunk.named_parameters(), *biases]:
         if ADAPTER in name and not adapters:
             continue
-        if (further := _FURTHER_LAYER.fullmatch(name)) is not None:
-            number, end = chunk.config.num_layers + int(further[1]), further[2]
-            layer = compat.predicting_layer(chunk.mtp.layers[int(further[1])])
-            end = end.removeprefix(compat.PREDICTING_LAYER[0]).removeprefix(compat.PREDICTING_LAYER[1])
-        elif (match := _LAYER.fullmatch(name)) is not None:
-            layer, end = chunk.decoder.layers[int(match[1])], match[2]
-            number = layer.layer_number - 1
-        else:
+        if (match := _OWN_LAYER.fullmatch(name)) is None:
             yield name, parameter
             continue
+        place, end = int(match[2]), match[3]
+        if match[1] == "mtp":
+            number, layer = chunk.config.num_layers + place, compat.predicting_layer(chunk.mtp.layers[place])
+        else:
+            layer = chunk.decoder.layers[place]
+            number = layer.layer_number - 1
         if (expert := _LOCAL_EXPERT.fullmatch(end)) is not None:
             index = layer.mlp.local_expert_indices[int(expert[1] or expert[6])]
             end = f"mlp.experts.{index}.linear_fc{expert[2] or expert[4]}.{expert[3] or expert[5]}"
@@ -305,14 +246,10 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
     """Fill one parameter of this rank, piece by piece: no more memory is needed than for one piece."""
     match = _LAYER.fullmatch(name)
     if match is None:
-        if name.startswith(ENCODER):
-            assert model.media is not None
-            target.copy_(weights.rows(model.media.encoder_name(name.removeprefix(ENCODER))))
+        tensor = _outer_tensor(name, model)
+        if tensor not in (_EMBEDDING, _OUTPUT):
+            target.copy_(weights.rows(tensor))
             return
-        if name == "decoder.final_layernorm.weight":
-            target.copy_(weights.rows(_FINAL_NORM))
-            return
-        tensor = _EMBEDDING if name.startswith("embedding.") or model.tie_embeddings else _OUTPUT
         start = min(shard.rank * target.shape[0], weights.shape(tensor)[0])
         stop = min(start + target.shape[0], weights.shape(tensor)[0])
         target[: stop - start] = weights.rows(tensor, start, stop).to(target.dtype)
@@ -326,8 +263,10 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
             target[place : place + count].copy_(weights.rows(layer + tensor, first, first + count))
             place += count
     elif expert is not None and expert_names(model).are_stacked:
-        # They have biases, so that no ranks share one.
-        target.copy_(_from_stack(expert, layer, weights, model))
+        # Gate before up, [outputs, inputs] or [outputs]. They have biases, so that no ranks share one.
+        number = int(expert[1])
+        own = weights.rows(layer + _stack_of(expert, model), number, number + 1)[0].t()
+        target.copy_(torch.cat((own[0::2], own[1::2])) if expert[2] == "1" else own)
     else:
         tensors, dim = _tensors_of(end, model)
         part = TensorShard(shard.expert_rank, shard.expert_size) if expert else shard
@@ -336,12 +275,20 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
             own.copy_((weights.columns if dim == 1 else weights.rows)(layer + tensor, *bounds))
 
 
-def _from_stack(expert: re.Match[str], layer: str, weights: HfWeights, model: ModelConfig) -> torch.Tensor:
-    """Return the whole matrix, or bias, of an expert: gate before up, [outputs, inputs] or [outputs]."""
-    names, number = expert_names(model), int(expert[1])
-    name = layer + (names.gate if expert[2] == "1" else names.down) + ("_bias" if expert[3] == "bias" else "")
-    own = weights.rows(name, number, number + 1)[0].t()
-    return torch.cat((own[0::2], own[1::2])) if expert[2] == "1" else own
+def _outer_tensor(name: str, model: ModelConfig) -> str:
+    """Return the tensor of a parameter that is in no layer."""
+    if name.startswith(ENCODER):
+        assert model.media is not None
+        return model.media.encoder_name(name.removeprefix(ENCODER))
+    if name == "decoder.final_layernorm.weight":
+        return _FINAL_NORM
+    return _EMBEDDING if name.startswith("embedding.") or model.tie_embeddings else _OUTPUT
+
+
+def _stack_of(expert: re.Match[str], model: ModelConfig) -> str:
+    """Return the tensor in a layer that has the matrix, or bias, of each of its experts."""
+    names = expert_names(model)
+    return (names.gate if expert[2] == "1" else names.down) + ("_bias" if expert[3] == "bias" else "")
 
 
 def _tensors_of(end: str, model: ModelConfig) -> tuple[tuple[str, ...], int | None]:
@@ -372,7 +319,14 @@ def _row_pieces(end: str, model: ModelConfig, shard: TensorShard) -> list[tuple[
     if end == f"self_attention.linear_qkv.{kind}":
         return [(f"{tensor}.{kind}", first, count) for tensor, first, count in _qkv_rows(model, shard)]
     found = []
-    for tensor, own in _scan_tensors(end.removeprefix("self_attention."), model).items():
+    end = end.removeprefix("self_attention.")
+    of_scan = _DELTA if model.has_delta_rule else _MAMBA
+    if end == "in_proj.weight" and model.has_delta_rule:
+        tensors = _DELTA_INPUTS[model.traits.groups_scan_rows]
+    else:
+        tensors = {end: of_scan[end]} if end in of_scan else {}
+    for name, own in tensors.items():
+        tensor = f"{_scan_module(model)}.{name}"
         pieces, groups = model.scan_pieces[own], 1
         if "in_proj" in tensor and model.traits.groups_scan_rows:
             groups = model.scan_num_groups
@@ -426,7 +380,7 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
     """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name, or as a part of a stack."""
     stored, media = model.traits.stored_name, model.media
     if media is not None and name.startswith(ENCODER):
-        return {media.encoder_name(name.removeprefix(ENCODER)): tensor}
+        return {_outer_tensor(name, model): tensor}
     made = {stored(own): part for own, part in _to_hf(name, tensor, model, vocab_size).items()}
     return made if media is None else {media.text_name(own): part for own, part in made.items()}
 
@@ -434,11 +388,9 @@ def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) 
 def _to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
     match = _LAYER.fullmatch(name)
     if match is None:
-        if name == "decoder.final_layernorm.weight":
-            return {_FINAL_NORM: tensor}
-        if name.startswith("embedding."):
-            return {_EMBEDDING: tensor[:vocab_size]}
-        return {} if model.tie_embeddings else {_OUTPUT: tensor[:vocab_size]}
+        outer = _outer_tensor(name, model)
+        is_copy = name.startswith("output_layer.") and outer == _EMBEDDING
+        return {} if is_copy else {outer: tensor if outer == _FINAL_NORM else tensor[:vocab_size]}
     layer, end = f"model.layers.{match[1]}.", match[2]
     if pieces := _row_pieces(end, model, TensorShard()):
         found: dict[str, list[tuple[int, torch.Tensor]]] = {}
@@ -446,10 +398,9 @@ def _to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int)
             found.setdefault(layer + other, []).append((first, rows))
         in_order = {other: sorted(parts, key=itemgetter(0)) for other, parts in found.items()}
         return {other: torch.cat([rows for _, rows in parts]) for other, parts in in_order.items()}
-    if (expert := _EXPERT.fullmatch(end)) is not None and (names := expert_names(model)).are_stacked:
-        stack = (names.gate if expert[2] == "1" else names.down) + ("_bias" if expert[3] == "bias" else "")
+    if (expert := _EXPERT.fullmatch(end)) is not None and expert_names(model).are_stacked:
         if expert[2] == "1":
             tensor = torch.stack(tensor.chunk(2), dim=1).flatten(0, 1)
-        return {layer + stack: tensor.t()}
+        return {layer + _stack_of(expert, model): tensor.t()}
     tensors, _ = _tensors_of(end, model)
     return {layer + other: part for other, part in zip(tensors, tensor.chunk(len(tensors)), strict=True)}

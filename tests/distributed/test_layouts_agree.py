@@ -273,7 +273,7 @@ OF_MEDIA |= {f"features of the neighbor, {of}": OF_MEDIA["features of the neighb
 OF_SCANS = {
     "state carried over a boundary": (
         {},
-        "harness.megatron.model.mamba_reference",
+        "harness.megatron.model.scan_reference",
         """
 def plant(module):
     right = module.ChunkedRow.of
@@ -282,7 +282,7 @@ def plant(module):
     ),
     "convolution window crosses a boundary": (
         {},
-        "harness.megatron.model.mamba_reference",
+        "harness.megatron.model.scan_reference",
         """
 def plant(module):
     right = module.convolve

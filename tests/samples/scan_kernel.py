@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from harness.megatron.model import mamba_reference
-from harness.megatron.model.mamba_reference import GroupedRMSNorm, mamba_split_conv1d_scan_combined
+from harness.megatron.model import scan_reference
+from harness.megatron.model.scan_reference import GroupedRMSNorm, mamba_split_conv1d_scan_combined
 
 # Names of the arguments in their order; the first seven have no default.
 SIGNATURE = (
@@ -105,7 +105,7 @@ def _described(value: Any) -> Any:
 def install(monkeypatch: Any) -> Kernel:
     """Let layers that are made after this scan and norm with the stand-ins; return that of the scan."""
     kernel = Kernel()
-    monkeypatch.setattr(mamba_reference, "mamba_split_conv1d_scan_combined", kernel)
+    monkeypatch.setattr(scan_reference, "mamba_split_conv1d_scan_combined", kernel)
     monkeypatch.setattr(GroupedRMSNorm, "forward", _norm)
     return kernel
 
@@ -123,7 +123,7 @@ _FILES = {
     "mamba_ssm/ops/triton/__init__.py": "",
     "mamba_ssm/ops/triton/selective_state_update.py": "selective_state_update = None\n",
     "mamba_ssm/ops/triton/layernorm_gated.py": (
-        "from harness.megatron.model.mamba_reference import GroupedRMSNorm as RMSNorm\n"
+        "from harness.megatron.model.scan_reference import GroupedRMSNorm as RMSNorm\n"
     ),
     "mamba_ssm/ops/triton/ssd_combined.py": (
         "from tests.samples.scan_kernel import Kernel\n\n"

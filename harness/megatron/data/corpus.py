@@ -249,19 +249,15 @@ def _megatron_config(config: CorpusConfig, seed: int, vocab_size: int, packs: di
     if is_remote and not os.environ.get("AWS_ENDPOINT_URL") and (endpoint := s3_endpoint()):
         # Megatron makes its own clients, here and in workers, which know the names of AWS alone.
         os.environ.setdefault("AWS_ENDPOINT_URL_S3", endpoint)
-    values: dict[str, Any] = {
+    same = ["sequence_length", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"]
+    same += ["object_storage_cache_path", "num_dataset_builder_threads"]
+    values: dict[str, Any] = {name: getattr(config, name) for name in same} | {
         "random_seed": seed,
-        "sequence_length": config.sequence_length,
         "tokenizer": TokenIds(config.eod, vocab_size),
-        "reset_position_ids": config.reset_position_ids,
-        "reset_attention_mask": config.reset_attention_mask,
-        "eod_mask_loss": config.eod_mask_loss,
         # Attention gets bounds instead: a mask would be S * S bytes a sample.
         "create_attention_mask": False,
         "path_to_cache": config.cache,
         "mmap_bin_files": config.mmap_bin_files and not is_remote,
-        "object_storage_cache_path": config.object_storage_cache_path,
-        "num_dataset_builder_threads": config.num_dataset_builder_threads,
     }
     if config.is_per_split:
         values["blend_per_split"] = [_megatrons(blends[name]) if name in blends else None for name in SPLITS]
@@ -335,15 +331,19 @@ def find_packs(config: CorpusConfig) -> dict[str, PackReader]:
     if config.fast_cache_load:  # each file access costs time, and packs have no index to build
         return {}
     packs = {}
-    for source in (source for some in config.sources().values() for source in some):
-        if source.path in packs or not _is_packed(source.path):
+    for path in dict.fromkeys(source.path for some in config.sources().values() for source in some):
+        if is_object_storage_path(path):  # a lookup costs a request for each of many sources
+            is_packed = path.endswith("/")
+        else:
+            is_packed = holds_manifest(path) or holds_manifest(f"{path}/train")
+        if not is_packed:
             continue
-        packs[source.path] = reader = open_train(source.path)[0]
+        packs[path] = reader = open_train(path)[0]
         refuse_media(reader, "pretraining")
         if reader.pack_size - 1 > config.sequence_length:
             what = f"packs of up to {reader.pack_size:,} tokens are longer than a sample of {config.sequence_length:,}"
             fix = f"set data.sequence_length={reader.pack_size} or more, or prepare smaller packs"
-            raise ConfigError(what, where=source.path, fix=fix)
+            raise ConfigError(what, where=path, fix=fix)
     return packs
 
 
@@ -360,11 +360,31 @@ def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
     """Refuse pairs that are missing, and those on a disk whose sizes do not match their index."""
     named = [source.path for some in config.sources().values() for source in some if source.path not in packs]
     remote = [path for path in named if is_object_storage_path(path)]
-    _check_storage(config, remote)
+    if remote and config.object_storage_cache_path is None:
+        what = f"{remote[0]} is in object storage, but no folder is set for a local copy of its index"
+        raise ConfigError(what, where="data.object_storage_cache_path", fix="set a folder on this machine")
+    in_s3 = next((path for path in remote if path.startswith("s3://")), None)
+    if in_s3 is not None and find_spec("boto3") is None:
+        fix = "pip install 'megatron-sft-harness[s3]'"
+        raise ConfigError("Megatron-Core reads from S3 with boto3, which is not installed", where=in_s3, fix=fix)
     # Before the folder of the indices is made, which may be beside a source that does not exist.
     for path in named if not config.fast_cache_load else ():
-        if path not in remote:
-            _check_pair(Path(path))
+        if path in remote:
+            for suffix in (IDX, BIN):
+                stamp_of(parse_place(path + suffix))
+            continue
+        bin_path, idx_path = with_suffix(Path(path), BIN), with_suffix(Path(path), IDX)
+        if missing := [one.name for one in (bin_path, idx_path) if not one.is_file()]:
+            fix = "specify X of X.bin and X.idx without suffix, or the folder of a packed dataset"
+            raise ConfigError(f"{missing[0]} is missing", where=path, fix=fix)
+        index = MappedIndex(idx_path)
+        if index.header.num_sequences == 0:
+            raise FormatError("the corpus contains no sequences", where=path, fix="remove it from the sources")
+        end = int(index.pointers[-1]) + int(index.lengths[-1]) * index.header.dtype.itemsize
+        if (size := bin_path.stat().st_size) < end:
+            what = f"the file has {size:,} bytes, but its index requires {end:,}"
+            fix = "copy the pair again; `harness verify` checks all of it"
+            raise FormatError(what, where=str(bin_path), fix=fix)
     fix = "set data.path_to_cache to a writable folder"
     with os_errors_as(ConfigError, "built indices cannot be written", where=Path(config.cache), fix=fix):
         Path(config.cache).mkdir(parents=True, exist_ok=True)
@@ -389,39 +409,3 @@ def _check_split(
     fix = "increase its weight in data.split, omit it (\"data.split='100'\"), or set its own sources in "
     fix += "data.blend_per_split"
     raise ConfigError(f"{split} gets {what} of a source, less than one sample", where=path, fix=fix)
-
-
-def _check_pair(prefix: Path) -> None:
-    missing = [suffix for suffix in (BIN, IDX) if not with_suffix(prefix, suffix).is_file()]
-    if missing:
-        fix = "specify X of X.bin and X.idx without suffix, or the folder of a packed dataset"
-        raise ConfigError(f"{with_suffix(prefix, missing[0]).name} is missing", where=str(prefix), fix=fix)
-    index = MappedIndex(with_suffix(prefix, IDX))
-    if index.header.num_sequences == 0:
-        raise FormatError("the corpus contains no sequences", where=str(prefix), fix="remove it from the sources")
-    end = int(index.pointers[-1]) + int(index.lengths[-1]) * index.header.dtype.itemsize
-    size = with_suffix(prefix, BIN).stat().st_size
-    if end > size:
-        what = f"the file has {size:,} bytes, but its index requires {end:,}"
-        fix = "copy the pair again; `harness verify` checks all of it"
-        raise FormatError(what, where=str(with_suffix(prefix, BIN)), fix=fix)
-
-
-def _check_storage(config: CorpusConfig, remote: list[str]) -> None:
-    if remote and config.object_storage_cache_path is None:
-        what = f"{remote[0]} is in object storage, but no folder is set for a local copy of its index"
-        raise ConfigError(what, where="data.object_storage_cache_path", fix="set a folder on this machine")
-    in_s3 = [path for path in remote if path.startswith("s3://")]
-    if in_s3 and find_spec("boto3") is None:
-        fix = "pip install 'megatron-sft-harness[s3]'"
-        raise ConfigError("Megatron-Core reads from S3 with boto3, which is not installed", where=in_s3[0], fix=fix)
-    for path in remote if not config.fast_cache_load else ():
-        for suffix in (IDX, BIN):
-            stamp_of(parse_place(path + suffix))
-
-
-def _is_packed(path: str) -> bool:
-    """Return True for the path of a packed SFT dataset, False for a pair's."""
-    if is_object_storage_path(path):  # a lookup costs a request for each of many sources
-        return path.endswith("/")
-    return holds_manifest(path) or holds_manifest(f"{path}/train")

@@ -19,7 +19,7 @@ from harness.loader.order import shuffle_in_windows
 from harness.loader.plan import RawBatch
 from harness.loader.workers import BatchStream
 from harness.records import Int64Array, Schedule
-from harness.schedule import Imbalance, SequenceCost, measure_imbalance
+from harness.schedule import SequenceCost, measure_imbalance
 from harness.thd import build_thd_batch, padded_lengths
 
 
@@ -177,7 +177,11 @@ class SampleReader:
         rows = self.rows(step)
         mine = rows[self.layout.dp_rank :: self.layout.dp_size]
         samples = {index: self._sample(index) for row in mine for index in row}
-        lengths = [[self.lengths_of(index) for index in row] for row in rows]
+        lengths = [_end_to_end([self.lengths_of(index) for index in row]) for row in rows]
+        padded = [padded_lengths(row + 1, self.layout.pad_to_multiple) for row in lengths]
+        ends = np.cumsum([0, *map(len, padded)])
+        schedule = Schedule(self.layout.dp_size, np.arange(ends[-1], dtype=np.int64), ends)
+        full = int(padded_lengths(np.asarray([self.sequence_length + 1]), self.layout.pad_to_multiple)[0])
         return RawBatch(
             step=step,
             pack_ids=np.arange(step.start, step.stop, dtype=np.int64),
@@ -191,8 +195,10 @@ class SampleReader:
                 for row in mine
             ],
             num_sequences=step.stop - step.start,
-            num_tokens=int(sum(sample.sum() for row in lengths for sample in row)),
-            imbalance=self._imbalance(lengths),
+            num_tokens=int(sum(row.sum() for row in lengths)),
+            imbalance=measure_imbalance(
+                schedule, np.concatenate(padded), max_tokens_per_row=self.micro_batch_size * full, cost=self.cost
+            ),
         )
 
     def lengths_of(self, index: int) -> Int64Array:
@@ -224,23 +230,10 @@ class SampleReader:
             what += f", and {wrong[0]} of shape {sample[wrong[0]].shape}" if wrong else ""
             fix = "the index was built with other settings: remove it from data.path_to_cache"
             raise LoaderError(what, where="the corpus", fix=fix)
-        sample["lengths"] = entry["lengths"] if "lengths" in entry else self._between_boundaries(sample["tokens"])
-        return sample
-
-    def _between_boundaries(self, tokens: npt.NDArray[Any]) -> Int64Array:
-        if self.boundary is None:
-            return np.asarray([tokens.shape[0]], np.int64)
-        after = np.flatnonzero(tokens == self.boundary) + 1
-        return np.diff(np.unique(np.concatenate([[0], after, [tokens.shape[0]]]))).astype(np.int64)
-
-    def _imbalance(self, rows: list[list[Int64Array]]) -> Imbalance:
-        lengths = [padded_lengths(_end_to_end(row) + 1, self.layout.pad_to_multiple) for row in rows]
-        ends = np.cumsum([0, *(row.shape[0] for row in lengths)])
-        schedule = Schedule(self.layout.dp_size, np.arange(ends[-1], dtype=np.int64), ends)
-        full = padded_lengths(np.asarray([self.sequence_length + 1]), self.layout.pad_to_multiple)
-        return measure_imbalance(
-            schedule, np.concatenate(lengths), max_tokens_per_row=self.micro_batch_size * int(full[0]), cost=self.cost
-        )
+        if (lengths := entry.get("lengths")) is None:
+            ends = sample["tokens"] == self.boundary if self.boundary is not None else np.zeros(count, bool)
+            lengths = np.diff(np.unique(np.r_[0, np.flatnonzero(ends) + 1, count])).astype(np.int64)
+        return sample | {"lengths": lengths}
 
 
 class SampleLoader(BatchStream[RawBatch]):

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
-from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.gpt_dataset import GPTDataset
-
-from harness.megatron.data.samples import BlockGPTDataset
 from harness.printing import print_line
 from harness.storage import BucketFolder, LocalCache, ObjectPath, write_atomically
 from harness.storage.bucket import read_blocks
@@ -19,8 +14,6 @@ from harness.storage.claims import ClaimStore, Lease
 _BUILDING = "_building"
 # Megatron trusts a set of indices that has one, so it is uploaded last.
 _DESCRIPTION = "-description.txt"
-
-
 T = TypeVar("T")
 # Takes what the names of a dataset's indices begin with.
 Fetch = Callable[[str], None]
@@ -30,55 +23,31 @@ def _upload_order(name: str) -> tuple[bool, str]:
     return name.endswith(_DESCRIPTION), name
 
 
-class _Shared:
-    """Has built indices copied before Megatron looks for them; mixed into a dataset, whose `__init__` knows the names.
+def shared_kind(kind: Any, fetch: Fetch | None) -> Any:
+    """Return what makes a dataset of a class whose indices `fetch` copies before Megatron looks for them.
 
-    Files and descriptions carry the name of the class, so each class below has that of Megatron's.
+    It returns `kind` itself where they are not shared.
     """
+    if fetch is None:
+        return kind
+    copy_indices: Fetch = fetch
 
-    unique_description_hash: str
+    def make(*arguments: Any, **options: Any) -> Any:
+        class Shared(kind):  # type: ignore[misc]
+            def _build_document_sample_shuffle_indices(self) -> Any:
+                copy_indices(f"{self.unique_description_hash}-{kind.__name__}-")
+                return super()._build_document_sample_shuffle_indices()
 
-    def __init__(self, *arguments: Any, fetch: Fetch, **options: Any) -> None:
-        self._fetch = fetch
-        super().__init__(*arguments, **options)
+            def _build_indices(self) -> Any:  # of a blend
+                copy_indices(f"{self.unique_description_hash}-{kind.__name__}-")
+                return super()._build_indices()
 
-    def _copy_indices(self) -> None:
-        if fetch := vars(self).pop("_fetch", None):  # workers get the dataset without it
-            fetch(f"{self.unique_description_hash}-{type(self).__name__}-")
+        Shared.__name__ = kind.__name__  # in files and descriptions
+        made = Shared(*arguments, **options)
+        made.__class__ = kind  # workers get the dataset, and copy nothing
+        return made
 
-    def _build_document_sample_shuffle_indices(self) -> Any:
-        self._copy_indices()
-        return super()._build_document_sample_shuffle_indices()  # type: ignore[misc]
-
-    def _build_indices(self) -> Any:
-        self._copy_indices()
-        return super()._build_indices()  # type: ignore[misc]
-
-
-class SharedGPTDataset(_Shared, GPTDataset):  # type: ignore[misc]
-    """A GPTDataset with shared indices."""
-
-
-class SharedBlockGPTDataset(_Shared, BlockGPTDataset):
-    """A BlockGPTDataset with shared indices."""
-
-
-class SharedBlendedDataset(_Shared, BlendedDataset):  # type: ignore[misc]
-    """A BlendedDataset with shared indices."""
-
-
-_KINDS: dict[type, type] = {
-    GPTDataset: SharedGPTDataset,
-    BlockGPTDataset: SharedBlockGPTDataset,
-    BlendedDataset: SharedBlendedDataset,
-}
-for _base, _kind in _KINDS.items():
-    _kind.__name__ = _base.__name__
-
-
-def shared_kind(kind: type, fetch: Fetch | None) -> Any:
-    """Return a class of datasets whose indices `fetch` copies; `kind` itself if they are not shared, or it has none."""
-    return partial(_KINDS[kind], fetch=fetch) if fetch is not None and kind in _KINDS else kind
+    return make
 
 
 class SharedIndices:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.errors import CheckpointError, ConfigError, os_errors_as
 from harness.megatron.export.card import CARD_FILE, model_card
@@ -24,13 +22,12 @@ from harness.megatron.job import runtime
 from harness.megatron.model import lora
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.state.checkpoint import find_damage, find_newest
-from harness.megatron.state.loading import load_tree, put_weights, reason_of, sharded_weights
+from harness.megatron.state.loading import load_tree, put_weights, sharded_weights
 from harness.megatron.weights import hf_tensors
 from harness.paths import explain_path
 from harness.plan import ModelConfig, ParallelConfig, read_hf_config
 from harness.plan.encoders import of_whole
 from harness.plan.hf_config import MTP_SETTINGS, check_exported, find_weights, text_config, to_hf_config
-from harness.printing import print_text
 from harness.storage import Marker, make_folder, sync_path
 from harness.storage.checksums import digest_files, write_checksums
 from harness.storage.files import PlacingClaim, sync_tree
@@ -50,9 +47,9 @@ class Exported:
     num_weights: int
     num_bytes: int
     has_tokenizer: bool
-    end_tokens: tuple[str, ...] = ()
-    pad_token: str | None = None
-    missing: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...]
+    pad_token: str | None
+    missing: tuple[str, ...]
 
 
 def export_checkpoint(
@@ -109,11 +106,9 @@ def export_checkpoint(
         for file in files:  # safetensors writes files that others cannot read
             shutil.copymode(writing / CARD_FILE, writing / file)
         write_checksums(writing, digest_files(writing, files))
-    exported = Exported(progress.step, *size, has_tokenizer=tokens is not None, missing=tuple(data.missing))
-    if tokens is None:
-        return exported
-    pad_token = None if tokens.pad is None else tokens.texts[tokens.pad]
-    return replace(exported, end_tokens=tuple(tokens.texts[token] for token in tokens.ends), pad_token=pad_token)
+    ends = () if tokens is None else tuple(tokens.texts[token] for token in tokens.ends)
+    pad = None if tokens is None or tokens.pad is None else tokens.texts[tokens.pad]
+    return Exported(progress.step, *size, tokens is not None, ends, pad, tuple(data.missing))
 
 
 # Families into whose experts PEFT 0.21 loads adapters; it skips those of others without a word.
@@ -149,14 +144,7 @@ def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_
 def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
     runtime.join(ParallelConfig(), 1)
     (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=torch.device("cpu"))
-    try:
-        state = load_tree({"model": sharded_weights(chunk)}, path)
-    except CheckpointError:
-        raise
-    # Megatron and torch raise many kinds, one of which is not an Exception.
-    except (Exception, CheckpointException) as error:
-        what = f"the checkpoint cannot be read: {reason_of(error)}"
-        raise CheckpointError(what, where=str(path), fix="export the folder of an older checkpoint") from error
+    state = load_tree({"model": sharded_weights(chunk)}, path, fix="export the folder of an older checkpoint")
     put_weights(chunk, state["model"])
     return chunk
 
@@ -165,7 +153,14 @@ def _settings_of(
     model: ModelConfig, data: TrainedData, tokens: SpecialTokens | None, vocab_size: int, *, has_mtp: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return config.json and generation_config.json; add to `data.missing` if the data names no end tokens."""
-    base = _base_settings(model)
+    base: dict[str, dict[str, Any]] = {}  # of the initial weights; empty where there are none any more
+    if model.init_from is not None:
+        with suppress(ConfigError):
+            folder = find_weights(model.init_from)
+            read_hf_config(folder)
+            for name in (CONFIG_FILE, GENERATION_FILE):
+                with suppress(OSError, ValueError, TypeError, RecursionError):
+                    base[name] = dict(json.loads((folder / name).read_text()))
     of_base = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
     config = text_config(of_base) if model.media is None else dict(of_whole(of_base))
     if config is not of_base:  # of a model that also encodes images, or of one part of another
@@ -240,29 +235,13 @@ def _find_checkpoint(source: Path, *, unchecked: bool) -> tuple[Path, dict[str, 
         if (damage := find_damage(source, unchecked=unchecked)) is not None:
             raise damage
     else:
-        path, passed_over = find_newest(run / CHECKPOINTS, unchecked=unchecked)
-        for error in passed_over:
-            print_text(f"skipped: {error.what}\n  where: {error.where}", file=sys.stderr)
+        path, _ = find_newest(run / CHECKPOINTS, unchecked=unchecked)
     if path is None:
         what = "the run has no complete checkpoint"
         raise CheckpointError(what, where=str(run / CHECKPOINTS), fix="train it for a few steps first")
     own = json.loads((path / RUN_FILE).read_text()).get("settings")
     # Older checkpoints have none of their own.
     return path, read_settings(config) if own is None else check_settings(own, where=path / RUN_FILE)
-
-
-def _base_settings(model: ModelConfig) -> dict[str, dict[str, Any]]:
-    """Return the config of the initial weights and of their generation; empty where there are none any more."""
-    if model.init_from is None:
-        return {}
-    found = {}
-    with suppress(ConfigError):
-        folder = find_weights(model.init_from)
-        read_hf_config(folder)
-        for name in (CONFIG_FILE, GENERATION_FILE):
-            with suppress(OSError, ValueError, TypeError, RecursionError):
-                found[name] = dict(json.loads((folder / name).read_text()))
-    return found
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
@@ -283,7 +262,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
             pending.clear()
 
     for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         if waiting + size > _SHARD_BYTES:
             flush()
             waiting = 0
@@ -304,23 +283,22 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
 def _copied_tensors(model: ModelConfig, where: Path, *, keep_mtp: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over the tensors that an export has as the initial weights have them, by name."""
     parts = () if model.media is None else model.media.copied
-    # They may have been removed since.
-    folder = find_weights(model.init_from) if model.init_from is not None and (keep_mtp or parts) else None
     layers: tuple[str, ...] = ()
-    if keep_mtp and folder is not None:
-        after = range(model.num_layers, model.num_layers + read_hf_config(folder).mtp_layers)
-        layers = ("mtp.", *(f"model.layers.{number}." for number in after))
+    names: list[str] = []
+    if model.init_from is not None and (keep_mtp or parts):
+        folder = find_weights(model.init_from)  # they may have been removed since
+        if keep_mtp:
+            after = range(model.num_layers, model.num_layers + read_hf_config(folder).mtp_layers)
+            layers = ("mtp.", *(f"model.layers.{number}." for number in after))
+        with HfWeights(folder) as weights:
+            names = sorted(name for name in weights.names if name.startswith((*parts, *layers)))
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
-        if folder is not None and names:
+        if names:
             with HfWeights(folder) as weights:
                 for name in names:
                     yield name, weights.rows(name)
 
-    names: list[str] = []
-    if folder is not None:
-        with HfWeights(folder) as weights:
-            names = sorted(name for name in weights.names if name.startswith((*parts, *layers)))
     if keep_mtp and not any(name.startswith(layers) for name in names):
         what = f"the initial weights ({model.init_from or 'random ones'}) have no MTP layers that can be exported"
         raise ConfigError(what, where=str(where), fix="omit --mtp")
@@ -333,4 +311,4 @@ def _write_adapters(chunk: GPTModel, model: ModelConfig, folder: Path) -> tuple[
     tensors = lora.peft_tensors(chunk, model)
     save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
     _write_json(folder / "adapter_config.json", lora.peft_config(model))
-    return sum(t.numel() for t in tensors.values()), sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(one.numel() for one in tensors.values()), sum(one.nbytes for one in tensors.values())

@@ -40,10 +40,9 @@ class Waits:
         if self._is_gpu:
             names += [(ProcessGroup, name) for name in _EXCHANGES if name in vars(ProcessGroup)]
         for owner, name in names:
-            measured = self._on_stream if self._is_gpu else self._blocking
             # As the class stores it: the function that `getattr` returns for an extension type is not bound again.
             self._stack.callback(setattr, owner, name, vars(owner)[name])
-            setattr(owner, name, measured(getattr(owner, name)))
+            setattr(owner, name, self._measured(getattr(owner, name)))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -58,23 +57,17 @@ class Waits:
             self._pending.clear()
         return self._total_s
 
-    def _blocking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _measured(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def measured(*arguments: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            try:
+            if threading.get_ident() != self._thread:  # a checkpoint that is written beside the steps
                 return function(*arguments, **options)
-            finally:
-                if threading.get_ident() == self._thread:  # not a checkpoint that is written beside the steps
-                    self._total_s += time.perf_counter() - began
-
-        return measured
-
-    def _on_stream(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def measured(*arguments: Any, **options: Any) -> Any:
-            if threading.get_ident() != self._thread:
-                return function(*arguments, **options)
+            if not self._is_gpu:
+                start = time.perf_counter()
+                try:
+                    return function(*arguments, **options)
+                finally:
+                    self._total_s += time.perf_counter() - start
             began, ended = self._spare.pop() if self._spare else (_event(), _event())
             began.record()
             result = function(*arguments, **options)

@@ -63,9 +63,7 @@ class StopSignals:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         # A handler waits until the main thread returns from a read or a collective; these bytes arrive at once.
-        self._bytes, self._wakeup = os.pipe()
-        os.set_blocking(self._bytes, False)
-        os.set_blocking(self._wakeup, False)
+        self._bytes, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         return self
 
@@ -183,7 +181,11 @@ class Watchdog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         lost = None
         if isinstance(error, RuntimeError) and self._world > 1 and is_about_ranks(error):
-            lost = self._lost(error)
+            rank, sentence = self._culprit(time.sleep)
+            what = sentence if rank is not None else f"the other ranks cannot be reached: {str(error).splitlines()[0]}"
+            fix = "check that rank's log and the kernel log (out of memory?); resume=auto continues from the newest "
+            lost = LostRankError(what, where=f"rank {self._rank}, step {self.step}", fix=f"{fix}checkpoint")
+            lost.rank, lost.about = self._rank, rank
         Watchdog.current = None
         self._over.set()
         self._thread.join(timeout=5)
@@ -304,39 +306,27 @@ class Watchdog:
             print_text(f"HarnessError: {error}", file=sys.stderr)
         if rank in (self._rank, None):
             faulthandler.dump_traceback(all_threads=True)  # for its log
-        self._keep_stacks()
+        if self._folder is not None:
+            with suppress(OSError):
+                self._keep_stacks(self._folder / "stacks" / f"rank-{self._rank:05d}")
         if self._rank == 0 and self._world > 1:
             sys.stderr.flush()
             wait(_SILENT_INTERVALS * self._interval_s)  # others are asking the store, which may be in this process
         _exit_now(EXIT_HANG)
 
-    def _keep_stacks(self) -> None:
-        """Write the stacks of this rank's threads, and NCCL's flight recorder where it is on, into the run's folder."""
-        if self._folder is None:
-            return
-        with suppress(OSError):
-            folder = self._folder / "stacks"
-            folder.mkdir(exist_ok=True)
-            name = f"rank-{self._rank:05d}"
-            with (folder / f"{name}.txt").open("w") as file:
-                step, activity = self.now
-                file.write(f"rank {self._rank} on {socket.gethostname()}, step {step}, {activity}\n")
-                # How its exchanges were set up.
-                file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if _FABRIC.match(name))
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-            if torch.distributed.get_backend() == "nccl":
-                recorder: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-                if recorder is not None:
-                    (folder / f"{name}.nccl.pickle").write_bytes(recorder())
-
-    def _lost(self, error: RuntimeError) -> LostRankError:
-        rank, sentence = self._culprit(time.sleep)
-        what = sentence if rank is not None else f"the other ranks cannot be reached: {str(error).splitlines()[0]}"
-        fix = "check that rank's log and the kernel log (out of memory?); resume=auto continues from the newest "
-        lost = LostRankError(what, where=f"rank {self._rank}, step {self.step}", fix=f"{fix}checkpoint")
-        lost.rank, lost.about = self._rank, rank
-        return lost
+    def _keep_stacks(self, place: Path) -> None:
+        """Write the stacks of this rank's threads, and NCCL's flight recorder where it is on, to files of this name."""
+        place.parent.mkdir(exist_ok=True)
+        with place.with_suffix(".txt").open("w") as file:
+            step, activity = self.now
+            file.write(f"rank {self._rank} on {socket.gethostname()}, step {step}, {activity}\n")
+            # How its exchanges were set up.
+            file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if _FABRIC.match(name))
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        recorder: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+        if torch.distributed.get_backend() == "nccl" and recorder is not None:
+            place.with_suffix(".nccl.pickle").write_bytes(recorder())
 
 
 def _exit_now(code: int) -> NoReturn:

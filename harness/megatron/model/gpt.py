@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -97,8 +96,6 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         **_kernel_settings(model, parallel, device),
         **_division(model, parallel, device),
         **_experts(model, parallel, device),
-        **_latents(model),
-        **_layer_kinds(model),
         **_fp8(model, parallel, device),
         mtp_num_layers=model.mtp_layers or None,
         mtp_loss_scaling_factor=model.mtp_loss,
@@ -120,14 +117,36 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
     return config
 
 
+# Settings that Megatron's config has under the same name, and some that it has under others: of all models, of latent
+# attention, and of layers with Mamba-2 or the gated delta rule.
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+_LATENTS = {
+    **{name: name for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "rotary_base")},
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "original_max_position_embeddings": "rope_original_positions",
+    "mscale": "rope_mscale",
+    "mscale_all_dim": "rope_mscale_all_dim",
+}
+_SCANS = ("scan_num_heads", "scan_head_dim", "scan_state_dim", "scan_num_groups")
+_MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
+_DELTA = ("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim", "linear_num_key_heads")
+
+
 def _layer_settings(model: ModelConfig) -> dict[str, Any]:
     dtype: torch.dtype = getattr(torch, model.dtype)
-    return {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
+    names = {name: name for name in _SIZES} | (_LATENTS if model.kv_lora_rank else {})
+    if model.layer_pattern:
+        names |= zip(_DELTA if model.has_delta_rule else _MAMBA, _SCANS, strict=True)
+    made: dict[str, Any] = {name: getattr(model, own) for name, own in names.items()}
+    if model.kv_lora_rank:
+        scaled = model.rope_scaling == "yarn"
+        made |= {"multi_latent_attention": True, "rope_type": "yarn" if scaled else "rope"}
+        made["rotary_scaling_factor"] = model.rope_scaling_factor if scaled else 1.0
+    if model.num_experts or model.layer_pattern:
+        # A list, even of no such layer, tells Megatron's checkpoints that layers differ.
+        made["moe_layer_freq"] = [int("E" in parts) for parts in model.all_parts[: model.num_layers]]
+    return made | {
         "kv_channels": model.head_size,
         "add_qkv_bias": model.traits.has_qkv_bias,
         # Megatron sums the gradients of such norms over tensor-parallel ranks, which norms over all heads divide.
@@ -205,40 +224,6 @@ def _division(model: ModelConfig, parallel: ParallelConfig, device: torch.device
 def _clamped_gate(gate: torch.Tensor) -> torch.Tensor:
     """Compute Megatron's quick_gelu, which is compiled when it is first called."""
     return gate * torch.sigmoid(1.702 * gate)
-
-
-def _latents(model: ModelConfig) -> dict[str, Any]:
-    if not model.kv_lora_rank:
-        return {}
-    scaled = model.rope_scaling == "yarn"
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": model.q_lora_rank,
-        "kv_lora_rank": model.kv_lora_rank,
-        "qk_head_dim": model.qk_nope_head_dim,
-        "qk_pos_emb_head_dim": model.qk_rope_head_dim,
-        "v_head_dim": model.v_head_dim,
-        "rope_type": "yarn" if scaled else "rope",
-        "rotary_base": model.rotary_base,
-        "rotary_scaling_factor": model.rope_scaling_factor if scaled else 1.0,
-        "original_max_position_embeddings": model.rope_original_positions,
-        "mscale": model.rope_mscale,
-        "mscale_all_dim": model.rope_mscale_all_dim,
-    }
-
-
-def _layer_kinds(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings of layers that differ: which have experts, and the sizes of those with a scan."""
-    if not (model.num_experts or model.layer_pattern):
-        return {}
-    # A list, even of no such layer, tells Megatron's checkpoints that layers differ.
-    experts = {"moe_layer_freq": [int("E" in parts) for parts in model.all_parts[: model.num_layers]]}
-    ours = ("scan_num_heads", "scan_head_dim", "scan_state_dim", "scan_num_groups")
-    names = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
-    if model.has_delta_rule:
-        names = ("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim", "linear_num_key_heads")
-    scans = {name: getattr(model, own) for name, own in zip(names, ours, strict=True)} if model.layer_pattern else {}
-    return experts | scans
 
 
 # Compute capability of GPUs whose kernels have a recipe. Those of 10 and later have `blockwise` by way of another.
@@ -486,7 +471,7 @@ def build_model(
     stream = torch.cuda.Stream() if parallel.cuda_graphs else None  # type: ignore[no-untyped-call]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+    with torch.cuda.stream(stream):  # None changes nothing
         wrapped = [
             # Buckets follow the order of parameters in the backward pass; only the first chunk overlaps.
             DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)

@@ -36,7 +36,6 @@ class AdapterPlace:
     Attributes:
         layer: number of its Megatron layer, 0 for the first of the model.
         parent: module that has the linear layer, by the name `linear`.
-        pieces: its outputs, in parts that tensor-parallel ranks divide each: both halves of a gated layer.
         seed: of its adapter, relative to its layer.
         is_expert: of a routed expert, which tensor-parallel ranks do not divide.
     """
@@ -45,8 +44,6 @@ class AdapterPlace:
     parent: torch.nn.Module
     linear: str
     weight: str
-    inputs: int
-    pieces: tuple[int, ...]
     seed: int
     is_expert: bool = False
 
@@ -55,35 +52,29 @@ def places(chunk: GPTModel, model: ModelConfig) -> Iterator[AdapterPlace]:
     """Yield the linear layers of a chunk that `model.lora_targets` names; experts by their numbers in the layer."""
     fc = [name for name in ("linear_fc1", "linear_fc2") if name in model.adapted]
 
-    def mlp(
-        layer: Any, parent: Any, where: str, inner: int, seed: int, *, is_expert: bool = False
-    ) -> Iterator[AdapterPlace]:
-        width = model.expert_width if is_expert else model.hidden_size
+    def mlp(layer: Any, parent: Any, where: str, seed: int, *, is_expert: bool = False) -> Iterator[AdapterPlace]:
         for name in fc:
-            sizes = (width, (inner,) * model.halves) if name == "linear_fc1" else (inner, (width,))
             end = seed + LORA_TARGETS.index(name)
-            yield AdapterPlace(layer.layer_number - 1, parent, name, f"{where}.{name}.weight", *sizes, end, is_expert)
+            yield AdapterPlace(layer.layer_number - 1, parent, name, f"{where}.{name}.weight", end, is_expert)
 
     for layer in chunk.decoder.layers:
         parts = model.all_parts[layer.layer_number - 1]
         mixer = next((part for part in parts if part in "*" + SCANS), None)
-        for number, (name, (inputs, outputs)) in enumerate(model.adapted_in(mixer).items() if mixer else ()):
+        for number, name in enumerate(model.adapted_in(mixer) if mixer else ()):
             seed = LORA_TARGETS.index(name) if name in LORA_TARGETS else len(LORA_TARGETS) * (1 + number)
-            pieces = model.scan_pieces if name == "in_proj" else (outputs,)
             weight = f"self_attention.{name}.weight"
-            yield AdapterPlace(layer.layer_number - 1, layer.self_attention, name, weight, inputs, pieces, seed)
+            yield AdapterPlace(layer.layer_number - 1, layer.self_attention, name, weight, seed)
         if parts == mixer:
             continue
         if not hasattr(layer.mlp, "router"):
-            yield from mlp(layer, layer.mlp, "mlp", model.ffn_hidden_size, 0)
+            yield from mlp(layer, layer.mlp, "mlp", 0)
             continue
         if layer.mlp.shared_experts is not None:
-            yield from mlp(layer, layer.mlp.shared_experts, "mlp.shared_experts", model.shared_ffn_hidden_size, 1_000)
+            yield from mlp(layer, layer.mlp.shared_experts, "mlp.shared_experts", 1_000)
         if not fc:
             continue
         for index, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
-            seed = 10_000 + 10 * index
-            yield from mlp(layer, expert, f"mlp.experts.{index}", model.expert_size, seed, is_expert=True)
+            yield from mlp(layer, expert, f"mlp.experts.{index}", 10_000 + 10 * index, is_expert=True)
 
 
 class Adapter(torch.nn.Module):
@@ -106,7 +97,7 @@ class Adapter(torch.nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        inputs, target, rank, dtype = place.inputs, place.linear, model.lora_rank, config.params_dtype
+        target, rank, dtype = place.linear, model.lora_rank, config.params_dtype
         self.by_columns, self.scale = target in DIVIDED_BY_COLUMNS, model.lora_alpha / rank
         # A layer that a rank has all of, and its tokens too, needs no other rank.
         self.is_expert = place.is_expert
@@ -114,20 +105,26 @@ class Adapter(torch.nn.Module):
         if self.is_whole:
             shard = TensorShard()
         self._sequence_parallel = config.sequence_parallel
+        layer: Any = getattr(place.parent, target)
+        rows, columns = layer.weight.shape
+        inputs = columns * (shard.size if self.by_columns else 1)
+        # Ranks divide each part of what is scanned, and both halves of a gated layer.
+        pieces = [piece // shard.size for piece in model.scan_pieces] if target == "in_proj" else [rows]
+        if target == "linear_fc1":
+            pieces = [rows // model.halves] * model.halves
         bound, generator = 1 / math.sqrt(inputs), torch.Generator().manual_seed(seed)
         drawn = torch.rand(rank, inputs, generator=generator, dtype=torch.float32) * 2 * bound - bound
         if self.by_columns:
             drawn = drawn[:, slice(*shard.of(inputs))].contiguous()
-        share = 1 if self.by_columns else shard.size
         self.a = torch.nn.Parameter(drawn.to(device, dtype))
         self.b = torch.nn.ParameterList(
-            torch.nn.Parameter(torch.zeros(piece // share, rank, device=device, dtype=dtype)) for piece in place.pieces
+            torch.nn.Parameter(torch.zeros(piece, rank, device=device, dtype=dtype)) for piece in pieces
         )
         if place.is_expert:
             # Reduced over the ranks that have this expert, as its own weights are.
-            own: Any = getattr(place.parent, target).weight
             for parameter in self.parameters():
-                setattr(parameter, "allreduce", getattr(own, "allreduce", True))  # noqa: B010 - not one of torch
+                is_dense = getattr(layer.weight, "allreduce", True)
+                setattr(parameter, "allreduce", is_dense)  # noqa: B010 - not an attribute of torch
                 # Each rank's experts are its own, and count in the norm of gradients.
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
             return

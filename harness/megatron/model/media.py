@@ -51,12 +51,12 @@ class MediaEncoder(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         assert model.encoder is not None
-        self.media, self._values = read_encoder(model.encoder)
+        self.media, self.values = read_encoder(model.encoder)
         self.is_trained = model.train_encoder
         self.row: MediaTensors | None = None
         self.is_divided = False
         try:
-            parts = _build(self.media.name, self._values, model.hidden_size)
+            parts = _build(self.media.name, self.values, model.hidden_size)
         except ImportError as error:
             fix = "pip install 'harness[tokenize]'"
             raise ConfigError(f"encoders require transformers: {error}", where="model.encoder", fix=fix) from None
@@ -76,7 +76,7 @@ class MediaEncoder(nn.Module):
     def forward(self, **arrays: torch.Tensor) -> torch.Tensor:
         """Return the features of media, [features, hidden_size], end to end; those of deep layers beside them."""
         with torch.set_grad_enabled(self.is_trained and torch.is_grad_enabled()):
-            features: torch.Tensor = _ENCODE[self.media.name](self, self._values, **arrays)
+            features: torch.Tensor = _ENCODE[self.media.name](self, **arrays)
             return features
 
     def merge(self, embedded: torch.Tensor) -> torch.Tensor:
@@ -153,9 +153,7 @@ def _build(name: str, values: dict[str, Any], hidden_size: int) -> dict[str, nn.
     return {"audio_tower": Qwen3OmniMoeAudioEncoder(audio)}
 
 
-def _encode_whisper(
-    encoder: Any, values: dict[str, Any], *, input_features: torch.Tensor, feature_attention_mask: torch.Tensor
-) -> torch.Tensor:
+def _encode_whisper(encoder: Any, input_features: torch.Tensor, feature_attention_mask: torch.Tensor) -> torch.Tensor:
     tower = encoder.audio_tower
     frames, lengths = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
     size = (input_features.shape[-1] - 2) // 2 + 1
@@ -168,9 +166,7 @@ def _encode_whisper(
     return features[kept]
 
 
-def _encode_omni(
-    encoder: Any, values: dict[str, Any], *, input_features: torch.Tensor, feature_attention_mask: torch.Tensor
-) -> torch.Tensor:
+def _encode_omni(encoder: Any, input_features: torch.Tensor, feature_attention_mask: torch.Tensor) -> torch.Tensor:
     """Encode sounds as if each were alone.
 
     The tower pads the windows of all to the longest, and its convolutions read biases there: a sound of less than a
@@ -198,7 +194,8 @@ def _omni_tokens(frames: int, window: int) -> int:
     return halved + (0 if frames < window else frames // window * _omni_tokens(window - 1, window))
 
 
-def _encode_image(encoder: Any, values: dict[str, Any], *, pixel_values: torch.Tensor) -> torch.Tensor:
+def _encode_image(encoder: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+    values = encoder.values
     layers = values.get("vision_feature_layer", -2)
     weight = encoder.multi_modal_projector.linear_1.weight
     seen = encoder.vision_tower(pixel_values.to(weight.dtype), output_hidden_states=True).hidden_states
@@ -209,9 +206,7 @@ def _encode_image(encoder: Any, values: dict[str, Any], *, pixel_values: torch.T
     return features.flatten(0, 1)
 
 
-def _encode_patches(
-    encoder: Any, values: dict[str, Any], *, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor
-) -> torch.Tensor:
+def _encode_patches(encoder: Any, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor) -> torch.Tensor:
     made = encoder.visual(pixel_values, grid_thw=image_grid_thw)
     return torch.cat((made.pooler_output, *getattr(made, "deepstack_features", ())), dim=-1)
 
@@ -250,12 +245,3 @@ def add_encoder(chunk: GPTModel, model: ModelConfig) -> None:
     encoder.is_divided = chunk.config.sequence_parallel
     chunk.register_forward_pre_hook(take, with_kwargs=True)
     chunk.embedding.register_forward_hook(merge)
-
-
-def encoder_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the encoder's weights by its Hugging Face name; none for a text model."""
-    if model.encoder is None:
-        return {}
-    with torch.device("meta"):
-        encoder = MediaEncoder(model)
-        return {encoder.media.encoder_name(name): tuple(one.shape) for name, one in encoder.state_dict().items()}

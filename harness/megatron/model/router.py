@@ -8,7 +8,6 @@ expert bias is an error in 0.16). Here both are computed once for all versions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +55,12 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         self.sums: dict[str, Any] = dict.fromkeys(_SUMS, 0)
         self.row_sources: torch.Tensor | None = None
         self.source_counts: Any = 0
+
+    def note_row(self, module: torch.nn.Module, inputs: Any, named: Any) -> None:
+        self.row = named.get("packed_seq_params")
+
+    def note_shared(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        self.shared_experts_ran = True
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None, **_unused: Any
@@ -113,8 +118,15 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         best = torch.zeros_like(scores).scatter(1, scores.topk(self.topk, dim=1).indices, 1.0)
         if padding is not None:
             scores, best = scores * ~padding.unsqueeze(1), best * ~padding.unsqueeze(1)
+        config = self.config
         if self.balances_sequences:
-            owners, number = self._owners(scores.shape[0])
+            bounds = self.row.cu_seqlens_q if self.row.cu_seqlens_q_padded is None else self.row.cu_seqlens_q_padded
+            number, whole = len(bounds) - 1, config.tensor_model_parallel_size if config.sequence_parallel else 1
+            # A context-parallel rank has the same share of every sequence.
+            sizes = bounds.diff() // (self.row.local_cp_size or config.context_parallel_size)
+            places = torch.arange(number, device=bounds.device)
+            of_row = torch.repeat_interleave(places, sizes, output_size=len(scores) * whole)
+            owners = own_tokens(of_row, config)
             zeros = scores.new_zeros(number, scores.shape[1])
             summed, sent = zeros.index_add(0, owners, scores), zeros.index_add(0, owners, best.detach())
         else:
@@ -129,17 +141,6 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         if coefficient:
             weights = MoEAuxLossAutoScaler.apply(weights, loss * (coefficient * self.token_weight))
         return weights
-
-    def _owners(self, tokens: int) -> tuple[torch.Tensor, int]:
-        """Return the number of the sequence of each of this rank's tokens, int64 [tokens], and how many there are."""
-        row, config = self.row, self.config
-        bounds = row.cu_seqlens_q if row.cu_seqlens_q_padded is None else row.cu_seqlens_q_padded
-        number = bounds.shape[0] - 1
-        # A context-parallel rank has the same share of every sequence.
-        sizes = bounds.diff() // (row.local_cp_size or config.context_parallel_size)
-        places = torch.arange(number, device=bounds.device)
-        tokens *= config.tensor_model_parallel_size if config.sequence_parallel else 1
-        return own_tokens(torch.repeat_interleave(places, sizes, output_size=tokens), config), number
 
     @torch.no_grad()
     def _count(self, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor | None) -> None:
@@ -181,45 +182,26 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
         experts.router.layer = number
         experts.router.is_recomputed = model.is_recomputed(place) or "moe" in model.recomputed
         experts.router.balances_sequences = model.aux_loss_scope == "sequence"
-        layer.register_forward_pre_hook(partial(_note_row, experts.router), with_kwargs=True)
+        layer.register_forward_pre_hook(experts.router.note_row, with_kwargs=True)
         if experts.shared_experts is not None:
-            experts.shared_experts.register_forward_hook(partial(_note_shared, experts.router))
+            experts.shared_experts.register_forward_hook(experts.router.note_shared)
         for parameter in experts.router.parameters():
             parameter.requires_grad = not model.freeze_router
         if chunk.config.expert_tensor_parallel_size != chunk.config.tensor_model_parallel_size:
             compat.reduce_over_copies(experts.experts)
         if model.traits.has_biases:
-            _prepare_biases(experts.experts)
+            # Megatron marks those of the second matrices as if tensor-parallel ranks had the same experts: it would add
+            # the gradients of different ones, and count one rank's in the norm.
+            for name, parameter in experts.experts.named_parameters():
+                if "linear_fc2" in name and "bias" in name:
+                    parameter.sequence_parallel = False
+                    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+            # Megatron adds a bias in place to what an expert gives, which autograd refuses for PyTorch's layers.
+            for expert in getattr(experts.experts, "local_experts", ()):
+                expert.linear_fc2.register_forward_hook(lambda _, inputs, output: (output[0].clone(), *output[1:]))
         if device.type == "cpu" and hasattr(experts.experts, "local_experts"):  # not grouped, as on GPUs
             for index, expert in zip(experts.local_expert_indices, experts.experts.local_experts, strict=True):
                 _draw(expert, chunk.config, (model.seed * 10_007 + number + 1) * 100_003 + index)
-
-
-def _note_row(router: Router, module: torch.nn.Module, inputs: Any, named: Any) -> None:
-    router.row = named.get("packed_seq_params")
-
-
-def _note_shared(router: Router, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-    router.shared_experts_ran = True
-
-
-def _prepare_biases(experts: Any) -> None:
-    """Let the experts' biases train as their weights do.
-
-    Megatron marks those of the second matrices as if tensor-parallel ranks had the same experts: it would add the
-    gradients of different ones, and count one rank's in the norm.
-    """
-    for name, parameter in experts.named_parameters():
-        if "linear_fc2" in name and "bias" in name:
-            parameter.sequence_parallel = False
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-    for expert in getattr(experts, "local_experts", ()):
-        expert.linear_fc2.register_forward_hook(_copy_output)
-
-
-def _copy_output(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-    """Copy what an expert gives: Megatron adds its bias in place, which autograd refuses for PyTorch's layers."""
-    return output[0].clone(), *output[1:]
 
 
 @torch.no_grad()
@@ -262,60 +244,42 @@ def show_sources(chunk: torch.nn.Module, sources: torch.Tensor, number: int) -> 
             router.source_counts = torch.zeros(shape, dtype=torch.float64, device=sources.device)
 
 
-def source_loads(
-    chunks: Sequence[DistributedDataParallel], num_layers: int, names: Sequence[str], device: torch.device
-) -> dict[str, float]:
-    """Return the load of the busiest expert of each dataset's tokens in the step, as a mean over layers.
-
-    Every rank takes part, before `expert_metrics`. A dataset without a token in the step is left out.
-    """
-    if not names:
-        return {}
-    experts = chunks[0].module.config.num_moe_experts
-    table = torch.zeros(num_layers, len(names), experts, dtype=torch.float64, device=device)
-    for router in routers(chunks):
-        table[router.layer] += router.source_counts
-    torch.distributed.all_reduce(table)
-    loads = {}
-    for place, name in enumerate(names):
-        layers = table[:, place][table[:, place].sum(dim=1) > 0]
-        if len(layers):
-            loads[name] = float((layers.max(dim=1).values / layers.mean(dim=1)).mean())
-    return loads
-
-
 def expert_metrics(
-    chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device
-) -> dict[str, float]:
-    """Return the statistics of `StepMetrics.experts` over all ranks, which all take part, and begin those of the next.
+    chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device, names: Sequence[str] = ()
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the statistics of `StepMetrics.experts`, and the load of the busiest expert of each dataset's tokens.
 
-    Layers are those of the whole model, with those that predict further tokens.
+    They are those of all ranks, which all take part, and begin those of the next step. Layers are those of the whole
+    model, with those that predict further tokens; loads are means over layers. A dataset without a token is left out.
     """
-    found = {router.layer: router for router in routers(chunks)}
     experts = chunks[0].module.config.num_moe_experts
-    table = torch.zeros(num_layers, experts + len(_SUMS), dtype=torch.float64, device=device)
+    table = torch.zeros(num_layers, 1 + len(names), experts, dtype=torch.float64, device=device)
+    summed = torch.zeros(num_layers, len(_SUMS), dtype=torch.float64, device=device)
     biases = torch.zeros(num_layers, dtype=torch.float64, device=device)
-    for layer, router in found.items():
-        table[layer, :experts] = torch.as_tensor(router.counts, dtype=torch.float64)
+    for router in routers(chunks):
+        table[router.layer, 0] += router.counts
+        table[router.layer, 1:] += router.source_counts
         for place, name in enumerate(_SUMS):
-            table[layer, experts + place] = torch.as_tensor(router.sums[name], dtype=torch.float64)
+            summed[router.layer, place] += router.sums[name]
         if router.expert_bias is not None:
-            biases[layer] = router.expert_bias.double().abs().mean()
+            biases[router.layer] = router.expert_bias.double().abs().mean()
         router.reset()
-    torch.distributed.all_reduce(table)
+    for values in (table, summed):
+        torch.distributed.all_reduce(values)
     torch.distributed.all_reduce(biases, op=torch.distributed.ReduceOp.MAX)
-    table = table[table[:, experts] > 0]
+    table, summed = table[summed[:, 0] > 0], summed[summed[:, 0] > 0]
     if not len(table):
-        return {}
-    loads = table[:, :experts].max(dim=1).values / table[:, :experts].mean(dim=1)
-    sums = dict(zip(_SUMS, table[:, experts:].sum(dim=0).tolist(), strict=True))
+        return {}, {}
+    sent, busiest, mean = table.sum(dim=2) > 0, table.max(dim=2).values, table.mean(dim=2)
+    loads = [(busiest[had, of] / mean[had, of]) for of, had in enumerate(sent.unbind(dim=1))]
+    sums = dict(zip(_SUMS, summed.sum(dim=0).tolist(), strict=True))
     return {
         "routed_tokens": round(sums["tokens"]),
         "shared_tokens": round(sums["shared_tokens"]),
         "bias_tokens": round(sums["bias_tokens"]),
-        "load": float(loads.mean()),
-        "worst_load": float(loads.max()),
+        "load": float(loads[0].mean()),
+        "worst_load": float(loads[0].max()),
         "entropy": sums["entropy"] / sums["tokens"],
         "aux_loss": sums["aux_loss"] / sums["tokens"],
         "bias": float(biases.sum()) / len(table),
-    }
+    }, {name: float(of.mean()) for name, of in zip(names, loads[1:], strict=True) if len(of)}

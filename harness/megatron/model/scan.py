@@ -1,7 +1,7 @@
 """Layers of hybrid models: Megatron-Core's Mamba-2 and gated delta rule, whose states restart at every sequence.
 
 The scan is the kernel of mamba-ssm, or of flash-linear-attention, on a GPU that has it, and PyTorch's in
-`mamba_reference` and `delta_reference` elsewhere. Here a layer with a scan is a layer of GPTModel, with the mixer in
+`scan_reference` elsewhere. Here a layer with a scan is a layer of GPTModel, with the mixer in
 the place of attention. Megatron's own hybrid models ask the device for the sequence of each token in every layer
 (0.16), need Transformer Engine for rows that context-parallel ranks share, and have no interleaved pipeline; its layer
 of the gated delta rule takes no packed rows (0.16).
@@ -25,12 +25,12 @@ from torch.nn import functional
 from harness.errors import ConfigError
 from harness.megatron import compat
 from harness.megatron.compat import PackedRow
-from harness.megatron.model import delta_reference, mamba_reference
+from harness.megatron.model import scan_reference
 from harness.plan.families.base import SCANS
 from harness.plan.model_checks import check_scan_offsets
 
 Mixed = tuple[torch.Tensor, torch.Tensor | None]
-_mamba, _delta = compat.import_scans(mamba_reference)
+_mamba, _delta = compat.import_scans(scan_reference)
 
 
 class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
@@ -59,7 +59,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
             gate, values, *of_groups, steps = torch.split(mixed, sizes, dim=-1)
             copied = (_copy_groups(piece, cp.ngroups_local_tp, cp.cp_size) for piece in of_groups)
             mixed = _gather_tokens([gate, values, *copied, steps], cp.cp_group, order)
-        if self._scan is not mamba_reference.mamba_split_conv1d_scan_combined:
+        if self._scan is not scan_reference.mamba_split_conv1d_scan_combined:
             check_scan_offsets(len(mixed), mixed.shape[-1])
         scanned = self._scan(
             mixed.transpose(0, 1).contiguous(),
@@ -88,7 +88,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
 
     def use_plain_scan(self) -> None:
         """Scan in PyTorch, whatever is installed."""
-        self._scan = mamba_reference.mamba_split_conv1d_scan_combined
+        self._scan = scan_reference.mamba_split_conv1d_scan_combined
 
 
 class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
@@ -139,13 +139,13 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=bounds,
         )
-        scanned = delta_reference.gate(self.out_norm(scanned), torch.unflatten(gate, -1, (heads, -1))).flatten(2)
+        scanned = scan_reference.gate(self.out_norm(scanned), torch.unflatten(gate, -1, (heads, -1))).flatten(2)
         scanned = _gather_heads(scanned.transpose(0, 1).contiguous(), group, order)
         return cast(Mixed, self.out_proj(scanned))
 
     def use_plain_scan(self) -> None:
         """Scan in PyTorch, whatever is installed."""
-        self._scan, self._convolve = delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
+        self._scan, self._convolve = scan_reference.chunk_gated_delta_rule, scan_reference.causal_conv1d
 
     def _by_rank(self, whole: torch.Tensor, dim: int, cp: int) -> list[torch.Tensor]:
         """Return the pieces of what has channels in a dimension, which context-parallel ranks divide each."""
@@ -194,7 +194,7 @@ def _uses_kernels(device: torch.device, *, delta_rule: bool) -> bool:
 def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tensor]:
     """Return the function that scans: mamba-ssm's on a GPU that has it, else, or where bits must repeat, PyTorch's."""
     if not _uses_kernels(device, delta_rule=False):
-        return mamba_reference.mamba_split_conv1d_scan_combined
+        return scan_reference.mamba_split_conv1d_scan_combined
     if features % 8:
         what = f"a rank would scan {features} numbers per token, but causal-conv1d requires a multiple of 8"
         where = "model.scan_num_heads, parallel.tensor_parallel_size, parallel.context_parallel_size"
@@ -207,7 +207,7 @@ def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tens
 def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the gated delta rule and the convolution before it, of fla or PyTorch as `choose_scan` does."""
     if not _uses_kernels(device, delta_rule=True):
-        return delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
+        return scan_reference.chunk_gated_delta_rule, scan_reference.causal_conv1d
     from fla.modules.convolution import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

@@ -34,11 +34,18 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
     check_media(config, data)
     if isinstance(data, RunData):
         check_weights(config, data.train)
+    most = None
+    if config.parallel.cuda_graphs:
+        assert isinstance(data, RunData), "settings with live data are refused"
+        lengths = padded_lengths(data.train.sequence_lengths, config.parallel.pad_to_multiple)
+        sizes = {"max_tokens_per_row": config.max_tokens_per_row, "global_batch_size": config.loader.global_batch_size}
+        name, repeats = config.schedule.name, data.blend is not None
+        most = most_sequences(name, lengths, data.train.pack_offsets, repeats=repeats, **sizes)
     return Task(
         feeds=partial(make_feeds, config, data),
         vocab_size=config.model.vocab_size,
         pad_rows_to=config.max_tokens_per_row if config.parallel.static_rows else None,
-        max_sequences=_max_sequences(config, data) if config.parallel.cuda_graphs else None,
+        max_sequences=most,
         pretrained=pretrained,
         data_names=config.data.live.folders or [source.path for source in config.data.blend] or [config.data.path],
         facts={
@@ -71,18 +78,6 @@ def settle_length(config: SftConfig, data: RunData, progress: Progress | None) -
     epochs = epochs_after(config.loader, packs, max(0, trainer.steps - done), **at)
     steps = f"{count_of(trainer.steps, 'step')} {'is' if trainer.steps == 1 else 'are'}"
     return f"{steps} {epochs:.3g} epoch{'s' * (epochs != 1)} of {count_of(packs, 'pack')}"
-
-
-def _max_sequences(config: SftConfig, data: RunData | LiveData) -> int:
-    assert isinstance(data, RunData), "settings with live data are refused"
-    return most_sequences(
-        config.schedule.name,
-        padded_lengths(data.train.sequence_lengths, config.parallel.pad_to_multiple),
-        data.train.pack_offsets,
-        max_tokens_per_row=config.max_tokens_per_row,
-        global_batch_size=config.loader.global_batch_size,
-        repeats=data.blend is not None,
-    )
 
 
 def make_feeds(

@@ -79,7 +79,15 @@ class RunRecords:
             parts = runtime.gather_on_rank_0(own)
             if self._digests is not None:
                 self._digests.write(merge_ranks(record.step, record.batch, parts))
-        times = self._gather_times(record)
+        before, self._thread = self._thread, thread_times()
+        wait_s = max(0.0, record.step_s - record.compute_s - record.data_s)
+        running_s, queued_s = (now - was for now, was in zip(self._thread, before, strict=True))
+        times = [RankTimes(record.compute_s, record.data_s, wait_s, running_s, queued_s, record.batch.media_bytes)]
+        if self._ranks.world_size > 1:
+            mine = torch.tensor(astuple(times[0]), dtype=torch.float64, device=self._ranks.device)
+            everyones = [torch.empty_like(mine) for _ in range(self._ranks.world_size)]
+            torch.distributed.all_gather(everyones, mine)
+            times = [RankTimes(*values) for values in torch.stack(everyones).tolist()]
         stragglers = self._watch.step(times) if self._watch is not None else []
         metrics = step_metrics(record, times, stragglers)
         if self._metrics is not None:
@@ -96,19 +104,6 @@ class RunRecords:
         for records in (self._metrics, self._digests, self._sampler):
             if records is not None:
                 records.sync()
-
-    def _gather_times(self, record: StepRecord) -> list[RankTimes]:
-        """Return the times of every rank in this step, the same on every rank."""
-        before, self._thread = self._thread, thread_times()
-        wait_s = max(0.0, record.step_s - record.compute_s - record.data_s)
-        running_s, queued_s = (now - was for now, was in zip(self._thread, before, strict=True))
-        own = RankTimes(record.compute_s, record.data_s, wait_s, running_s, queued_s, record.batch.media_bytes)
-        if self._ranks.world_size == 1:
-            return [own]
-        mine = torch.tensor(astuple(own), dtype=torch.float64, device=self._ranks.device)
-        everyones = [torch.empty_like(mine) for _ in range(self._ranks.world_size)]
-        torch.distributed.all_gather(everyones, mine)
-        return [RankTimes(*values) for values in torch.stack(everyones).tolist()]
 
     def _report_stragglers(self, stragglers: Sequence[Straggler]) -> None:
         steps = self._trainer.straggler_steps
@@ -149,18 +144,16 @@ class RunRecords:
         ended: dict[str, str] = {}
         with suppress(FormatError):  # of a record that is damaged by now; the run is finished
             ended = {f"attempt {n}": line.describe() for n, line in enumerate(read_attempts(self._folder), 1)}
-        write_report(self._folder, steps, {**facts, **_facts(config, self._ranks), **ended})
+        ranks, parallel = self._ranks, config.parallel
+        shape = f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
+        shape += f"vocabulary {model.vocab_size:,}, {model.dtype}"
+        layout = f"{ranks.world_size} on {ranks.device}: tensor {parallel.tensor_parallel_size}, "
+        layout += f"pipeline {parallel.pipeline_parallel_size}, context {parallel.context_parallel_size}"
+        own = {
+            "model": shape + (f"; {model.mtp_layers} MTP layers" if model.mtp_layers else ""),
+            "ranks": layout,
+            "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",
+        }
+        write_report(self._folder, steps, {**facts, **own, **ended})
         plot, report = self._folder / "loss.png", self._folder / "report.md"
         self.progress.log(f"run {self._folder}, loss plot {plot}, report {report}")
-
-
-def _facts(config: RunConfig, ranks: runtime.Runtime) -> dict[str, str]:
-    model, parallel = config.model, config.parallel
-    return {
-        "model": f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "
-        f"vocabulary {model.vocab_size:,}, {model.dtype}"
-        + (f"; {model.mtp_layers} MTP layers" if model.mtp_layers else ""),
-        "ranks": f"{ranks.world_size} on {ranks.device}: tensor {parallel.tensor_parallel_size}, "
-        f"pipeline {parallel.pipeline_parallel_size}, context {parallel.context_parallel_size}",
-        "versions": f"megatron-core {MEGATRON_VERSION}, torch {torch.__version__}",
-    }

@@ -10,8 +10,9 @@ tokens go to experts evenly.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,7 +116,7 @@ def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
 
 
 class KeptBytes:
-    """Bytes that autograd keeps for the backward pass, without those of some storages."""
+    """Bytes that autograd keeps for the backward pass, without those of some storages; `peak` is the most at once."""
 
     def __init__(self, without: set[int]) -> None:
         self.peak = self._now = 0
@@ -124,33 +125,27 @@ class KeptBytes:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(partial(_Kept, self), lambda kept: kept.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept()):
             yield
 
-    def add(self, storage: int, size: int) -> None:
-        """Count a tensor's storage, unless another tensor's is counted that shares it."""
-        if storage not in self._without:
-            self._now += 0 if self._uses[storage] else size
-            self._uses[storage] += 1
-            self.peak = max(self.peak, self._now)
-
-    def remove(self, storage: int, size: int) -> None:
-        """Count it no more, once no tensor that is kept shares it."""
-        if storage not in self._without:
-            self._uses[storage] -= 1
-            self._now -= 0 if self._uses[storage] else size
-
-
-class _Kept:
-    """A tensor that autograd keeps until it lets go of this object."""
-
-    def __init__(self, count: KeptBytes, tensor: torch.Tensor) -> None:
+    def _keep(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Count a tensor, unless one is counted that shares its storage, until autograd lets go of the result."""
         storage = tensor.untyped_storage()
-        self.count, self.tensor, self._storage = count, tensor, (storage.data_ptr(), storage.nbytes())
-        count.add(*self._storage)
+        place, size = storage.data_ptr(), storage.nbytes()
 
-    def __del__(self) -> None:
-        self.count.remove(*self._storage)
+        def kept() -> torch.Tensor:
+            return tensor
+
+        def let_go() -> None:
+            self._uses[place] -= 1
+            self._now -= 0 if self._uses[place] else size
+
+        if place not in self._without:
+            self._now += 0 if self._uses[place] else size
+            self._uses[place] += 1
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(kept, let_go)
+        return kept
 
 
 def _tokens(model: ModelConfig, parallel: ParallelConfig) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,9 @@ from pathlib import Path
 import yaml
 
 from harness.errors import CheckpointError, ConfigError
-from harness.megatron.job.runtime import on_rank_0
 from harness.megatron.model.lora import check_same_adapters
 from harness.megatron.state.checkpoint import find_newest, stored_moments
 from harness.plan import OptimizerConfig, RunConfig
-from harness.printing import print_text
 from harness.train import METRICS_FILE, Progress, alone_in, read_metrics
 from harness.train.attempts import note_lost, record_resume
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, Identity, read_progress, refuse_foreign
@@ -38,19 +35,15 @@ def choose_folder(config: RunConfig) -> Path:
 
 
 def find_start(config: RunConfig, folder: Path) -> tuple[Path | None, list[CheckpointError]]:
-    """Return the checkpoint to resume from, and the damage of newer ones, which it prints."""
+    """Return the checkpoint to resume from, and the damage of newer ones."""
     if config.resume == "false":
         return None, []
     newest, passed_over = find_newest(folder / CHECKPOINTS, unchecked=config.resume_unchecked)
-
-    def report() -> None:
-        for error in passed_over:
-            print_text(f"skipped: {error.what}\n  where: {error.where}", file=sys.stderr)
-        if newest is None and config.resume == "true":
-            fix = "resume=auto starts from the first step"
-            raise ConfigError("there is no complete checkpoint to resume from", where=str(folder), fix=fix)
-
-    on_rank_0(report)
+    if newest is None and config.resume == "true":
+        fix = "resume=auto starts from the first step"
+        error = ConfigError("there is no complete checkpoint to resume from", where=str(folder), fix=fix)
+        error.is_shared = True
+        raise error
     return newest, passed_over
 
 

@@ -21,8 +21,8 @@ from harness.megatron.batch import RowsAhead, run_row
 from harness.megatron.step import MegatronStep, share_last_stage
 from harness.plan import SftConfig, TrainerConfig
 from harness.prep import ChatTokenizer, TokenizerConfig
-from harness.records import Int64Array, SequenceView
-from harness.thd import ThdBatch, build_thd_batch, context_parallel_indices, pad_row
+from harness.records import SequenceView
+from harness.thd import build_thd_batch, context_parallel_indices, pad_row
 from harness.train import is_due
 from harness.train.folder import SAMPLES_FILE
 from harness.train.lines import LineFile, describe_hole, keep_lines_before
@@ -60,37 +60,28 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
     lasts = (row.cu_seqlens_padded[:-1].astype(np.int64) + np.diff(row.cu_seqlens) - 1)[: len(sequences)]
     if step.pad_rows_to is not None and len(row) <= step.pad_rows_to:
         row = pad_row(row, step.pad_rows_to)
+    held = context_parallel_indices(row.cu_seqlens_padded, cp_size=step.layout.cp_size, cp_rank=step.layout.cp_rank)
+    place_of = np.full(len(row), -1, dtype=np.int64)
+    place_of[held] = np.arange(held.shape[0])
+    # Of the last tokens in this rank's slice; -1 on the other context-parallel ranks.
+    places = torch.from_numpy(place_of[lasts]).to(step.device)
     kept: list[torch.Tensor] = []
 
+    def keep(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not kept:  # [1, T / cp, V / tp]
+            chosen = gather_from_tensor_model_parallel_region(logits[0, places.clamp(min=0)])
+            kept.append(torch.where(places >= 0, chosen[:, : step.vocab_size].argmax(dim=-1), 0))
+            if step.layout.cp_size > 1:
+                torch.distributed.all_reduce(kept[0], group=parallel_state.get_context_parallel_group())
+        return logits.sum() * 0, torch.tensor(1), torch.zeros(2, dtype=torch.float64)
+
     def forward(rows: RowsAhead, chunk: Any) -> tuple[torch.Tensor, Any]:
-        output = run_row(chunk, rows.take()[1], with_labels=False)
-
-        def keep(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            if not kept:
-                kept.append(_likeliest(step, logits[0], row, lasts))
-            return logits.sum() * 0, torch.tensor(1), torch.zeros(2, dtype=torch.float64)
-
-        return output, keep
+        return run_row(chunk, rows.take()[1], with_labels=False), keep
 
     step.run_rows([row] * step.group_size, forward)
     tokens = kept[0] if kept else torch.zeros(len(sequences), dtype=torch.int64, device=step.device)
     share_last_stage(tokens)
     return [int(token) for token in tokens.tolist()]
-
-
-def _likeliest(step: MegatronStep, logits: torch.Tensor, row: ThdBatch, lasts: Int64Array) -> torch.Tensor:
-    """Return int64 [S], the most likely token at positions `lasts` of the row; logits are [T / cp, V / tp]."""
-    layout = step.layout
-    held = context_parallel_indices(row.cu_seqlens_padded, cp_size=layout.cp_size, cp_rank=layout.cp_rank)
-    place_of = np.full(len(row), -1, dtype=np.int64)
-    place_of[held] = np.arange(held.shape[0])
-    places = torch.from_numpy(place_of[lasts]).to(logits.device)
-    chosen = gather_from_tensor_model_parallel_region(logits[places.clamp(min=0)])
-    tokens = chosen[:, : step.vocab_size].argmax(dim=-1)
-    tokens = torch.where(places >= 0, tokens, torch.zeros_like(tokens))
-    if layout.cp_size > 1:
-        torch.distributed.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
-    return tokens
 
 
 # The tokenizer of prompts and answers, and the ids of the tokens that end an answer to the trained model.

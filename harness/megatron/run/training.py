@@ -138,7 +138,14 @@ class _Run(Hooks):
         """Do everything else before the first step."""
         config, ranks, first_step, at = self._config, self._ranks, self.first_step, self._watchdog.at
         at(first_step, "opening the data")
-        self._task = task = together(lambda: self._checked(open_task), device=ranks.device)
+
+        def checked() -> Task:
+            config.check(ranks.world_size)
+            check_trackers(self._trainer.trackers)
+            use_transformer_engine(config.model.attention, ranks.device)
+            return open_task(config, ranks, self._progress)  # type: ignore[arg-type]
+
+        self._task = task = together(checked, device=ranks.device)
         config.optimizer = config.optimizer.resolved(config.model, self._trainer.steps)
         self._layout = layout = runtime.join(
             config.parallel, ranks.world_size, timeout_s=self._trainer.patience_s, shares_rows=config.shares_rows
@@ -175,12 +182,6 @@ class _Run(Hooks):
         self._identity = runtime.on_rank_0(lambda: self._stack.enter_context(opened))
         self._watchdog.training_begins(self.folder, limit_s=self._trainer.timeout_s)
         self.validated = runtime.on_rank_0(lambda: resuming.read_validations(self.folder, first_step))
-
-    def _checked(self, open_task: OpenTask[C]) -> Task:
-        self._config.check(self._ranks.world_size)
-        check_trackers(self._trainer.trackers)
-        use_transformer_engine(self._config.model.attention, self._ranks.device)
-        return open_task(self._config, self._ranks, self._progress)  # type: ignore[arg-type]
 
     def open_records(self) -> None:
         """Begin the records of the run, with its warnings and where it resumes, and its checkpoints."""

@@ -89,7 +89,7 @@ def stored_moments(path: Path) -> str | None:
 
 
 def find_newest(folder: Path, *, unchecked: bool = False) -> tuple[Path | None, list[CheckpointError]]:
-    """Return the newest checkpoint below `folder` whose every byte is as written, and the errors of newer ones.
+    """Return the newest checkpoint in `folder` with every byte as written; print and return the errors of newer ones.
 
     In a job every rank takes part, reads a share of the files, and gets the same answer.
 
@@ -99,9 +99,15 @@ def find_newest(folder: Path, *, unchecked: bool = False) -> tuple[Path | None, 
         LoaderError: none of them can be read, which may succeed at the next attempt.
     """
     passed_over: list[CheckpointError] = []
+
+    def report() -> None:
+        for one in passed_over:
+            print_text(f"skipped: {one.what}\n  where: {one.where}", file=sys.stderr)
+
     for path in on_rank_0(lambda: checkpoints.list_checkpoints(folder))[::-1]:
         error = find_damage(path, unchecked=unchecked)
         if error is None:
+            on_rank_0(report)
             return path, passed_over
         passed_over.append(error)
     if passed_over:
@@ -138,30 +144,10 @@ def find_damage(path: Path, *, unchecked: bool = False) -> CheckpointError | Non
 
 
 def load_checkpoint(path: Path, step: MegatronStep) -> None:
-    """Load model, optimizer and learning-rate schedule; every rank takes part.
-
-    Raises:
-        CheckpointError: it does not fit this model.
-        LoaderError: it cannot be read, which may succeed at the next attempt.
-        RuntimeError: another rank has died.
-    """
+    """Load model, optimizer and learning-rate schedule; every rank takes part. Raise errors as `loading.load_tree`."""
     wanted, tensors = _run_state(step, is_loading=True)
-    try:
-        state = loading.load_tree(wanted, path)
-    except CheckpointError:
-        raise
-    # Megatron and torch raise many kinds, one of which is not an Exception.
-    except (Exception, CheckpointException) as error:
-        if is_about_ranks(error):
-            raise
-        causes = [error, *(cause for cause, _ in getattr(error, "failures", {}).values())]
-        unread = next((cause for cause in causes if isinstance(cause, OSError)), None)
-        if unread is not None:
-            what = f"the checkpoint cannot be read: {unread}"
-            raise LoaderError(what, where=str(path), fix="check the file system of that node") from error
-        what = f"the checkpoint does not fit this run: {loading.reason_of(error)}"
-        fix = "resume with the model settings of the run that wrote it (its config.yaml)"
-        raise CheckpointError(what, where=str(path), fix=fix) from error
+    fix = "resume with the model settings of the run that wrote it (its config.yaml)"
+    state = loading.load_tree(wanted, path, fix=fix)
     for name, model in _models(step).items():
         loading.put_weights(model, state[name])
     parts = optimizer_state.parts_of(step.optimizer)
@@ -260,7 +246,17 @@ class CheckpointWriter:
     def _put_in_place(self, progress: Progress, hashed: list[StoredFile]) -> None:
         try:
             sync_tree(self._unfinished)
-            self._describe(progress, hashed)
+            self._before_whole()
+            facts = {
+                "megatron_core": compat.MEGATRON_VERSION,
+                "torch": torch.__version__,
+                "world_size": torch.distributed.get_world_size(),
+                **self._facts,
+            }
+            # Libraries write some under a path of their own choice: torch's C++ code (common.pt), and `.metadata`.
+            files = (str(path.relative_to(self._unfinished)) for path in self._unfinished.rglob("*") if path.is_file())
+            others = sorted(set(files).difference(file.path for file in hashed))
+            checkpoints.write_run_file(self._unfinished, progress, facts, hashed, others)
             checkpoints.read_checkpoint(self._unfinished)
             sync_path(self._unfinished)
             final = self._folder / f"step-{progress.step:08d}"
@@ -274,21 +270,6 @@ class CheckpointWriter:
         except OSError as error:
             raise self._failed(error) from error
         self._on_whole(progress)
-
-    def _describe(self, progress: Progress, hashed: list[StoredFile]) -> None:
-        """Write `run.json` and `checksums.json` of the checkpoint whose large files have these hashes."""
-        self._before_whole()
-        files = sorted(path for path in self._unfinished.rglob("*") if path.is_file())
-        known = {file.path for file in hashed}
-        facts = {
-            "megatron_core": compat.MEGATRON_VERSION,
-            "torch": torch.__version__,
-            "world_size": torch.distributed.get_world_size(),
-            **self._facts,
-        }
-        # Written by libraries under a path of their own choice: torch's C++ code (common.pt), and `.metadata`.
-        others = [name for path in files if (name := str(path.relative_to(self._unfinished))) not in known]
-        checkpoints.write_run_file(self._unfinished, progress, facts, hashed, others)
 
     def _fail_together(self, error: CheckpointException) -> NoReturn:
         """Raise on every rank the causes that rank 0 knows."""

@@ -12,7 +12,6 @@ import io
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,11 +24,11 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.futures import Future
 
-from harness.errors import CheckpointError, HarnessError
+from harness.errors import CheckpointError, HarnessError, LoaderError
 from harness.megatron import compat
 from harness.megatron.job.runtime import gather
+from harness.megatron.job.watchdog import is_about_ranks
 from harness.megatron.state.opcodes import MAX_PICKLE_BYTES, check_archive, check_pickle
 from harness.storage.checksums import CHECKSUMS_FILE
 
@@ -54,37 +53,52 @@ _CLASSES = {
 }
 
 
-def load_tree(wanted: dict[str, Any], path: Path) -> dict[str, Any]:
+def load_tree(wanted: dict[str, Any], path: Path, *, fix: str) -> dict[str, Any]:
     """Return what `dist_checkpointing.load` does, without running code of the checkpoint; every rank takes part.
 
-    Raise CheckpointError, with the name of the file, if one holds anything but tensors and plain values, or if a newer
-    Megatron-Core wrote the checkpoint, in a form that this version cannot read. Other exceptions are those of a
-    checkpoint that does not fit `wanted`.
+    Raises:
+        CheckpointError: a file, which it names, holds anything but tensors and plain values; or a newer Megatron-Core
+            wrote the checkpoint, in a form that this version cannot read; or, with this `fix`, it does not fit.
+        LoaderError: it cannot be read, which may succeed at the next attempt.
+        RuntimeError: another rank has died.
     """
     try:
         # Before Megatron looks at them: torch logs a traceback for metadata that cannot be read.
-        _check_common(path)
+        if (path / COMMON_FILE).exists():
+            with (path / COMMON_FILE).open("rb") as common:
+                _load(common, COMMON_FILE, path)
+        elif compat.COMMON_VALUES_HAVE_A_FILE:
+            what = f"the checkpoint has no {COMMON_FILE}: megatron-core 0.17 and later store its values in a form that "
+            what += f"{compat.MEGATRON_VERSION} cannot read"
+            fix = "load it with the version of megatron_core in its run.json; every version loads checkpoints of 0.16"
+            raise CheckpointError(what, where=str(path), fix=fix)
         with (path / METADATA_FILE).open("rb") as file:
             metadata = read_metadata(file, path)
-        _check_all_wanted(wanted, metadata)
+        # Weights that no rank asks for, such as those of further layers, Megatron would omit.
+        weights = {name: values for name, values in wanted.items() if name.startswith("model")}
+        own = {value.key for value in nested_values(load_preprocess(weights)[0]) if isinstance(value, ShardedBase)}
+        stored = metadata.state_dict_metadata.items()
+        names = {name for name, kind in stored if isinstance(kind, TensorStorageMetadata)}
+        names = {name for name in names if not name.startswith("optimizer.")}
+        if odd := sorted(names.difference(*gather(own))):
+            raise ValueError(f"the model has no {odd[0]}" + f" and {len(odd) - 1} more" * (len(odd) > 1))
         with compat.checkpoints_read_by(lambda place: _Reader(place, metadata)):
             return cast(dict[str, Any], dist_checkpointing.load(wanted, str(path)))
-    except CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, HarnessError):
-                raise cause from error
+    except HarnessError:
         raise
-
-
-def _check_all_wanted(wanted: dict[str, Any], metadata: Metadata) -> None:
-    """Raise ValueError for weights that no rank asks for, such as those of further layers: Megatron would omit them."""
-    weights = {name: values for name, values in wanted.items() if name.startswith("model")}
-    own = {value.key for value in nested_values(load_preprocess(weights)[0]) if isinstance(value, ShardedBase)}
-    stored = metadata.state_dict_metadata.items()
-    names = {name for name, kind in stored if isinstance(kind, TensorStorageMetadata)}
-    names = {name for name in names if not name.startswith("optimizer.")}
-    if odd := sorted(names.difference(*gather(own))):
-        raise ValueError(f"the model has no {odd[0]}" + f" and {len(odd) - 1} more" * (len(odd) > 1))
+    # Megatron and torch raise many kinds, one of which is not an Exception.
+    except (Exception, CheckpointException) as error:
+        causes = [cause for _, (cause, _) in sorted(getattr(error, "failures", {}).items())] or [error]
+        if (refused := next((cause for cause in causes if isinstance(cause, HarnessError)), None)) is not None:
+            raise refused from error
+        if is_about_ranks(error):
+            raise
+        if (unread := next((cause for cause in causes if isinstance(cause, OSError)), None)) is not None:
+            what = f"the checkpoint cannot be read: {unread}"
+            raise LoaderError(what, where=str(path), fix="check the file system of that node") from error
+        lines = [line.strip() for line in str(causes[0]).splitlines() if line.strip()]
+        what = f"the checkpoint does not fit this run: {': '.join([type(causes[0]).__name__, *lines[:1]])}"
+        raise CheckpointError(what, where=str(path), fix=fix) from error
 
 
 def sharded_weights(model: Any) -> dict[str, Any]:
@@ -104,14 +118,6 @@ def put_weights(model: Any, weights: dict[str, Any]) -> None:
     wrong = [name for name in (*names.missing_keys, *names.unexpected_keys) if not _EXTRA_STATE.search(name)]
     if wrong:
         raise RuntimeError(f"weights missing in the model or the checkpoint: {', '.join(wrong[:3])}")
-
-
-def reason_of(error: BaseException) -> str:
-    """Return one line about why a checkpoint could not be loaded: the first rank's own reason."""
-    causes = [cause for _, (cause, _) in sorted(getattr(error, "failures", {}).items())]
-    cause = causes[0] if causes else error
-    text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
-    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
 
 
 def read_metadata(file: IO[bytes], where: Path) -> Metadata:
@@ -149,13 +155,14 @@ class _Reader(FileSystemReader):
 
     def __init__(self, path: str, metadata: Metadata) -> None:
         super().__init__(path)
-        self._metadata = metadata
+        self._metadata, self._file = metadata, ""
         self._is_unchecked = not (Path(path) / CHECKSUMS_FILE).exists()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        self._file = sinfo.relative_path  # torch reads one after the other
         stored: IO[bytes] = super()._slice_file(file, sinfo)
         check_archive(stored, compare=self._is_unchecked)
         return stored
@@ -163,17 +170,10 @@ class _Reader(FileSystemReader):
     def read_data(self, plan: Any, planner: Any) -> Any:
         folder = Path(self.path)
         checked: Any = _CheckedObjects(planner, folder, self.storage_data)
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        done: Any = Future()
-        done.set_result(None)
-        for name, items in by_file.items():
-            try:
-                super().read_data(replace(plan, items=items), checked)
-            except (pickle.UnpicklingError, EOFError, UnicodeDecodeError) as error:
-                raise _refused(name, folder, error) from None
-        return done
+        try:
+            return super().read_data(plan, checked)
+        except (pickle.UnpicklingError, EOFError, UnicodeDecodeError) as error:
+            raise _refused(self._file, folder, error) from None
 
 
 class _CheckedObjects:
@@ -195,18 +195,6 @@ class _CheckedObjects:
             raise _refused(file, self._folder, f"{item.dest_index.fqn} contains a pickled state")
         value.seek(0)
         self._planner.load_bytes(item, value)
-
-
-def _check_common(path: Path) -> None:
-    file = path / COMMON_FILE
-    if file.exists():
-        with file.open("rb") as common:
-            _load(common, COMMON_FILE, path)
-    elif compat.COMMON_VALUES_HAVE_A_FILE:
-        what = f"the checkpoint has no {COMMON_FILE}: megatron-core 0.17 and later store its values in a form that "
-        what += f"{compat.MEGATRON_VERSION} cannot read"
-        fix = "load it with the version of megatron_core in its run.json; every version loads checkpoints of 0.16"
-        raise CheckpointError(what, where=str(path), fix=fix)
 
 
 def _load(file: IO[bytes], name: str, folder: Path) -> Any:

@@ -72,11 +72,9 @@ def put_back(part: Any, values: list[torch.Tensor], loaded: dict[str, torch.Tens
 
 def steps_taken(part: Any) -> int:
     """Return the number of updates, wherever the implementation counts them."""
-    counts = set()
-    for adam in adams(part):
-        counts |= {int(state["step"]) for state in adam.state.values() if "step" in state}
-        counts |= {int(group["step"]) for group in adam.param_groups if "step" in group and group["params"]}
-    return max(counts, default=0)
+    groups = (group for adam in adams(part) for group in adam.param_groups if group["params"])
+    states = (state for adam in adams(part) for state in adam.state.values())
+    return max((int(one["step"]) for one in chain(groups, states) if "step" in one), default=0)
 
 
 def adams(part: Any) -> list[torch.optim.Optimizer]:

@@ -59,10 +59,15 @@ class RowGraph:
             self._row.fill(row)
         if self._graph is None and self._is_warm:
             self._capture(self._row)
-        if self._graph is None:
-            self._output = self._compute_aside(self._row)
-        else:
+        if self._graph is not None:
             self._graph.replay()
+        else:  # on the stream of the capture, whose kernels and workspaces are then made
+            self._row.packed_seq_params.forget_angles()
+            here = torch.cuda.current_stream()
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                self._output = self._compute(self._row)
+            here.wait_stream(self._stream)
         assert self._output is not None
         return self._output
 
@@ -87,16 +92,6 @@ class RowGraph:
         finally:
             config.finalize_model_grads_func = finalize
         return reports[0]
-
-    def _compute_aside(self, row: RowTensors) -> torch.Tensor:
-        """Compute on the stream of the capture, whose kernels and workspaces are then made."""
-        row.packed_seq_params.forget_angles()
-        here = torch.cuda.current_stream()
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            output = self._compute(row)
-        here.wait_stream(self._stream)
-        return output
 
     def _capture(self, row: RowTensors) -> None:
         row.packed_seq_params.forget_angles()

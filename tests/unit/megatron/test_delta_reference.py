@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as slow
 
-from harness.megatron.model.delta_reference import causal_conv1d, chunk_gated_delta_rule
+from harness.megatron.model.scan_reference import causal_conv1d, chunk_gated_delta_rule
 
 # Bounds on, one before and one after the edges of chunks of 32; documents of one token, and empty ones.
 ROWS = [[32, 64], [31, 33], [33, 31, 1], [1, 1, 0, 70], [5], [1], [40, 2, 3, 31], [96, 0]]

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-from harness.megatron.model.mamba_reference import GroupedRMSNorm, mamba_split_conv1d_scan_combined
+from harness.megatron.model.scan_reference import GroupedRMSNorm, mamba_split_conv1d_scan_combined
 
 # Bounds on, one before and one after the edges of chunks of 8; documents of one token; rows shorter than a chunk.
 ROWS = [[8, 16], [7, 9], [9, 7, 1], [1, 1, 1, 20], [5], [1], [33], [40, 2, 3, 31], [8, 8, 8]]

@@ -130,7 +130,7 @@ def test_a_file_that_torch_would_expand_is_refused(file: io.BytesIO, problem: st
 def test_each_stored_tensor_is_checked_before_torch_reads_it(tmp_path: Path) -> None:
     bomb = archive(torch.zeros(1 << 20), method=zipfile.ZIP_DEFLATED).getvalue()
     (tmp_path / "__0_0.distcp").write_bytes(b"before" + bomb)
-    stored: Any = type("Stored", (), {"offset": 6, "length": len(bomb)})
+    stored: Any = type("Stored", (), {"offset": 6, "length": len(bomb), "relative_path": "__0_0.distcp"})
     reader = _Reader(str(tmp_path), None)  # type: ignore[arg-type]
     with (tmp_path / "__0_0.distcp").open("rb") as file, pytest.raises(pickle.UnpicklingError, match="records claim"):
         reader._slice_file(file, stored)

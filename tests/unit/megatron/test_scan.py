@@ -18,7 +18,7 @@ from harness.errors import ConfigError
 from harness.megatron.batch import run_row, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
-from harness.megatron.model import delta_reference, mamba_reference, scan
+from harness.megatron.model import scan, scan_reference
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.model.scan import choose_delta_rule, choose_scan
 from harness.plan import ModelConfig, ParallelConfig, model_checks
@@ -26,7 +26,7 @@ from harness.records import SequenceView
 from harness.thd import build_thd_batch, pad_row
 from tests.samples.warm_python import warm_python
 
-REFERENCE = mamba_reference.mamba_split_conv1d_scan_combined
+REFERENCE = scan_reference.mamba_split_conv1d_scan_combined
 GPU = torch.device("cuda")
 ROOT = Path(__file__).parents[3]
 
@@ -107,7 +107,7 @@ def test_a_row_whose_offsets_have_more_than_32_bits_is_refused_by_the_layer_that
     [("cu_seqlens=None", "0.5.0", True), ("cu_seqlens=None", "0.4.1", False), ("offsets=None", "0.6.0", False)],
 )
 def test_the_delta_rule_of_a_gpu_is_that_of_fla_if_it_trains_packed_rows(packages, bounds, version, is_known) -> None:
-    references = delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
+    references = scan_reference.chunk_gated_delta_rule, scan_reference.causal_conv1d
     assert choose_delta_rule(GPU) == references
     for folder, name in (("ops/gated_delta_rule", "chunk_gated_delta_rule"), ("modules/convolution", "causal_conv1d")):
         (packages / "fla" / folder).mkdir(parents=True)
@@ -143,7 +143,7 @@ def test_layers_call_the_delta_rule_of_fla_with_whole_heads_and_the_bounds_of_th
 
         return call
 
-    kernels = delta_reference.chunk_gated_delta_rule, delta_reference.causal_conv1d
+    kernels = scan_reference.chunk_gated_delta_rule, scan_reference.causal_conv1d
     monkeypatch.setattr(scan, "choose_delta_rule", lambda device: [recorded(kernel) for kernel in kernels])
     model = ModelConfig(
         family="qwen3_5_text",
