@@ -15,7 +15,7 @@ from harness.plan.families import FAMILIES, MISSING
 from harness.plan.families.base import Family
 from harness.plan.hf_config import find_config, list_odd_features, read_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import count_idle, count_weights
+from harness.plan.memory import count_weights
 from harness.plan.model import ModelConfig
 from harness.settings import CONFIGS
 
@@ -123,6 +123,9 @@ def describe_model(model: str) -> ModelReport:
         with suppress(LookupError, TypeError, ValueError, AttributeError):  # `error` names it
             refusals.extend(list_odd_features(values, FAMILIES[model_type]))
         return ModelReport(model, model_type, architecture, list(dict.fromkeys([*refusals, error.what])))
-    total = count_weights(config, ParallelConfig(), stage=0, vocab_size=stored.vocab_size)
-    kind, active = config.media or config.traits, total - count_idle(config)
-    return ModelReport(model, kind.name, kind.architecture, [], sizes, total, active, stored.mtp_layers)
+    kind, weights = (
+        config.media or config.traits,
+        count_weights(config, ParallelConfig(), stage=0, vocab_size=stored.vocab_size),
+    )
+    counts = weights.whole, weights.used_by_token(config), stored.mtp_layers
+    return ModelReport(model, kind.name, kind.architecture, [], sizes, *counts)

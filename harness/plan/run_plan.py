@@ -20,7 +20,6 @@ from harness.plan.memory import (
     Checkpoint,
     Kernels,
     Memory,
-    count_idle,
     count_weights,
     kernels_on_gpu,
     plan_checkpoint,
@@ -461,14 +460,14 @@ def plan_layout(
             model, parallel, work, ranks=ranks, machine=machine, kernels=kernels, expert_load=expert_load
         )
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
-    total = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
+    whole = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
     has_choice = compares_engine and kernels.engine and model.fp8 == "off"
     return RunPlan(
         name=config.name,
         ranks=ranks,
         dp_size=dp_size,
-        weights=total,
-        active_weights=total - count_idle(model),
+        weights=whole.whole,
+        active_weights=whole.used_by_token(model),
         memory=memory,
         without_engine=memory_with(kernels=replace(kernels, engine=False, grouped=False)) if has_choice else None,
         checkpoint=plan_checkpoint(model, parallel, memory, ranks=ranks, optimizer=config.optimizer, **sizes),

@@ -28,11 +28,9 @@ from harness.plan.layout import (
 )
 from harness.plan.memory import (
     Kernels,
-    count_adapters,
-    count_experts,
     count_weights,
     layer_activation_bytes,
-    layers_of_stage,
+    parts_of_stage,
 )
 from harness.plan.model import ModelConfig
 from harness.plan.model_checks import scan_numbers
@@ -504,10 +502,11 @@ class _RankStep:
 
     def update(self, busy: float) -> dict[str, float]:
         model, parallel, machine = self.model, self.parallel, self.machine
-        count = count_adapters if model.lora_rank else partial(count_weights, vocab_size=model.vocab_size or 0)
-        stages = range(parallel.pipeline_parallel_size)
-        weights, stage = max((count(model, parallel, stage=stage), stage) for stage in stages)
-        expert_weights = 0 if model.lora_rank else count_experts(model, parallel, stage=stage)
+        count = partial(count_weights, model, parallel, vocab_size=model.vocab_size or 0)
+        # The largest, of several the last.
+        stages = (count(stage=stage) for stage in reversed(range(parallel.pipeline_parallel_size)))
+        most = max(stages, key=lambda one: one.adapters if model.lora_rank else one.whole)
+        weights, expert_weights = (most.adapters, 0) if model.lora_rank else (most.whole, most.experts)
         shares = parallel.dp_size(self.ranks) * parallel.context_parallel_size
         copies = parallel.expert_copies(self.ranks)
         ring = (shares - 1) / shares / machine.link(shares, parallel.tensor_parallel_size)
@@ -552,11 +551,10 @@ def estimate_step(
         parallelism that is not overlapped, and the `optimizer`.
     """
     step = _RankStep(model, parallel, work, ranks, machine, kernels, uneven_load(parallel, expert_load))
-    all_parts = model.all_parts
-    kinds = {parts: step.layer(parts) for parts in set(all_parts)}
+    kinds = {parts: step.layer(parts) for parts in set(model.all_parts)}
     loss, stages = step.loss(), []
     for stage in range(parallel.pipeline_parallel_size):
-        layers = [all_parts[layer] for layer in layers_of_stage(model, parallel, stage)]
+        layers = [parts for chunk in parts_of_stage(model, parallel, stage) for parts in chunk]
         outputs = (1 + model.mtp_layers) * (stage == parallel.pipeline_parallel_size - 1)
         parts = {name: sum(kinds[one][name] for one in layers) for name in next(iter(kinds.values()))}
         busy = sum(parts.values())
