@@ -19,7 +19,8 @@ LARGEST = 2**31 - 1
 # 30 days: clocks of threads and of the operating system take no longer waits.
 LONGEST_S = 30 * 24 * 3600
 PROCESSES_PER_CORE = 8
-_BOUNDS, _CHOICES = "bounds", "choices"
+# What the metadata of a field of settings has.
+BOUNDS, CHOICES = "bounds", "choices"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,24 +74,12 @@ def bounded(
         below=below,
     )
     values: dict[str, Any] = {"default": default, "default_factory": default_factory}
-    return dataclasses.field(**values, metadata={_BOUNDS: bounds})
+    return dataclasses.field(**values, metadata={BOUNDS: bounds})
 
 
 def one_of(default: str | None, choices: Collection[str]) -> Any:
     """Declare a field of a settings dataclass that is one of these texts, or None; `CheckedSettings` refuses others."""
-    return dataclasses.field(default=default, metadata={_CHOICES: choices})
-
-
-def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
-    """Return the bounds that `bounded` declares for a field."""
-    bounds: Bounds | None = field.metadata.get(_BOUNDS)
-    return bounds
-
-
-def choices_of(field: dataclasses.Field[Any]) -> Collection[str] | None:
-    """Return the texts that `one_of` declares for a field."""
-    choices: Collection[str] | None = field.metadata.get(_CHOICES)
-    return choices
+    return dataclasses.field(default=default, metadata={CHOICES: choices})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +157,7 @@ class CheckedSettings:
 
     def __post_init__(self) -> None:
         check_numbers(self, self.section)
-        for name, choices in _declared(type(self), _CHOICES):  # type: ignore[arg-type]
+        for name, choices in _declared(type(self), CHOICES):  # type: ignore[arg-type]
             if (value := getattr(self, name)) is not None:
                 require_choice(value, choices, setting=f"{self.section}.{name}" if self.section else name)
         for rule in self.rules:
@@ -176,13 +165,8 @@ class CheckedSettings:
 
 
 def check_numbers(config: Any, section: str) -> None:
-    """Raise ConfigError unless each number of a dataclass is finite and within its bounds; None passes.
-
-    Args:
-        config: the dataclass.
-        section: where its settings are in a run's configuration, such as `loader`; "" for the top.
-    """
-    for name, bounds in _declared(type(config), _BOUNDS):  # type: ignore[arg-type]
+    """Raise ConfigError unless each number of a dataclass is as `require_bounds` wants it."""
+    for name, bounds in _declared(type(config), BOUNDS):  # type: ignore[arg-type]
         require_bounds(getattr(config, name), bounds, name, section)
 
 
@@ -202,9 +186,7 @@ def require_bounds(value: Any, bounds: Bounds, name: str, section: str) -> None:
     """
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     for one in values:
-        if one is None:
-            continue
-        if one not in bounds:
+        if one is not None and one not in bounds:
             where = f"{section}.{name}" if section else name
             raise ConfigError(f"{name} is {value}", where=where, fix=f"the value must be {bounds}")
 

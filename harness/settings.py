@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from harness.checks import Bounds, CheckedSettings, Rule, bounds_of, choices_of
+from harness.checks import BOUNDS, CHOICES, Bounds, CheckedSettings, Rule
 from harness.errors import FormatError, HarnessError
 from harness.printing import redact_all
 
@@ -68,8 +68,8 @@ def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
             default = to_plain(field.default)
         elif field.default_factory is not dataclasses.MISSING:
             default = to_plain(field.default_factory())
-        text, choices = texts.get(field.name, ""), tuple(choices_of(field) or ())
-        settings.append(Setting(key, _type_name(hint), default, text, bounds_of(field), choices))
+        bounds, choices = field.metadata.get(BOUNDS), tuple(field.metadata.get(CHOICES) or ())
+        settings.append(Setting(key, _type_name(hint), default, texts.get(field.name, ""), bounds, choices))
         for inner in typing.get_args(hint):
             if dataclasses.is_dataclass(inner) and isinstance(inner, type):
                 settings += explain_settings(inner, prefix=f"{key}[].")

@@ -74,8 +74,9 @@ class SettingsCommand(TyperCommand):
             options.overrides = [text for text in options.overrides if text not in settings]
         # A recipe prints its settings itself, together with those of the command.
         if options.show and not (self.takes_recipe and options.names):
+            known = KnownSettings(ctx.command_path, self.schema, [])
             for text in [] if self.is_composed else settings:
-                KnownSettings(ctx.command_path, self.schema, []).check(text)
+                known.check(text)
             open_console().print(self._settings_table(settings).to_terminal())
             ctx.exit()
         unparsed: list[str] = super().parse_args(ctx, options.names)

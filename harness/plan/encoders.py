@@ -190,8 +190,9 @@ def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Arra
     The layers of Qwen2.5-VL have windows and gates, those of Qwen3-VL neither.
     """
     is_gated, deep = values["model_type"] == "qwen2_5_vl", deep_layers(values)
-    vision = {"in_channels": 3, "patch_size": 14 if is_gated else 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    vision |= {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31), "num_position_embeddings": 2304}
+    vision: dict[str, Any] = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112}
+    vision |= {"patch_size": 14 if is_gated else 16, "fullatt_block_indexes": (7, 15, 23, 31)}
+    vision |= {"num_position_embeddings": 2304}
     vision |= values["vision_config"]
     names = "spatial_merge_size hidden_size intermediate_size patch_size depth num_position_embeddings"
     merge, size, inner, patch, depth, places = (int(vision[name]) for name in names.split())

@@ -450,7 +450,7 @@ def plan_stage_memory(
     item = DTYPE_BYTES[model.number]
     weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
     gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
-    state, moved = state_bytes(model, optimizer), 0.0
+    state, moved = float(state_bytes(model, optimizer)), 0.0
     if share := optimizer.offload:
         # Megatron's optimizer keeps float32 gradients: on the host copies of all, on the GPU copies of bfloat16 ones.
         state, moved = (1 - share) * (state + (4 if gradient == 2 else 0)), share * (state + 4)

@@ -29,7 +29,7 @@ from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.waves import PlacedBatch
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work, sequence_cost
 from harness.printing import count_of, duration
-from harness.records import Float64Array, Int64Array, Schedule
+from harness.records import Int64Array, Schedule
 from harness.schedule import DYNAMIC, SequenceCost, schedule
 from harness.schedule.batch import GlobalBatch, largest_share, row_costs
 from harness.schedule.dynamic_context import place_alike, place_dynamic_context
@@ -276,7 +276,18 @@ def plan_run(
         work = plan_rows(inputs.work, inputs, ranks, batch)
     options: dict[str, Any] = {"mfu": mfu, "expert_load": expert_load, "compares_engine": True}
     planned = plan_layout(inputs, ranks=ranks, machine=machine, work=work, **options)
-    return replace(planned, context=_context_sizes(inputs, ranks, machine), batch=batch)
+    parallel, context = inputs.config.parallel, dict[str, float]()
+    if inputs.lengths is not None and (inputs.config.shares_rows or parallel.context_parallel_size > 1):
+        context = compare_context_sizes(
+            inputs.lengths,
+            sequences=inputs.batch_sequences,
+            ranks=planned.dp_size * parallel.context_parallel_size,
+            max_tokens_per_rank=inputs.config.max_tokens_per_rank,
+            cost=_cost_of(inputs.config),
+            near=machine.ranks // parallel.tensor_parallel_size,
+            parallel=parallel,
+        )
+    return replace(planned, context=context, batch=batch)
 
 
 def _draw(lengths: Int64Array, sequences: int) -> Int64Array:
@@ -305,21 +316,6 @@ def _place_batch(inputs: Inputs, ranks: int) -> PlacedBatch | None:
     return PlacedBatch(config.name, lengths, placed, cost)
 
 
-def _context_sizes(inputs: Inputs, ranks: int, machine: Machine) -> dict[str, float]:
-    config, parallel, lengths = inputs.config, inputs.config.parallel, inputs.lengths
-    if lengths is None or (not config.shares_rows and parallel.context_parallel_size == 1):
-        return {}
-    return compare_context_sizes(
-        lengths,
-        sequences=inputs.batch_sequences,
-        ranks=parallel.dp_size(ranks) * parallel.context_parallel_size,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        cost=_cost_of(config),
-        near=machine.ranks // parallel.tensor_parallel_size,
-        parallel=parallel,
-    )
-
-
 def compare_context_sizes(
     lengths: Int64Array,
     *,
@@ -344,6 +340,7 @@ def compare_context_sizes(
     """
     drawn, longest, size = _draw(lengths, sequences), int(lengths.max()), 1
     parallel = parallel or ParallelConfig()
+    stages = parallel.pipeline_parallel_size
     batch = GlobalBatch(drawn, ranks, max_tokens_per_rank, parallel.group_size, None, cost)
     even, found = float(cost.of(drawn).sum()) / ranks, dict[str, float]()
     in_node = replace(cost, exchange=cost.exchange / _NODE_SPEED)
@@ -351,7 +348,10 @@ def compare_context_sizes(
     def step_of(placed: Schedule) -> float:
         works = (row_costs(placed, drawn, cost=one) for one in (in_node, cost))
         is_near = True if placed.shared_by is None else (placed.shared_by <= near).reshape(-1, ranks)
-        return _step_cost(np.where(is_near, *works), parallel) / even
+        work = np.where(is_near, *works)  # [microbatches, dp_size]
+        if stages == 1:
+            return float(work.sum(axis=0).max()) / even
+        return float(work.max(axis=1).sum()) * (1 + (stages - 1) / (parallel.num_chunks // stages * len(work))) / even
 
     while size <= largest_share(ranks, cost.most_ranks):
         # Of a shared sequence each rank has two chunks of the same length.
@@ -363,12 +363,12 @@ def compare_context_sizes(
     return found
 
 
-def _step_cost(work: Float64Array, parallel: ParallelConfig) -> float:
-    """Return the cost of a step from that of each rank's rows, float64 [microbatches, dp_size]."""
-    stages, chunks = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
-    if stages == 1:
-        return float(work.sum(axis=0).max())
-    return float(work.max(axis=1).sum()) * (1 + (stages - 1) / (chunks * len(work)))
+def _fullest_rank(config: RunConfig, dp_size: int, **further: Any) -> Memory:
+    sizes: dict[str, Any] = {
+        "vocab_size": config.model.vocab_size or 1,
+        "max_tokens_per_rank": config.max_tokens_per_rank,
+    }
+    return plan_memory(config.model, config.parallel, **sizes, dp_size=dp_size, optimizer=config.optimizer, **further)
 
 
 def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
@@ -376,18 +376,11 @@ def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
     if config.trainer.device == "cpu":
         return None
     config = config.planned()
-    model, dp_size = config.model, config.parallel.dp_size(ranks)
-    samples_a_row = config.data.micro_batch_size if isinstance(config, PretrainConfig) else 1
-    return plan_memory(
-        model,
-        config.parallel,
-        vocab_size=model.vocab_size or 1,
-        dp_size=dp_size,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        microbatches=-(-config.loader.global_batch_size // (dp_size * samples_a_row)),
-        kernels=kernels_on_gpu(model, config.parallel),
-        optimizer=config.optimizer,
-    )
+    dp_size = config.parallel.dp_size(ranks)
+    samples = dp_size * (config.data.micro_batch_size if isinstance(config, PretrainConfig) else 1)
+    microbatches = -(-config.loader.global_batch_size // samples)
+    kernels = kernels_on_gpu(config.model, config.parallel)
+    return _fullest_rank(config, dp_size, microbatches=microbatches, kernels=kernels)
 
 
 def plan_rows(work: Work, inputs: Inputs, ranks: int, batch: PlacedBatch | None = None) -> Work:
@@ -441,26 +434,22 @@ def plan_layout(
         kernels = kernels_on_gpu(model, parallel) if config.trainer.device != "cpu" else Kernels()
     if config.optimizer.offload:
         notes += ("no time for the copies and the CPU's updates of optimizer.offload",)
-    sizes: dict[str, Any] = {"dp_size": dp_size, "vocab_size": model.vocab_size}
     memory_with = partial(
-        plan_memory,
-        model,
-        parallel,
-        **sizes,
-        max_tokens_per_rank=config.max_tokens_per_rank,
+        _fullest_rank,
+        config,
+        dp_size,
         microbatches=work.microbatches if work is not None else 1_000_000,
         expert_load=expert_load,
-        optimizer=config.optimizer,
         media_numbers=inputs.media_numbers,
     )
     memory = memory_with(kernels=kernels)
     parts = {}
     if work is not None and mfu is None:
-        parts = estimate_step(
-            model, parallel, work, ranks=ranks, machine=machine, kernels=kernels, expert_load=expert_load
-        )
+        on: dict[str, Any] = {"ranks": ranks, "machine": machine, "kernels": kernels, "expert_load": expert_load}
+        parts = estimate_step(model, parallel, work, **on)
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
     whole = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
+    sizes: dict[str, Any] = {"dp_size": dp_size, "ranks": ranks, "vocab_size": model.vocab_size}
     has_choice = compares_engine and kernels.engine and model.fp8 == "off"
     return RunPlan(
         name=config.name,
@@ -470,7 +459,7 @@ def plan_layout(
         active_weights=whole.used_by_token(model),
         memory=memory,
         without_engine=memory_with(kernels=replace(kernels, engine=False, grouped=False)) if has_choice else None,
-        checkpoint=plan_checkpoint(model, parallel, memory, ranks=ranks, optimizer=config.optimizer, **sizes),
+        checkpoint=plan_checkpoint(model, parallel, memory, **sizes, optimizer=config.optimizer),
         machine=machine,
         work=work,
         mfu=mfu if work is not None else None,

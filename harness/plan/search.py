@@ -14,10 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from harness.checks import show_value
 from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig, fp8_rank_multiple
 from harness.plan.memory import ROOM
@@ -37,6 +39,12 @@ from harness.plan.work import Machine
 from harness.printing import count_of
 from harness.tables import Table
 
+# Settings of a layout that a search chooses.
+_SEARCHED = (
+    *("tensor_parallel_size", "sequence_parallel", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
+    *("pipeline_layout", "context_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size"),
+    *("distributed_optimizer", "ranks"),
+)
 _RECOMPUTE = ("none", "selective", "full")
 # Settings that save memory and change no layout, the cheapest in time first.
 _SAVINGS: tuple[tuple[str, object], ...] = (
@@ -63,22 +71,13 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        parallel = self.parallel
-        values = {
-            "parallel.tensor_parallel_size": parallel.tensor_parallel_size,
-            "parallel.sequence_parallel": str(parallel.sequence_parallel).lower(),
-            "parallel.pipeline_parallel_size": parallel.pipeline_parallel_size,
-            "parallel.virtual_pipeline_parallel_size": parallel.virtual_pipeline_parallel_size or "null",
-            "parallel.pipeline_layout": f"'{parallel.pipeline_layout}'" if parallel.pipeline_layout else "null",
-            "parallel.context_parallel_size": parallel.context_parallel_size,
-            "parallel.expert_parallel_size": parallel.expert_parallel_size,
-            "parallel.expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-            "parallel.distributed_optimizer": "true",
-            "parallel.ranks": self.plan.ranks,
-            "model.recompute": self.config.model.recompute,
-            "model.recompute_modules": "[core_attn]",
+        values = {f"parallel.{name}": show_value(getattr(self.parallel, name)) for name in _SEARCHED}
+        if self.parallel.pipeline_layout:
+            values["parallel.pipeline_layout"] = f"'{self.parallel.pipeline_layout}'"
+        values |= {"model.recompute": self.config.model.recompute, "model.recompute_modules": "[core_attn]"}
+        values |= {
             "model.recompute_layers": "null",
-            "schedule.max_tokens_per_rank": self.config.max_tokens_per_rank,
+            "schedule.max_tokens_per_rank": str(self.config.max_tokens_per_rank),
         }
         return [f"{name}={value}" for name, value in values.items()]
 
@@ -265,21 +264,19 @@ def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[Para
         for vpp, ep in itertools.product(chunks, shares):
             uneven = layers % (pp * (vpp or 1)) > 0
             try:
-                found.append(
-                    replace(
-                        asked,
-                        tensor_parallel_size=tp,
-                        sequence_parallel=tp > 1,
-                        pipeline_parallel_size=pp,
-                        virtual_pipeline_parallel_size=vpp,
-                        pipeline_layout=balanced(pp * (vpp or 1)) if uneven else None,
-                        context_parallel_size=cp,
-                        expert_parallel_size=ep,
-                        expert_tensor_parallel_size=1,
-                        distributed_optimizer=True,
-                        ranks=ranks,
-                    )
+                own: tuple[Any, ...] = (
+                    tp,
+                    tp > 1,
+                    pp,
+                    vpp,
+                    balanced(pp * (vpp or 1)) if uneven else None,
+                    cp,
+                    ep,
+                    1,
+                    True,
+                    ranks,
                 )
+                found.append(replace(asked, **dict(zip(_SEARCHED, own, strict=True))))
             except ConfigError as error:  # of a dispatcher that does not divide experts over so many
                 refused = refused or error
     if refused is not None and not found:
