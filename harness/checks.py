@@ -20,7 +20,7 @@ LARGEST = 2**31 - 1
 LONGEST_S = 30 * 24 * 3600
 PROCESSES_PER_CORE = 8
 # What the metadata of a field of settings has.
-BOUNDS, CHOICES = "bounds", "choices"
+BOUNDS, CHOICES, KEY = "bounds", "choices", "key"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,7 @@ def bounded(
     above: float | None = None,
     highest: float | None = LARGEST,
     below: float | None = None,
+    key: str | None = None,
 ) -> Any:
     """Declare a field of a settings dataclass that is a number, or numbers, within bounds: see `Bounds`.
 
@@ -66,6 +67,7 @@ def bounded(
         default, default_factory: of the field; omit both for a field that is required.
         lowest, highest: bounds that are allowed themselves; 0 and `LARGEST` where none is given.
         above, below: bounds that are not.
+        key: dotted name of the setting, where it is not of the dataclass's section.
     """
     bounds = Bounds(
         lowest=0 if lowest is None and above is None else lowest,
@@ -74,12 +76,12 @@ def bounded(
         below=below,
     )
     values: dict[str, Any] = {"default": default, "default_factory": default_factory}
-    return dataclasses.field(**values, metadata={BOUNDS: bounds})
+    return dataclasses.field(**values, metadata={BOUNDS: bounds, KEY: key})
 
 
-def one_of(default: str | None, choices: Collection[str]) -> Any:
+def one_of(default: str | None, choices: Collection[str], *, key: str | None = None) -> Any:
     """Declare a field of a settings dataclass that is one of these texts, or None; `CheckedSettings` refuses others."""
-    return dataclasses.field(default=default, metadata={CHOICES: choices})
+    return dataclasses.field(default=default, metadata={CHOICES: choices, KEY: key})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,24 +159,26 @@ class CheckedSettings:
 
     def __post_init__(self) -> None:
         check_numbers(self, self.section)
-        for name, choices in _declared(type(self), CHOICES):  # type: ignore[arg-type]
+        for name, key, choices in _declared(type(self), CHOICES):  # type: ignore[arg-type]
             if (value := getattr(self, name)) is not None:
-                require_choice(value, choices, setting=f"{self.section}.{name}" if self.section else name)
+                setting = key or (f"{self.section}.{name}" if self.section else name)
+                require_choice(value, choices, setting=setting)
         for rule in self.rules:
             rule.check(self, self.section)
 
 
 def check_numbers(config: Any, section: str) -> None:
     """Raise ConfigError unless each number of a dataclass is as `require_bounds` wants it."""
-    for name, bounds in _declared(type(config), BOUNDS):  # type: ignore[arg-type]
-        require_bounds(getattr(config, name), bounds, name, section)
+    for name, key, bounds in _declared(type(config), BOUNDS):  # type: ignore[arg-type]
+        own_section, _, last = key.rpartition(".")
+        require_bounds(getattr(config, name), bounds, last or name, own_section or section)
 
 
 @functools.cache
-def _declared(settings: type, kind: str) -> list[tuple[str, Any]]:
-    """Return the fields that declare bounds or choices, with these; cached because searches make many settings."""
-    declared = [(field.name, field.metadata.get(kind)) for field in dataclasses.fields(settings)]
-    return [(name, found) for name, found in declared if found is not None]
+def _declared(settings: type, kind: str) -> list[tuple[str, str, Any]]:
+    """Return the fields that declare bounds or choices, their own keys, and these; searches make many settings."""
+    declared = ((field.name, field.metadata) for field in dataclasses.fields(settings))
+    return [(name, of.get(KEY) or "", of[kind]) for name, of in declared if of.get(kind) is not None]
 
 
 def require_bounds(value: Any, bounds: Bounds, name: str, section: str) -> None:

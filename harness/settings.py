@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from harness.checks import BOUNDS, CHOICES, Bounds, CheckedSettings, Rule
+from harness.checks import BOUNDS, CHOICES, KEY, Bounds, CheckedSettings, Rule
 from harness.errors import FormatError, HarnessError
 from harness.printing import redact_all
 
@@ -59,7 +59,7 @@ def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
     """List every setting of a dataclass and of the dataclasses in it, in the order of the fields."""
     texts, hints, settings = attribute_texts(schema), typing.get_type_hints(schema), []
     for field in dataclasses.fields(schema):
-        key, hint = prefix + field.name, hints[field.name]
+        key, hint = prefix + (field.metadata.get(KEY) or field.name), hints[field.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             settings += explain_settings(hint, prefix=f"{key}.")
             continue
@@ -218,9 +218,20 @@ def _is_plain(value: Any, hint: Any) -> bool:
     return isinstance(value, kinds.get(hint, str))
 
 
-def render_settings(config: Any) -> str:
+def render_settings(config: Any, indent: str = "") -> str:
     """Write a dataclass as YAML, with the explanation of every setting in a comment above it."""
-    return "\n".join(_render(config, "")) + "\n"
+    texts, lines = attribute_texts(type(config)), list[str]()
+    for field in dataclasses.fields(config):
+        value, text = getattr(config, field.name), texts.get(field.name)
+        if dataclasses.is_dataclass(value):  # the first paragraph of its docstring
+            text = inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0]
+        if text:
+            lines += textwrap.wrap(text, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        if dataclasses.is_dataclass(value):
+            lines += [f"{indent}{field.name}:", render_settings(value, f"{indent}  ").removesuffix("\n")]
+        else:
+            lines += [indent + line for line in to_yaml({field.name: value}).splitlines()]
+    return "\n".join(lines) + "\n"
 
 
 def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -241,22 +252,6 @@ def to_yaml(config: Any) -> str:
     import yaml
 
     return yaml.safe_dump(redact_all(to_plain(config)), sort_keys=False, allow_unicode=True)
-
-
-def _render(config: Any, indent: str) -> list[str]:
-    texts, lines = attribute_texts(type(config)), []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        text = texts.get(field.name)
-        if dataclasses.is_dataclass(value):  # the first paragraph of its docstring
-            text = inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0]
-        if text:
-            lines += textwrap.wrap(text, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-        if dataclasses.is_dataclass(value):
-            lines += [f"{indent}{field.name}:", *_render(value, f"{indent}  ")]
-        else:
-            lines += [indent + line for line in to_yaml({field.name: value}).splitlines()]
-    return lines
 
 
 def _type_name(hint: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.checks import CheckedSettings, bounded
+from harness.checks import KEY, CheckedSettings, bounded
 from harness.cli.indexed import find_checks
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
@@ -78,7 +78,7 @@ class ImportSettings:
 
 
 @dataclass
-class PlannedPacks(CheckedSettings, section="data"):
+class PlannedPacks(CheckedSettings):
     """Settings that turn sequences into packs.
 
     Attributes:
@@ -87,9 +87,9 @@ class PlannedPacks(CheckedSettings, section="data"):
         seed: seed of the order of packs, and of the choice between sequences of equal length.
     """
 
-    pack_size: int = bounded(lowest=2)
-    algorithm: str = "best_fit_decreasing"
-    seed: int = bounded(0, highest=2**63 - 1)
+    pack_size: int = bounded(lowest=2, key="data.pack_size")
+    algorithm: str = field(default="best_fit_decreasing", metadata={KEY: "data.algorithm"})
+    seed: int = bounded(0, highest=2**63 - 1, key="data.seed")
 
 
 @dataclass
@@ -322,7 +322,7 @@ def import_(
     _print_written(destination, manifest, dict(manifest.provenance.counts), as_json=as_json)
 
 
-@data_app.command(cls=class_of(PlannedPacks, section="data"))
+@data_app.command(cls=class_of(PlannedPacks))
 def repack(
     context: typer.Context,
     store: Annotated[str, typer.Argument(metavar="STORE", help="a dataset in the format virtual, or a plan over one")],
@@ -333,7 +333,7 @@ def repack(
     """Plan new packs over stored sequences, in seconds and without copying tokens."""
     from harness.prep.pipeline import repack_store
 
-    manifest = repack_store(store, destination, **vars(context.obj.data), overwrite=overwrite)
+    manifest = repack_store(store, destination, **vars(context.obj), overwrite=overwrite)
     _print_written(destination, manifest, {}, as_json=as_json)
 
 

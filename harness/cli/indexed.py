@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.checks import CheckedSettings, bounded
+from harness.checks import KEY, CheckedSettings, bounded
 from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
 from harness.errors import ConfigError, Problem
 from harness.printing import count_of, print_line
@@ -29,8 +29,19 @@ Prefix = Annotated[str, typer.Argument(metavar="DST", help="the pair to write: X
 
 
 @dataclass
-class TokenRows(CheckedSettings, section="data"):
-    """Rows of the token shards.
+class Vocabulary(CheckedSettings):
+    """The tokenizer that made the ids.
+
+    Attributes:
+        vocab_size: vocabulary size, which determines the dtype and the largest valid id; null derives the dtype.
+    """
+
+    vocab_size: int | None = bounded(None, lowest=1, key="tokenizer.vocab_size")
+
+
+@dataclass
+class TokenSettings(Vocabulary):
+    """Settings of `harness indexed convert`: rows of the token shards, and their tokenizer.
 
     Attributes:
         column: name of the column with token ids: lists, lists of lists, or ids as text.
@@ -38,33 +49,14 @@ class TokenRows(CheckedSettings, section="data"):
         empty: `drop` or `refuse` rows without tokens.
     """
 
-    column: str = "input_ids"
-    eod: int | None = bounded(None)
-    empty: str = "drop"
-
-
-@dataclass
-class Vocabulary(CheckedSettings, section="tokenizer"):
-    """The tokenizer that made the ids.
-
-    Attributes:
-        vocab_size: vocabulary size, which determines the dtype and the largest valid id; null derives the dtype.
-    """
-
-    vocab_size: int | None = bounded(None, lowest=1)
-
-
-@dataclass
-class TokenSettings(CheckedSettings):
-    """Settings of `harness indexed convert`."""
-
-    data: TokenRows = field(default_factory=TokenRows)
-    tokenizer: Vocabulary = field(default_factory=Vocabulary)
+    column: str = field(default="input_ids", metadata={KEY: "data.column"})
+    eod: int | None = bounded(None, key="data.eod")
+    empty: str = field(default="drop", metadata={KEY: "data.empty"})
 
     def source(self) -> TokenSource:
         from harness.indexed.convert import TokenSource
 
-        return TokenSource(**vars(self.data), vocab_size=self.tokenizer.vocab_size)
+        return TokenSource(column=self.column, eod=self.eod, empty=self.empty, vocab_size=self.vocab_size)
 
 
 @dataclass
@@ -117,7 +109,7 @@ def family(
     _print_reports(list(reports.values()), as_json=as_json)
 
 
-@indexed_app.command(cls=class_of(Vocabulary, section="tokenizer"))
+@indexed_app.command(cls=class_of(Vocabulary))
 def counts(
     context: typer.Context,
     prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="as in Megatron's --data-path")],
@@ -126,7 +118,7 @@ def counts(
     """Write the sequence counts of many prefixes for Megatron's --per-dataset-sequences-path."""
     from harness.indexed.convert import count_sequences, save_counts
 
-    vocab_size = context.obj.tokenizer.vocab_size
+    vocab_size = context.obj.vocab_size
     by_prefix = count_sequences(prefixes, vocab_size=vocab_size)
     save_counts(by_prefix, to)
     if vocab_size is None:

@@ -104,10 +104,10 @@ def models(
         raise typer.Exit(1 if report.refusals else 0)
     families, missing = list_families(), list_missing()
     if as_json:
-        print_json({"families": [asdict(one) for one in families], "refused": missing, "features": REFUSED_FEATURES})
+        print_json({"families": families, "refused": missing, "features": REFUSED_FEATURES})
         return
     console = open_console(width=120)
-    rows = [(one.name, one.architecture, ", ".join(one.presets), ", ".join(one.features)) for one in families]
+    rows = [[text if isinstance(text, str) else ", ".join(text) for text in one.values()] for one in families]
     head = ("family (model_type)", "architecture", "presets (model=NAME)", "in addition to Llama's layers")
     console.print(Table(head, rows).to_terminal())
     print_line("")
@@ -199,27 +199,20 @@ def plan(
     raise typer.Exit(0 if fits else 1)
 
 
-def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any]) -> None:
-    """Print settings with which a run that does not fit does: savings, adapters, and the fastest layout."""
-    from harness.plan.search import search_layouts
-
-    lines = _savings(config, ranks, gpu_bytes, mfu, inputs)
-    with suppress(ConfigError):  # of data that is not here
-        divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
-        found = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting
-        lines += [shlex.join(one.overrides) for one in found[:1]]
-    _print_suggestions(lines)
-
-
-def _savings(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any]) -> list[str]:
+def _suggest(
+    config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any], layout: str = ""
+) -> None:
+    """Print settings with which a run that does not fit does: savings, adapters, and without a layout the fastest."""
     from harness.plan.run_plan import plan_run
-    from harness.plan.search import suggest_settings
+    from harness.plan.search import search_layouts, suggest_settings
 
     print_line("searching for settings and layouts that fit ...", file=sys.stderr)
-    return suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).memory.fits(gpu_bytes))
-
-
-def _print_suggestions(lines: list[str]) -> None:
+    fit = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).memory.fits(gpu_bytes))
+    lines = [f"{layout} {line}".strip() for line in fit]
+    with suppress(ConfigError):  # of data that is not here
+        divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
+        found = [] if layout else search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting
+        lines += [shlex.join(one.overrides) for one in found[:1]]
     for line in lines:
         print_line(f"it fits with: {line}")
     if not lines:
@@ -240,8 +233,7 @@ def _print_layouts(
     if not found.fitting and gpu_bytes is not None:
         one = found.smallest
         print_text(f"no layout fits: the smallest needs {one.plan.memory.explain(gpu_bytes)}")
-        lines = _savings(one.config, one.plan.ranks, gpu_bytes, settings.mfu, inputs)
-        _print_suggestions([f"{shlex.join(one.overrides)} {line}" for line in lines])
+        _suggest(one.config, one.plan.ranks, gpu_bytes, settings.mfu, inputs, shlex.join(one.overrides))
         raise typer.Exit(1)
     best = found.fitting[0]
     print_line(f"the fastest: {shlex.join(best.overrides)}")

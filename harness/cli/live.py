@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -50,19 +50,6 @@ class ChunkSettings(CheckedSettings, section="chunks"):
 
 
 @dataclass
-class LivePacks(CheckedSettings, section="data"):
-    """Packs made from the conversations.
-
-    Attributes:
-        pack_size: maximum number of tokens in a pack.
-        over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as in `harness prepare`.
-    """
-
-    pack_size: int = bounded(4096, lowest=2)
-    over_long: str = one_of("drop", OVER_LONG)
-
-
-@dataclass
 class ProduceSource(CheckedSettings, section="source"):
     """The conversations.
 
@@ -85,11 +72,14 @@ class ProduceSettings(CheckedSettings):
     """Settings of `harness live produce`.
 
     Attributes:
+        pack_size: maximum number of tokens in a pack that is made from conversations.
+        over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as in `harness prepare`.
         tokenizer: tokenizer for packs. Without a name, conversations are written, and the ranks tokenize them.
     """
 
     chunks: ChunkSettings = field(default_factory=ChunkSettings)
-    data: LivePacks = field(default_factory=LivePacks)
+    pack_size: int = bounded(4096, lowest=2, key="data.pack_size")
+    over_long: str = one_of("drop", OVER_LONG, key="data.over_long")
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     source: ProduceSource = field(default_factory=ProduceSource)
 
@@ -128,7 +118,8 @@ def produce(
     chunks, of, packing = settings.chunks, settings.source, None
     if settings.tokenizer.name:
         block = 1 if source == live.STDIN else 64
-        packing = live.Packing(_open_tokenizer(settings), **vars(settings.data), block=block)
+        made: dict[str, Any] = {"pack_size": settings.pack_size, "over_long": settings.over_long, "block": block}
+        packing = live.Packing(_open_tokenizer(settings), **made)
     with live.LiveProducer(
         folder,
         kind="packs" if packing is not None else chunks.kind,

@@ -117,27 +117,18 @@ def update(context: typer.Context, name: Name, run: Run) -> None:
 
 
 @dataclass
-class LossTolerance(CheckedSettings, section="tolerance"):
-    """Largest difference that counts as equal.
-
-    Attributes:
-        loss: maximum relative difference of a loss or validation loss at any step. The default is several times the
-            noise measured between layouts on a CPU in float32; use 1e-5 on GPUs, and 0 to require bit-identical losses.
-    """
-
-    loss: float = bounded(Tolerances().loss, lowest=0, highest=1)
-
-
-@dataclass
-class CompareRunsSettings:
+class CompareRunsSettings(CheckedSettings):
     """Settings of `harness compare`.
 
     Attributes:
         out: PNG file for the curves of all runs.
+        tolerance: maximum relative difference of a loss or validation loss at any step. The default is several times
+            the noise measured between layouts on a CPU in float32; use 1e-5 on GPUs, and 0 to require bit-identical
+            losses.
     """
 
     out: str = "compare.png"
-    tolerance: LossTolerance = field(default_factory=LossTolerance)
+    tolerance: float = bounded(Tolerances().loss, lowest=0, highest=1, key="tolerance.loss")
 
 
 @compare_app.command(cls=class_of(CompareRunsSettings))
@@ -159,7 +150,7 @@ def compare(
     if len(runs) < 2:
         raise ConfigError("one run cannot be compared", where=str(runs[0]), fix=f"harness compare {runs[0]} OTHER")
     reference, *others = map(read_curves, runs)
-    compared = [compare_curves(reference, run, tolerance=settings.tolerance.loss) for run in others]
+    compared = [compare_curves(reference, run, tolerance=settings.tolerance) for run in others]
     plot = draw_runs({run.name: run.steps for run in (reference, *others)}, title="loss of runs")
     with os_errors_as(HarnessError, "the plot cannot be written", where=settings.out, fix="set out= to another file"):
         write_atomically(Path(settings.out), plot)
@@ -169,7 +160,7 @@ def compare(
         print_json(json.loads(json.dumps({"plot": settings.out, "runs": plain}), parse_constant=lambda _: None))
     else:
         for one in compared:
-            _print_comparison(one, tolerance=settings.tolerance.loss)
+            _print_comparison(one, tolerance=settings.tolerance)
         print_line(f"curves: {settings.out}")
     raise typer.Exit(0 if all(one.first is None for one in compared) else 1)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.checks import LONGEST_S, CheckedSettings, bounded
+from harness.checks import KEY, LONGEST_S, CheckedSettings, bounded
 from harness.cli.settings import class_of
 from harness.errors import ConfigError
 from harness.launch.cluster import ClusterConfig
@@ -23,52 +23,19 @@ preflight_app = typer.Typer(
 
 
 @dataclass
-class LiveFolders:
-    """Live data of the run.
-
-    Attributes:
-        path: folders of chunks.
-    """
-
-    path: list[str] = field(default_factory=list)
-
-
-@dataclass
-class DataFolders:
-    """Data of the run.
-
-    Attributes:
-        path: datasets.
-        live: live data.
-    """
-
-    path: list[str] = field(default_factory=list)
-    live: LiveFolders = field(default_factory=LiveFolders)
-
-
-@dataclass
-class FirstWeights:
-    """Weights that the run starts from.
-
-    Attributes:
-        init_from: folder of the weights; null for none.
-    """
-
-    init_from: str | None = None
-
-
-@dataclass
 class ProbeSettings:
     """Settings of `harness preflight probe`: those of the run that name what every node has to reach.
 
     Attributes:
-        data: data of the run.
-        model: weights of the run.
+        data: datasets of the run.
+        live: folders of chunks of the run.
+        weights: folder of the weights that the run starts from; null for none.
         cluster: cluster settings; its `preflight.timeout_s` limits each check and the time for ranks to connect.
     """
 
-    data: DataFolders = field(default_factory=DataFolders)
-    model: FirstWeights = field(default_factory=FirstWeights)
+    data: list[str] = field(default_factory=list, metadata={KEY: "data.path"})
+    live: list[str] = field(default_factory=list, metadata={KEY: "data.live.path"})
+    weights: str | None = field(default=None, metadata={KEY: "model.init_from"})
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
@@ -100,16 +67,9 @@ def probe(
     from harness.launch.ranks import place_in_slurm
 
     settings: ProbeSettings = context.obj
-    data, timeout_s = settings.data, settings.cluster.preflight.timeout_s
-    place = place_in_slurm()
-    checks = node_checks(
-        place,
-        run_dir=run_dir,
-        data=data.path,
-        weights=settings.model.init_from,
-        live=data.live.path,
-        timeout_s=timeout_s,
-    )
+    place, timeout_s = place_in_slurm(), settings.cluster.preflight.timeout_s
+    named: dict[str, Any] = {"data": settings.data, "weights": settings.weights, "live": settings.live}
+    checks = node_checks(place, run_dir=run_dir, **named, timeout_s=timeout_s)
     run_checks(checks, node=place.node, timeout_s=timeout_s)
     # A thread that hangs in the kernel would keep the interpreter from ending.
     os._exit(0)
@@ -127,7 +87,7 @@ def copy(
 
     settings: ProbeSettings = context.obj
     read_originals()
-    paths = [path for path in (*settings.data.path, settings.model.init_from) if path and "://" not in path]
+    paths = [path for path in (*settings.data, settings.weights) if path and "://" not in path]
     checks = copy_checks(paths, local_dir, timeout_s=settings.cluster.preflight.timeout_s)
     # Each ends by itself where nothing moves; the whole takes as long as it takes.
     run_checks(checks, node=place_in_slurm().node, timeout_s=LONGEST_S)

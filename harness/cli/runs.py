@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from harness.checks import CheckedSettings, bounded, require_cores, usable_cores
+from harness.checks import KEY, CheckedSettings, bounded, require_cores, usable_cores
 from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names, require_training
 from harness.errors import ConfigError
 from harness.paths import is_run, is_there, suggest_recipe
@@ -38,28 +38,18 @@ Arguments = Annotated[
 
 
 @dataclass
-class RequeueLimits(CheckedSettings, section="cluster"):
-    """Limits of a cluster.
-
-    Attributes:
-        max_same_failures: number of identical failures at the same step after which the job is not requeued.
-    """
-
-    max_same_failures: int = bounded(3, lowest=1)
-
-
-@dataclass
 class RequeueSettings(CheckedSettings):
     """Settings of `harness requeue`.
 
     Attributes:
         exit_code: exit code of the run.
         restart: the caller can restart the ranks in the same job; the restart is recorded.
+        max_same_failures: number of identical failures at the same step after which the job is not requeued.
     """
 
     exit_code: int = bounded(lowest=-255, highest=255)
     restart: bool = False
-    cluster: RequeueLimits = field(default_factory=RequeueLimits)
+    max_same_failures: int = bounded(3, lowest=1, key="cluster.max_same_failures")
 
 
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})
@@ -127,10 +117,10 @@ class MovedData:
             blend); empty uses the original location. The content must be the data that was trained.
     """
 
-    paths: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list, metadata={KEY: "data.paths"})
 
 
-@runs_app.command(cls=class_of(MovedData, section="data"))
+@runs_app.command(cls=class_of(MovedData))
 def export(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
@@ -149,13 +139,13 @@ def export(
     from harness.megatron.export.folder import export_checkpoint
 
     chosen = {"adapters_only": adapter, "keep_mtp": mtp, "unchecked": unchecked}
-    done = export_checkpoint(source, out, **chosen, data_paths=context.obj.data.paths)
+    done = export_checkpoint(source, out, **chosen, data_paths=context.obj.paths)
     print_line(f"{out}: {count_of(done.num_weights, 'weight')} of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
     if done.end_tokens:
         print_line(f"  an answer ends at {' or '.join(done.end_tokens)}; padding is {done.pad_token}")
     for line in done.missing:
         print_line(f"  not written: {line}")
-    if done.missing and not context.obj.data.paths:
+    if done.missing and not context.obj.paths:
         print_line("  if the data has been moved, set data.paths=[PATH]")
 
 
@@ -174,7 +164,7 @@ def requeue(
     # In the job that has the run, its ranks have ended; elsewhere it may be at work.
     with nullcontext() if has_run(run_dir) else alone_in(run_dir):
         decision = decide(
-            run_dir, exit_code=settings.exit_code, max_same=settings.cluster.max_same_failures, in_job=settings.restart
+            run_dir, exit_code=settings.exit_code, max_same=settings.max_same_failures, in_job=settings.restart
         )
     print_line(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)

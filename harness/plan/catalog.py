@@ -42,20 +42,6 @@ REFUSED_FEATURES = (
 
 
 @dataclass(frozen=True)
-class TrainableFamily:
-    """A family of models that can be trained.
-
-    Attributes:
-        name: `model_type` of its config.json, and value of `model.family`.
-    """
-
-    name: str
-    architecture: str
-    presets: list[str]
-    features: list[str]
-
-
-@dataclass(frozen=True)
 class ModelReport:
     """One model, as its config.json describes it.
 
@@ -76,8 +62,8 @@ class ModelReport:
     mtp_layers: int = 0
 
 
-def list_families() -> list[TrainableFamily]:
-    """Return the families that can be trained, with the presets of each."""
+def list_families() -> list[dict[str, Any]]:
+    """Return the name, architecture, presets and features of each family that can be trained."""
     presets: dict[str, list[str]] = {}
     for file in sorted((CONFIGS / "model").glob("*.yaml")):
         values = yaml.safe_load(file.read_text())
@@ -85,12 +71,12 @@ def list_families() -> list[TrainableFamily]:
         family = read_encoder(encoder)[0].name if encoder else values.get("family", ModelConfig.family)
         presets.setdefault(family, []).append(file.stem)
     features = {name: [text for has, text in _FEATURES.items() if getattr(FAMILIES[name], has)] for name in FAMILIES}
-    media = {name: (one.kind, ", ".join(one.text_types.values())) for name, one in MEDIA_MODELS.items()}
-    features |= {name: [f"{kind} encoder for {texts}"] for name, (kind, texts) in media.items()}
+    for name, one in MEDIA_MODELS.items():
+        features[name] = [f"{one.kind} encoder for {', '.join(one.text_types.values())}"]
     families: dict[str, Family | MediaModel] = {**FAMILIES, **MEDIA_MODELS}
     return [
-        TrainableFamily(name, family.architecture, presets.get(name, []), features[name])
-        for name, family in families.items()
+        {"name": name, "architecture": of.architecture, "presets": presets.get(name, []), "features": features[name]}
+        for name, of in families.items()
     ]
 
 

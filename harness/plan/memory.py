@@ -369,18 +369,6 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
     return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
 
 
-def mtp_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, vocab_size: int) -> float:
-    """Return the bytes per token that a layer that predicts a further token keeps beside those of its decoder layer."""
-    item, hidden, tp = DTYPE_BYTES[model.number], model.hidden_size, parallel.tensor_parallel_size
-    # Two norms before the matrix and one after the layer, the matrix's input, and that of the output matrix.
-    norms = 2 * (8 * hidden + 4) + 2 * item * hidden
-    if model.recompute == "full":  # the embedding instead
-        norms = item * hidden
-    whole = norms + 8 * hidden + 4 + item * hidden
-    # The token that is joined, its label, and the mask of its loss.
-    return whole / (tp if parallel.sequence_parallel else 1) + 4 * padded_vocab_size(vocab_size) / tp + 17 + 12
-
-
 def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, load: float) -> float:
     """Return the bytes per token of the row that the router, the dispatcher and the experts of one layer keep.
 
@@ -530,8 +518,13 @@ def _loss_bytes(
     logits = item * words / tp if item < 4 else 0.0
     # What the loss keeps is gone before the first layer is computed again; layers of MTP come while it is there.
     if model.mtp_layers:
-        further = model.mtp_layers * mtp_activation_bytes(model, parallel, vocab_size=vocab_size)
-        return further + once + last, logits
+        # Two norms before the matrix (with full recomputation the embedding instead) and one after the layer, the
+        # matrix's input, and that of the output matrix.
+        hidden = model.hidden_size
+        norms = item * hidden if model.recompute == "full" else 2 * (8 * hidden + 4) + 2 * item * hidden
+        further = (norms + 8 * hidden + 4 + item * hidden) / (tp if parallel.sequence_parallel else 1)
+        # The token that is joined, its label, and the mask of its loss.
+        return model.mtp_layers * (further + 4 * words / tp + 17 + 12) + once + last, logits
     return max(once, last), max(once, last + logits) - max(once, last)
 
 

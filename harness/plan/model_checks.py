@@ -122,7 +122,11 @@ def check_fields(model: ModelConfig) -> None:
     if model.num_experts:
         _check_experts(model)
     else:
-        _check_unused(model)
+        of_experts = (one for one in fields(model) if one.name.startswith(_OF_EXPERTS))
+        if unused := [one.name for one in of_experts if getattr(model, one.name) != one.default]:
+            what = f"the model has no experts, so {', '.join(unused)} would have no effect"
+            fix = "use the defaults, or set model.num_experts"
+            raise ConfigError(what, where=", ".join(f"model.{name}" for name in unused), fix=fix)
     _check_recomputed(model)
 
 
@@ -264,15 +268,6 @@ def check_scan_offsets(tokens: int, numbers: int) -> None:
             fix=f"rows of at most {(_OFFSETS - 1) // numbers:,} tokens over context-parallel ranks (lower "
             "schedule.max_tokens_per_rank or the pack size), more tensor-parallel ranks, or trainer.deterministic=true",
         )
-
-
-def _check_unused(model: ModelConfig) -> None:
-    of_experts = [one for one in fields(model) if one.name.startswith(_OF_EXPERTS)]
-    unused = [one.name for one in of_experts if getattr(model, one.name) != one.default]
-    if unused:
-        what = f"the model has no experts, so {', '.join(unused)} would have no effect"
-        fix = "use the defaults, or set model.num_experts"
-        raise ConfigError(what, where=", ".join(f"model.{name}" for name in unused), fix=fix)
 
 
 def _check_experts(model: ModelConfig) -> None:
