@@ -233,9 +233,8 @@ def test_parts_of_a_divided_model_count_once_except_those_on_every_rank() -> Non
     whole = model_of(num_layers=4, num_attention_heads=4, head_dim=None, tie_embeddings=False)
     words = 384 * 64
     total = count_weights(whole, ONE, stage=0, vocab_size=VOCAB).whole
-    halves = [
-        count_weights(whole, ParallelConfig(pipeline_parallel_size=2), stage=s, vocab_size=VOCAB).whole for s in (0, 1)
-    ]
+    two = ParallelConfig(pipeline_parallel_size=2)
+    halves = [count_weights(whole, two, stage=s, vocab_size=VOCAB).whole for s in (0, 1)]
     assert sum(halves) == total
     assert halves[1] - halves[0] == 64  # the last norm
     # Norms are on both ranks.
@@ -244,10 +243,7 @@ def test_parts_of_a_divided_model_count_once_except_those_on_every_rank() -> Non
     assert 2 * half == total + norms
     tied = model_of(num_layers=4, head_dim=None)
     assert count_weights(tied, ONE, stage=0, vocab_size=VOCAB).whole == total - words
-    ends = [
-        count_weights(tied, ParallelConfig(pipeline_parallel_size=2), stage=s, vocab_size=VOCAB).whole for s in (0, 1)
-    ]
-    assert sum(ends) == total
+    assert sum(count_weights(tied, two, stage=s, vocab_size=VOCAB).whole for s in (0, 1)) == total
 
 
 def test_the_weights_of_a_published_mixture_of_experts_are_exact_and_most_of_them_idle() -> None:
