@@ -12,7 +12,7 @@ import typer
 
 from harness.checks import KEY, CheckedSettings, bounded
 from harness.cli.indexed import find_checks
-from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
+from harness.cli.settings import AsJson, Overwrite, argument, class_of, option, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
 from harness.formats import FORMATS, convert_dataset, load_manifest, open_dataset, repair_manifest, verify_dataset
 from harness.formats.foreign.exporting import BRIDGE, BridgeExport, BridgeFiles, export_to_bridge
@@ -35,13 +35,11 @@ from harness.printing import count_of, open_console, print_line, print_text
 from harness.storage import is_uri, open_folder
 
 data_app = typer.Typer()
-Verified = Annotated[
-    str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI; a run, checkpoint or export")
-]
-DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
-Source = Annotated[str, typer.Argument(metavar="SRC", help="dataset folder, file, glob, prefix or URI")]
-Destination = Annotated[str, typer.Argument(metavar="DST", help="folder to write, or a .parquet or .npy file")]
-Format = Annotated[str, typer.Argument(metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")]
+Verified = Annotated[str, argument("PATH", "dataset folder, file, glob, prefix or URI; a run, checkpoint or export")]
+DatasetPath = Annotated[str, argument("PATH", "dataset folder, file, glob, prefix or URI")]
+Source = Annotated[str, argument("SRC", "dataset folder, file, glob, prefix or URI")]
+Destination = Annotated[str, argument("DST", "folder to write, or a .parquet or .npy file")]
+Format = Annotated[str, argument("FORMAT", f"one of {', '.join(FORMATS)}")]
 
 
 @dataclass
@@ -111,7 +109,7 @@ def inspect(
     context: typer.Context,
     path: DatasetPath,
     pack: Annotated[int | None, typer.Option(min=0, help="print a pack's text, with trained tokens in color")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="PATH contains chats: show their trained tokens")] = False,
+    raw: Annotated[bool, option("--raw", "PATH contains chats: show their trained tokens")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a dataset's counts, the text of one pack, or chats with --raw."""
@@ -148,7 +146,7 @@ def inspect(
 def verify(
     path: Verified,
     repair: Annotated[
-        bool, typer.Option("--repair-manifest", help="rebuild a lost or damaged manifest and index from intact shards")
+        bool, option("--repair-manifest", "rebuild a lost or damaged manifest and index from intact shards")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -231,10 +229,7 @@ def convert(
     destination: Destination,
     format: Annotated[
         str,
-        typer.Argument(
-            metavar="FORMAT",
-            help=f"one of {', '.join(FORMATS)}, or {BRIDGE} or {SWIFT} for the readers of these trainers",
-        ),
+        argument("FORMAT", f"one of {', '.join(FORMATS)}, or {BRIDGE} or {SWIFT} for the readers of these trainers"),
     ],
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -299,9 +294,9 @@ def _convert_for_trainer(
 @data_app.command(name="import", cls=class_of(ImportSettings))
 def import_(
     context: typer.Context,
-    source: Annotated[str, typer.Argument(metavar="SRC", help="output of the other tool")],
+    source: Annotated[str, argument("SRC", "output of the other tool")],
     destination: Destination,
-    convention: Annotated[str, typer.Argument(metavar="CONVENTION", help=f"one of {', '.join(CONVENTIONS)}")],
+    convention: Annotated[str, argument("CONVENTION", f"one of {', '.join(CONVENTIONS)}")],
     format: Format = "parquet",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -325,8 +320,8 @@ def import_(
 @data_app.command(cls=class_of(PlannedPacks))
 def repack(
     context: typer.Context,
-    store: Annotated[str, typer.Argument(metavar="STORE", help="a dataset in the format virtual, or a plan over one")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="folder to write")],
+    store: Annotated[str, argument("STORE", "a dataset in the format virtual, or a plan over one")],
+    destination: Annotated[str, argument("DST", "folder to write")],
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -339,8 +334,8 @@ def repack(
 
 @data_app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="a dataset")],
-    b: Annotated[str, typer.Argument(metavar="B", help="another dataset")],
+    a: Annotated[str, argument("A", "a dataset")],
+    b: Annotated[str, argument("B", "another dataset")],
     as_json: AsJson = False,
 ) -> None:
     """Compare two datasets pack by pack and print the first difference; exit code 1 if there is one."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from harness.checks import KEY, CheckedSettings, bounded
-from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
+from harness.cli.settings import AsJson, Overwrite, argument, class_of, print_json, progress_bar
 from harness.errors import ConfigError, Problem
 from harness.printing import count_of, print_line
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 indexed_app = typer.Typer(help="Build Megatron's indexed datasets from token shards.", no_args_is_help=True)
 
-Shards = Annotated[list[str], typer.Argument(metavar="SRC...", help="Parquet files, folders or patterns")]
-Pairs = Annotated[list[str], typer.Argument(metavar="PREFIX...", help="pairs: X, X.bin or X.idx")]
-Prefix = Annotated[str, typer.Argument(metavar="DST", help="the pair to write: X for X.bin and X.idx")]
+Shards = Annotated[list[str], argument("SRC...", "Parquet files, folders or patterns")]
+Pairs = Annotated[list[str], argument("PREFIX...", "pairs: X, X.bin or X.idx")]
+Prefix = Annotated[str, argument("DST", "the pair to write: X for X.bin and X.idx")]
 
 
 @dataclass
@@ -88,9 +88,9 @@ def convert(
 @indexed_app.command(cls=class_of(FamilySettings))
 def family(
     context: typer.Context,
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the family")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="part of the name of every file")],
-    sources: Annotated[list[str] | None, typer.Argument(metavar="[SRC]...", help="shards to split by hash")] = None,
+    out: Annotated[Path, argument("DIR", "folder of the family")],
+    name: Annotated[str, argument("NAME", "part of the name of every file")],
+    sources: Annotated[list[str] | None, argument("[SRC]...", "shards to split by hash")] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -112,8 +112,8 @@ def family(
 @indexed_app.command(cls=class_of(Vocabulary))
 def counts(
     context: typer.Context,
-    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="as in Megatron's --data-path")],
-    to: Annotated[Path, typer.Argument(metavar="FILE", help="the JSON to write")],
+    prefixes: Annotated[list[str], argument("PREFIX...", "as in Megatron's --data-path")],
+    to: Annotated[Path, argument("FILE", "the JSON to write")],
 ) -> None:
     """Write the sequence counts of many prefixes for Megatron's --per-dataset-sequences-path."""
     from harness.indexed.convert import count_sequences, save_counts

@@ -14,13 +14,13 @@ from typing import Annotated
 import typer
 
 from harness.checks import KEY
-from harness.cli.settings import AsJson, class_of, print_json
+from harness.cli.settings import AsJson, argument, class_of, print_json
 from harness.errors import ConfigError, HarnessError
 from harness.printing import duration, print_line, print_text
 
 jobs_app = typer.Typer()
 cluster_app = typer.Typer(help="Propose the settings of a Slurm cluster.", no_args_is_help=True)
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
+Run = Annotated[Path, argument("RUN", "the run's folder")]
 _LOG_INTERVAL_S = 0.5
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness.checks import CheckedSettings, bounded
-from harness.cli.settings import AsJson, class_of, complete_names, list_experiments, print_json, require_training
+from harness.cli.settings import AsJson, argument, class_of, list_experiments, option, print_json, require_training
 from harness.errors import ConfigError, os_errors_as
 from harness.launch.cluster import SubmitConfig
 from harness.printing import count_of, open_console, print_line, print_text
@@ -86,8 +86,7 @@ class PlanSettings(CheckedSettings):
 
 @launch_app.command()
 def models(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="folder, or name on the Hub")] = None,
-    as_json: AsJson = False,
+    model: Annotated[str | None, argument("[MODEL]", "folder, or name on the Hub")] = None, as_json: AsJson = False
 ) -> None:
     """List the supported families of models, or check whether MODEL is supported; exit code 1 if it is not.
 
@@ -141,10 +140,10 @@ def plan(
     context: typer.Context,
     experiment: Annotated[
         str,
-        typer.Argument(
-            metavar="EXPERIMENT",
-            help="a file of configs/experiment, or sft; auto to search layouts",
-            autocompletion=complete_names(lambda: ["auto", *list_experiments()]),
+        argument(
+            "EXPERIMENT",
+            "a file of configs/experiment, or sft; auto to search layouts",
+            names=lambda: ["auto", *list_experiments()],
         ),
     ],
 ) -> None:
@@ -282,14 +281,9 @@ def _rehearse(config: RunConfig, world_size: int) -> None:
 def submit(
     context: typer.Context,
     experiment: Annotated[
-        str,
-        typer.Argument(
-            metavar="EXPERIMENT",
-            help="a file of configs/experiment, or a recipe: sft, pretrain",
-            autocompletion=complete_names(list_experiments),
-        ),
+        str, argument("EXPERIMENT", "a file of configs/experiment, or a recipe: sft, pretrain", names=list_experiments)
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script without submitting it")] = False,
+    dry_run: Annotated[bool, option("--dry-run", "print the script without submitting it")] = False,
 ) -> None:
     """Submit a run as a Slurm job that checkpoints, requeues and resumes automatically.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness.checks import LONGEST_S, SET, CheckedSettings, Rule, bounded, one_of
-from harness.cli.settings import AsJson, class_of, print_json
+from harness.cli.settings import AsJson, argument, class_of, option, print_json
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
 from harness.prep.sources.config import TOOL_CALLS
@@ -25,7 +25,7 @@ live_app = typer.Typer(
 )
 # Flushed: a log shows the progress of the producer.
 _print_line = functools.partial(print_line, flush=True)
-Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks, on a shared disk or in a bucket")]
+Folder = Annotated[str, argument("DIR", "the folder of chunks, on a shared disk or in a bucket")]
 
 
 @dataclass
@@ -95,13 +95,13 @@ class ProduceSettings(CheckedSettings):
 @live_app.command(cls=class_of(ProduceSettings))
 def produce(
     context: typer.Context,
-    source: Annotated[str, typer.Argument(metavar="SRC", help="file, folder or glob; - for standard input")],
+    source: Annotated[str, argument("SRC", "file, folder or glob; - for standard input")],
     folder: Folder,
-    append: Annotated[bool, typer.Option("--append", help="append SRC to the chunks in the folder")] = False,
+    append: Annotated[bool, option("--append", "append SRC to the chunks in the folder")] = False,
     leave_rest: Annotated[
-        bool, typer.Option("--leave-rest", help="with --append: leave out the rest of an incompletely read input")
+        bool, option("--leave-rest", "with --append: leave out the rest of an incompletely read input")
     ] = False,
-    leave_open: Annotated[bool, typer.Option("--leave-open", help="keep the stream open for --append")] = False,
+    leave_open: Annotated[bool, option("--leave-open", "keep the stream open for --append")] = False,
 ) -> None:
     """Write live chunks. To continue after a crash, run the command again with the same SRC."""
     from harness.loader import live

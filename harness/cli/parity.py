@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from harness.checks import CheckedSettings, bounded
 from harness.cli.runs import recipe_entry
-from harness.cli.settings import AsJson, class_of, print_json
+from harness.cli.settings import AsJson, argument, class_of, print_json
 from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.parity.compare import Tolerances, relative_difference
 from harness.printing import count_of, open_console, print_line
@@ -42,8 +42,8 @@ parity_app = typer.Typer(
     "many layouts, and `harness parity --cfg` prints the settings. The commands compare runs with baselines.",
 )
 compare_app = typer.Typer()
-Name = Annotated[str, typer.Argument(metavar="NAME", help="name of the baseline")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run with trainer.record_digests=true")]
+Name = Annotated[str, argument("NAME", "name of the baseline")]
+Run = Annotated[Path, argument("RUN", "folder of a run with trainer.record_digests=true")]
 
 
 @dataclass
@@ -134,7 +134,7 @@ class CompareRunsSettings(CheckedSettings):
 @compare_app.command(cls=class_of(CompareRunsSettings))
 def compare(
     context: typer.Context,
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="folders of two or more runs")],
+    runs: Annotated[list[Path], argument("RUN RUN...", "folders of two or more runs")],
     as_json: AsJson = False,
 ) -> None:
     """Compare the loss curves of runs with those of the first; exit code 1 if a loss differs.

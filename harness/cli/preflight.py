@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from harness.checks import KEY, LONGEST_S, CheckedSettings, bounded
-from harness.cli.settings import class_of
+from harness.cli.settings import argument, class_of
 from harness.errors import ConfigError
 from harness.launch.cluster import ClusterConfig
 from harness.printing import print_line
@@ -59,9 +59,7 @@ class JudgeSettings(CheckedSettings):
 
 
 @preflight_app.command(cls=class_of(ProbeSettings))
-def probe(
-    context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's folder")]
-) -> None:
+def probe(context: typer.Context, run_dir: Annotated[Path, argument("RUN_DIR", "the run's folder")]) -> None:
     """Check this node, as one task of a Slurm step with one task per node; prints JSON lines."""
     from harness.launch.preflight.probe import node_checks, run_checks
     from harness.launch.ranks import place_in_slurm
@@ -77,8 +75,7 @@ def probe(
 
 @preflight_app.command(cls=class_of(ProbeSettings))
 def copy(
-    context: typer.Context,
-    local_dir: Annotated[Path, typer.Argument(metavar="LOCAL_DIR", help="folder on the disk of this node")],
+    context: typer.Context, local_dir: Annotated[Path, argument("LOCAL_DIR", "folder on the disk of this node")]
 ) -> None:
     """Copy datasets and weights to the disk of this node unless they exist there; prints JSON lines."""
     from harness.launch.preflight.probe import copy_checks, run_checks

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from harness.checks import KEY, CheckedSettings, bounded, require_cores, usable_cores
-from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names, require_training
+from harness.cli.settings import RECIPES, argument, class_of, complete_keys, option, require_training
 from harness.errors import ConfigError
 from harness.paths import is_run, is_there, suggest_recipe
 from harness.printing import count_of, print_line, print_text
@@ -32,9 +32,7 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
     return complete_keys(schema, incomplete) if schema is not None else []
 
 
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of the recipe", autocompletion=_complete)
-]
+Arguments = Annotated[list[str] | None, argument("[KEY=VALUE]...", "settings of the recipe", autocompletion=_complete)]
 
 
 @dataclass
@@ -61,9 +59,7 @@ def prepare(arguments: Arguments = None) -> None:
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})
 def train(
     context: typer.Context,
-    recipe: Annotated[
-        str, typer.Argument(metavar="sft|pretrain", help="the recipe", autocompletion=complete_names(lambda: RECIPES))
-    ],
+    recipe: Annotated[str, argument("sft|pretrain", "the recipe", names=lambda: RECIPES)],
     arguments: Arguments = None,
 ) -> None:
     """Train a model: on N processes of this machine with `parallel.ranks=N`, or as one rank of torchrun or srun.
@@ -123,11 +119,11 @@ class MovedData:
 @runs_app.command(cls=class_of(MovedData))
 def export(
     context: typer.Context,
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="export only the LoRA adapters, in PEFT's format")] = False,
-    mtp: Annotated[bool, typer.Option("--mtp", help="also export the initial weights' MTP layers")] = False,
-    unchecked: Annotated[bool, typer.Option("--unchecked", help="accept a checkpoint without checksums.json")] = False,
+    source: Annotated[Path, argument("RUN", "a run's folder, or one of its checkpoints")],
+    out: Annotated[Path, argument("OUT", "a new folder")],
+    adapter: Annotated[bool, option("--adapter", "export only the LoRA adapters, in PEFT's format")] = False,
+    mtp: Annotated[bool, option("--mtp", "also export the initial weights' MTP layers")] = False,
+    unchecked: Annotated[bool, option("--unchecked", "accept a checkpoint without checksums.json")] = False,
 ) -> None:
     """Export a checkpoint for serving: weights, end tokens, tokenizer, chat template and model card."""
     if is_run(out) and not (is_run(source) or is_there(source / "run.json")):
@@ -150,9 +146,7 @@ def export(
 
 
 @runs_app.command(cls=class_of(RequeueSettings))
-def requeue(
-    context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
-) -> None:
+def requeue(context: typer.Context, run_dir: Annotated[Path, argument("RUN", "the run's folder")]) -> None:
     """Record how a run ended and decide whether to start it again: exit code 0 for yes, 1 for no."""
     from harness.train import alone_in
     from harness.train.attempts import decide

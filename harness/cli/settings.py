@@ -30,8 +30,6 @@ from harness.printing import open_console, print_line, print_text, redact_all
 from harness.settings import CONFIGS, REQUIRED, explain_settings
 from harness.tables import Table
 
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the destination")]
 T = TypeVar("T")
 RECIPES = ("sft", "pretrain")
 _MAP = "map of "
@@ -138,9 +136,20 @@ def complete_keys(schema: type[Any], incomplete: str) -> list[str]:
     return sorted(f"{name}=" for name in names if name.startswith(incomplete))
 
 
-def complete_names(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return the completion of an argument that is one of these names."""
-    return lambda incomplete: sorted(name for name in names() if name.startswith(incomplete))
+def argument(metavar: str, text: str, *, names: Callable[[], Iterable[str]] | None = None, **more: Any) -> Any:
+    """Declare an argument with this help; `names` are those that the shell completes it to."""
+    if names is not None:
+        more["autocompletion"] = lambda incomplete: sorted(name for name in names() if name.startswith(incomplete))
+    return typer.Argument(metavar=metavar, help=text, **more)
+
+
+def option(name: str, text: str, **more: Any) -> Any:
+    """Declare an option or a flag of this name, such as `--json`, with this help."""
+    return typer.Option(name, help=text, **more)
+
+
+AsJson = Annotated[bool, option("--json", "print JSON")]
+Overwrite = Annotated[bool, option("--overwrite", "replace the destination")]
 
 
 def list_experiments() -> list[str]:
