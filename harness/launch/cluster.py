@@ -177,12 +177,10 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
             what = f"{self.local_dir!r} is not an absolute path of a folder"
             raise ConfigError(what, where="cluster.local_dir", fix="use a full path, such as /scratch/NAME")
-        for option in self.sbatch:
-            if not option.startswith("--"):
-                raise ConfigError(f"{option!r} is not an option", where="cluster.sbatch", fix="write --name=value")
-        for variable in self.env:
-            if not _VARIABLE.fullmatch(variable):
-                raise ConfigError(f"{variable!r} is not a variable name", where="cluster.env", fix="write NAME: value")
+        for option in (option for option in self.sbatch if not option.startswith("--")):
+            raise ConfigError(f"{option!r} is not an option", where="cluster.sbatch", fix="write --name=value")
+        for variable in (variable for variable in self.env if not _VARIABLE.fullmatch(variable)):
+            raise ConfigError(f"{variable!r} is not a variable name", where="cluster.env", fix="write NAME: value")
 
 
 @dataclass
