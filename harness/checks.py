@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -9,6 +10,8 @@ import math
 import numbers
 import operator
 import os
+import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -129,6 +132,33 @@ class Rule:
                 return
         what = ", and ".join(f"{name} is {show_value(value)}" for name, value in values.items())
         raise ConfigError(f"{what}: {self.why}", where=", ".join(values), fix=self.fix)
+
+
+_CONDITION = re.compile(r"(!?)([\w.]+)(?:(!?=|~)([^,]+))?")
+
+
+def read_rules(text: str) -> tuple[Rule, ...]:
+    """Read a table of rules: `SETTING=VALUE, SETTING | why | fix`, each on a line and further ones that are indented.
+
+    `NAME` stands for a setting that is set, `!NAME` for one that is not, `NAME=VALUE` and `NAME!=A/B` for a value and
+    for others, and `NAME~VALUE` for a list that has it. Values are as in JSON, or texts.
+    """
+
+    def plain(value: str) -> object:
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+        return value
+
+    rules = []
+    for row in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
+        names, why, fix = " ".join(row.split()).split(" | ")
+        settings: dict[str, object] = {}
+        for no, name, kind, values in _CONDITION.findall(names):
+            given = [plain(value) for value in values.split("/")]
+            kinds = {"=": given[0], "!=": other_than(*given), "~": includes(*given), "": NOT_SET if no else SET}
+            settings[name] = kinds[kind]
+        rules.append(Rule(settings, why, fix))
+    return tuple(rules)
 
 
 def check_rules(config: object, rules: Iterable[Rule]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.checks import LONGEST_S, SET, CheckedSettings, Rule, bounded, one_of
+from harness.checks import LONGEST_S, CheckedSettings, bounded, one_of, read_rules
 from harness.cli.settings import AsJson, argument, class_of, option, print_json
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
@@ -83,13 +83,9 @@ class ProduceSettings(CheckedSettings):
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     source: ProduceSource = field(default_factory=ProduceSource)
 
-    rules = (
-        Rule(
-            {"tokenizer.name": SET, "chunks.kind": "packs"},
-            "packs are tokenized already",
-            "omit tokenizer.name, or set chunks.kind=chat",
-        ),
-    )
+    rules = read_rules("""
+        tokenizer.name, chunks.kind=packs | packs are tokenized already | omit tokenizer.name, or set chunks.kind=chat
+    """)
 
 
 @live_app.command(cls=class_of(ProduceSettings))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
-from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than, show_value
+from harness.checks import CheckedSettings, Rule, bounded, one_of, other_than, read_rules, show_value
 from harness.errors import ConfigError
 from harness.plan.stages import read_stages
 from harness.printing import count_of
@@ -91,21 +91,15 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
     rules = (
-        Rule(
-            {"parallel.virtual_pipeline_parallel_size": SET, "parallel.pipeline_parallel_size": 1},
-            "model chunks require at least two pipeline stages",
-            "parallel.pipeline_parallel_size=2 or more, or parallel.virtual_pipeline_parallel_size=null",
-        ),
-        Rule(
-            {"parallel.pipeline_layout": SET, "parallel.pipeline_parallel_size": 1},
-            "a single stage contains all layers",
-            "parallel.pipeline_parallel_size=2 or more, or parallel.pipeline_layout=null",
-        ),
-        Rule(
-            {"parallel.sequence_parallel": True, "parallel.tensor_parallel_size": 1},
-            "the tensor-parallel group has only one rank",
-            "parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false",
-        ),
+        *read_rules("""
+            parallel.virtual_pipeline_parallel_size, parallel.pipeline_parallel_size=1
+              | model chunks require at least two pipeline stages
+              | parallel.pipeline_parallel_size=2 or more, or parallel.virtual_pipeline_parallel_size=null
+            parallel.pipeline_layout, parallel.pipeline_parallel_size=1 | a single stage contains all layers
+              | parallel.pipeline_parallel_size=2 or more, or parallel.pipeline_layout=null
+            parallel.sequence_parallel=true, parallel.tensor_parallel_size=1 | the tensor-parallel group has only one
+              rank | parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false
+        """),
         *(
             Rule(
                 {f"parallel.{choice}": True, f"parallel.{name}": other_than(value)},
