@@ -72,12 +72,8 @@ def bounded(
         above, below: bounds that are not.
         key: dotted name of the setting, where it is not of the dataclass's section.
     """
-    bounds = Bounds(
-        lowest=0 if lowest is None and above is None else lowest,
-        above=above,
-        highest=None if below is not None else highest,
-        below=below,
-    )
+    lowest = 0 if lowest is None and above is None else lowest
+    bounds = Bounds(lowest, above, None if below is not None else highest, below)
     values: dict[str, Any] = {"default": default, "default_factory": default_factory}
     return dataclasses.field(**values, metadata={BOUNDS: bounds, KEY: key})
 

@@ -161,11 +161,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     @property
     def pad_to_multiple(self) -> int:
         """Number of tokens to a multiple of which every sequence is padded."""
-        return padding_multiple(
-            cp_size=self.context_parallel_size,
-            tp_size=self.tensor_parallel_size,
-            sequence_parallel=self.sequence_parallel,
-        )
+        sizes = {"cp_size": self.context_parallel_size, "tp_size": self.tensor_parallel_size}
+        return padding_multiple(**sizes, sequence_parallel=self.sequence_parallel)
 
     @property
     def padding_setting(self) -> str | None:

@@ -30,6 +30,11 @@ ROOM = 0.1
 _EXCHANGES = 12
 
 
+# Of a rank's memory that only some runs have.
+_PARTS = {"fp8": "weights in 8 bits", "logits": "gradient of the logits", "dispatch": "tokens to experts"}
+_PARTS |= {"exchange": "tensor-parallel exchanges", "encoder": "activations of the encoder"}
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the fullest rank, and its pipeline stage.
@@ -59,15 +64,8 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes on the rank's GPU by name: those of every run, and those of some where they are not 0."""
-        always = {name: getattr(self, name) for name in ("weights", "gradients", "optimizer", "activations")}
-        some = {
-            "weights in 8 bits": self.fp8,
-            "gradient of the logits": self.logits,
-            "tokens to experts": self.dispatch,
-            "tensor-parallel exchanges": self.exchange,
-            "activations of the encoder": self.encoder,
-        }
-        return always | {name: size for name, size in some.items() if size}
+        sizes = {_PARTS.get(name, name): size for name, size in vars(self).items() if name not in ("stage", "host")}
+        return {name: size for name, size in sizes.items() if size or name not in _PARTS.values()}
 
     @property
     def total(self) -> int:

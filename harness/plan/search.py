@@ -112,22 +112,13 @@ class LayoutSearch:
             plan, parallel = one.plan, one.parallel
             assert plan.work is not None
             waits = sum(plan.parts[name] for name in ("tensor", "context", "expert", "pipeline", "data", "launches"))
-            row = (
-                str(parallel.tensor_parallel_size),
-                f"{parallel.pipeline_parallel_size}{' uneven' if parallel.pipeline_layout else ''}",
-                str(parallel.virtual_pipeline_parallel_size or "-"),
-                str(parallel.context_parallel_size),
-                str(parallel.expert_parallel_size),
-                str(plan.dp_size),
-                one.config.model.recompute,
-                f"{one.config.max_tokens_per_rank:,}",
-                str(plan.work.microbatches),
-                f"{plan.memory.total / gib:,.1f}",
-                f"{plan.mfu:.1%}",
-                f"{plan.step_s:,.3g}",
-                f"{waits / plan.step_s:.0%}",
-            )
-            rows.append(row)
+            sizes: list[object] = [parallel.tensor_parallel_size]
+            sizes += [f"{parallel.pipeline_parallel_size}{' uneven' if parallel.pipeline_layout else ''}"]
+            sizes += [parallel.virtual_pipeline_parallel_size or "-", parallel.context_parallel_size]
+            sizes += [parallel.expert_parallel_size, plan.dp_size, one.config.model.recompute]
+            sizes += [f"{one.config.max_tokens_per_rank:,}", plan.work.microbatches, f"{plan.memory.total / gib:,.1f}"]
+            sizes += [f"{plan.mfu:.1%}", f"{plan.step_s:,.3g}", f"{waits / plan.step_s:.0%}"]
+            rows.append(list(map(str, sizes)))
         return Group(Text(title), Table(head, rows, "r").to_terminal())
 
 
@@ -262,20 +253,10 @@ def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[Para
         chunks = [None, *counts] if pp > 1 else [None]
         shares = [size for size in sizes if experts % size == 0 and ranks // pp % size == 0] if experts else [1]
         for vpp, ep in itertools.product(chunks, shares):
-            uneven = layers % (pp * (vpp or 1)) > 0
+            num_chunks = pp * (vpp or 1)
+            layout = balanced(num_chunks) if layers % num_chunks else None
+            own: tuple[Any, ...] = (tp, tp > 1, pp, vpp, layout, cp, ep, 1, True, ranks)
             try:
-                own: tuple[Any, ...] = (
-                    tp,
-                    tp > 1,
-                    pp,
-                    vpp,
-                    balanced(pp * (vpp or 1)) if uneven else None,
-                    cp,
-                    ep,
-                    1,
-                    True,
-                    ranks,
-                )
                 found.append(replace(asked, **dict(zip(_SEARCHED, own, strict=True))))
             except ConfigError as error:  # of a dispatcher that does not divide experts over so many
                 refused = refused or error

@@ -415,13 +415,6 @@ class _RankStep:
         rate = machine.peak_flops * share * self.ranks / self.parallel.pipeline_parallel_size
         return (_ATTENTION_PASSES + again) * flops / rate
 
-    def loss(self) -> dict[str, float]:
-        """Return the times of a microbatch in the output matrix and the loss."""
-        words = padded_vocab_size(self.model.vocab_size or 0) / self.parallel.tensor_parallel_size
-        product_s = self.product_s(_Product(self.tokens, self.model.hidden_size, words, 0.0), in_8_bits=False)
-        # Logits are written, and read and written by the loss and its gradient, in four bytes each.
-        return {"matrix products": product_s, "memory": 20 * words * self.tokens / self.machine.memory_bytes_per_s}
-
     def exchange(self, parts: str, computed: dict[str, float]) -> dict[str, float]:
         """Return the times of a microbatch in which a rank waits for others in one layer."""
         model, parallel, machine, passes = self.model, self.parallel, self.machine, 2 + self.again
@@ -552,7 +545,10 @@ def estimate_step(
     """
     step = _RankStep(model, parallel, work, ranks, machine, kernels, uneven_load(parallel, expert_load))
     kinds = {parts: step.layer(parts) for parts in set(model.all_parts)}
-    loss, stages = step.loss(), []
+    words, stages = padded_vocab_size(model.vocab_size or 0) / parallel.tensor_parallel_size, []
+    output_s = step.product_s(_Product(step.tokens, model.hidden_size, words, 0.0), in_8_bits=False)
+    # Logits are written, and read and written by the loss and its gradient, in four bytes each.
+    loss = {"matrix products": output_s, "memory": 20 * words * step.tokens / machine.memory_bytes_per_s}
     for stage in range(parallel.pipeline_parallel_size):
         layers = [parts for chunk in parts_of_stage(model, parallel, stage) for parts in chunk]
         outputs = (1 + model.mtp_layers) * (stage == parallel.pipeline_parallel_size - 1)
