@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -304,16 +304,14 @@ def check_exported(model: ModelConfig) -> None:
 
 def find_config(init_from: str) -> Path:
     """Return a folder with the config.json of `init_from`; of a model of the hub, nothing else is downloaded."""
-    return _find(init_from, ["config.json"])
+    return find_weights(init_from, ["config.json"])
 
 
-def find_weights(init_from: str) -> Path:
-    """Return the folder of `init_from`: itself or its copy on this node, or the hub's, downloaded if need be."""
-    # Ranks of a node that call this at the same time wait for one download.
-    return _find(init_from, ["*.json", "*.safetensors"])
+def find_weights(init_from: str, files: Sequence[str] = ("*.json", "*.safetensors")) -> Path:
+    """Return the folder of `init_from`: itself or its copy on this node, or the hub's, downloaded if need be.
 
-
-def _find(init_from: str, files: list[str]) -> Path:
+    Ranks of a node that call this at the same time wait for one download.
+    """
     if Path(init_from).is_dir():
         return Path(local_copy(init_from))
     if Path(init_from).is_file():
@@ -325,7 +323,7 @@ def _find(init_from: str, files: list[str]) -> Path:
     problem = ""
     try:
         problem = "HF_HUB_OFFLINE disables the hub" if constants.HF_HUB_OFFLINE else ask_hub(init_from)
-        return Path(snapshot_download(init_from, allow_patterns=files, local_files_only=bool(problem)))
+        return Path(snapshot_download(init_from, allow_patterns=[*files], local_files_only=bool(problem)))
     except Exception as error:  # the hub's client raises many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = "specify a folder with config.json and *.safetensors; for a model of the hub, run "

@@ -294,21 +294,16 @@ class RunConfig(CheckedSettings, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.resume = str(self.resume).lower()
-        if self.trainer.epochs is not None and not self.has_epochs:
+        if self.trainer.epochs is not None and self.data_ends_with != "epochs":
             what = f"trainer.epochs is {self.trainer.epochs:,}, but only packed datasets support epochs"
             raise ConfigError(what, where="trainer.epochs", fix="trainer.steps=N trainer.epochs=null")
         if self.parallel.ranks is not None:
             self.check_layout(self.parallel.ranks)
 
     @property
-    def ends_with_data(self) -> bool:
-        """True where the data has an end of its own, so that a run without a number of steps ends there."""
-        return False
-
-    @property
-    def has_epochs(self) -> bool:
-        """True where the data has epochs, so that a run may be as long as some of them."""
-        return False
+    def data_ends_with(self) -> str:
+        """The end of the data: that of its `epochs`, of its `stream`, or none ("")."""
+        return ""
 
     @property
     def shares_rows(self) -> bool:
@@ -318,8 +313,9 @@ class RunConfig(CheckedSettings, ABC):
     def with_steps(self) -> Self:
         """Return a copy with the number of steps that null stands for, or with that of epochs."""
         trainer, length = self.trainer, dict[str, Any]()
-        if trainer.steps is None and trainer.epochs is None and not self.ends_with_data:
-            length = {"epochs": 1} if self.has_epochs and self.model.init_from is not None else {"steps": _USUAL_STEPS}
+        if trainer.steps is None and trainer.epochs is None and self.data_ends_with != "stream":
+            is_one_epoch = self.data_ends_with == "epochs" and self.model.init_from is not None
+            length = {"epochs": 1} if is_one_epoch else {"steps": _USUAL_STEPS}
         return replace(self, trainer=replace(trainer, **length))
 
     def on(self, device: str) -> Self:
@@ -423,12 +419,8 @@ class SftConfig(RunConfig):
     job_rules = (*RunConfig.job_rules, *_BALANCED, *_SHARED)
 
     @property
-    def ends_with_data(self) -> bool:
-        return bool(self.data.live.folders)
-
-    @property
-    def has_epochs(self) -> bool:
-        return not self.data.live.folders
+    def data_ends_with(self) -> str:
+        return "stream" if self.data.live.folders else "epochs"
 
     @property
     def shares_rows(self) -> bool:
