@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.checks import LONGEST_S, CheckedSettings, bounded, one_of, read_rules
+from harness.checks import KEY, LONGEST_S, CheckedSettings, bounded, one_of, read_rules
 from harness.cli.settings import AsJson, argument, class_of, option, print_json
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
@@ -50,24 +50,6 @@ class ChunkSettings(CheckedSettings, section="chunks"):
 
 
 @dataclass
-class ProduceSource(CheckedSettings, section="source"):
-    """The conversations.
-
-    Attributes:
-        schema, columns, ignore_fields, drop_media, tool_calls: as in `harness prepare`; the schema, if it is
-            empty, is detected in every run.
-        on_bad: `refuse` or `skip` invalid conversations.
-    """
-
-    schema: str = ""
-    columns: dict[str, str] = field(default_factory=dict)
-    ignore_fields: list[str] = field(default_factory=list)
-    drop_media: bool = False
-    tool_calls: str = one_of("given", TOOL_CALLS)
-    on_bad: str = one_of("refuse", ("refuse", "skip"))
-
-
-@dataclass
 class ProduceSettings(CheckedSettings):
     """Settings of `harness live produce`.
 
@@ -75,13 +57,21 @@ class ProduceSettings(CheckedSettings):
         pack_size: maximum number of tokens in a pack that is made from conversations.
         over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as in `harness prepare`.
         tokenizer: tokenizer for packs. Without a name, conversations are written, and the ranks tokenize them.
+        schema, columns, ignore_fields, drop_media, tool_calls: as in `harness prepare`; the schema, if it is
+            empty, is detected in every run.
+        on_bad: `refuse` or `skip` invalid conversations.
     """
 
     chunks: ChunkSettings = field(default_factory=ChunkSettings)
     pack_size: int = bounded(4096, lowest=2, key="data.pack_size")
     over_long: str = one_of("drop", OVER_LONG, key="data.over_long")
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    source: ProduceSource = field(default_factory=ProduceSource)
+    schema: str = field(default="", metadata={KEY: "source.schema"})
+    columns: dict[str, str] = field(default_factory=dict, metadata={KEY: "source.columns"})
+    ignore_fields: list[str] = field(default_factory=list, metadata={KEY: "source.ignore_fields"})
+    drop_media: bool = field(default=False, metadata={KEY: "source.drop_media"})
+    tool_calls: str = one_of("given", TOOL_CALLS, key="source.tool_calls")
+    on_bad: str = one_of("refuse", ("refuse", "skip"), key="source.on_bad")
 
     rules = read_rules("""
         tokenizer.name, chunks.kind=packs | packs are tokenized already | omit tokenizer.name, or set chunks.kind=chat
@@ -111,7 +101,7 @@ def produce(
         what = "--leave-rest leaves the rest of the last input out, and begins another"
         raise ConfigError(what, where=str(folder), fix="add --append")
     settings: ProduceSettings = context.obj
-    chunks, of, packing = settings.chunks, settings.source, None
+    chunks, of, packing = settings.chunks, settings, None
     if settings.tokenizer.name:
         block = 1 if source == live.STDIN else 64
         made: dict[str, Any] = {"pack_size": settings.pack_size, "over_long": settings.over_long, "block": block}
