@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
-from harness.checks import CheckedSettings, Rule, bounded, one_of, other_than, read_rules, show_value
+from harness.checks import CheckedSettings, bounded, one_of, read_rules
 from harness.errors import ConfigError
 from harness.plan.stages import read_stages
 from harness.printing import count_of
@@ -90,40 +90,32 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     overlap_shared_experts: bool = False
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
-    rules = (
-        *read_rules("""
-            parallel.virtual_pipeline_parallel_size, parallel.pipeline_parallel_size=1
-              | model chunks require at least two pipeline stages
-              | parallel.pipeline_parallel_size=2 or more, or parallel.virtual_pipeline_parallel_size=null
-            parallel.pipeline_layout, parallel.pipeline_parallel_size=1 | a single stage contains all layers
-              | parallel.pipeline_parallel_size=2 or more, or parallel.pipeline_layout=null
-            parallel.sequence_parallel=true, parallel.tensor_parallel_size=1 | the tensor-parallel group has only one
-              rank | parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false
-        """),
-        *(
-            Rule(
-                {f"parallel.{choice}": True, f"parallel.{name}": other_than(value)},
-                why,
-                f"parallel.{choice}=false, or parallel.{name}={show_value(value)}",
-            )
-            for choice, name, value, why in (
-                ("cuda_graphs", "static_rows", True, "CUDA graphs require rows of constant length"),
-                ("cuda_graphs", "pipeline_parallel_size", 1, "CUDA graphs do not support pipeline stages"),
-                ("cuda_graphs", "context_parallel_size", 1, "CUDA graphs do not support context parallelism"),
-                ("overlap_tensor_parallel", "sequence_parallel", True, "it overlaps that communication"),
-                ("overlap_tensor_parallel", "cuda_graphs", False, "CUDA graphs do not support its streams"),
-                ("overlap_shared_experts", "expert_dispatcher", "alltoall", "only this dispatcher can overlap them"),
-            )
-        ),
-        *(
-            Rule(
-                {"parallel.overlap_tensor_parallel": True, "parallel.static_rows": value, **on_one_stage},
-                "its buffers require rows of constant shape",
-                "parallel.overlap_tensor_parallel=false, or parallel.static_rows=true",
-            )
-            for value, on_one_stage in ((False, {}), (None, {"parallel.pipeline_parallel_size": 1}))
-        ),
-    )
+    rules = read_rules("""
+        parallel.virtual_pipeline_parallel_size, parallel.pipeline_parallel_size=1
+          | model chunks require at least two pipeline stages
+          | parallel.pipeline_parallel_size=2 or more, or parallel.virtual_pipeline_parallel_size=null
+        parallel.pipeline_layout, parallel.pipeline_parallel_size=1 | a single stage contains all layers
+          | parallel.pipeline_parallel_size=2 or more, or parallel.pipeline_layout=null
+        parallel.sequence_parallel=true, parallel.tensor_parallel_size=1 | the tensor-parallel group has only one rank
+          | parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false
+        parallel.cuda_graphs=true, parallel.static_rows!=true | CUDA graphs require rows of constant length
+          | parallel.cuda_graphs=false, or parallel.static_rows=true
+        parallel.cuda_graphs=true, parallel.pipeline_parallel_size!=1 | CUDA graphs do not support pipeline stages
+          | parallel.cuda_graphs=false, or parallel.pipeline_parallel_size=1
+        parallel.cuda_graphs=true, parallel.context_parallel_size!=1 | CUDA graphs do not support context parallelism
+          | parallel.cuda_graphs=false, or parallel.context_parallel_size=1
+        parallel.overlap_tensor_parallel=true, parallel.sequence_parallel!=true | it overlaps that communication
+          | parallel.overlap_tensor_parallel=false, or parallel.sequence_parallel=true
+        parallel.overlap_tensor_parallel=true, parallel.cuda_graphs!=false | CUDA graphs do not support its streams
+          | parallel.overlap_tensor_parallel=false, or parallel.cuda_graphs=false
+        parallel.overlap_shared_experts=true, parallel.expert_dispatcher!=alltoall | only this dispatcher can overlap
+          them | parallel.overlap_shared_experts=false, or parallel.expert_dispatcher=alltoall
+        parallel.overlap_tensor_parallel=true, parallel.static_rows=false | its buffers require rows of constant shape
+          | parallel.overlap_tensor_parallel=false, or parallel.static_rows=true
+        parallel.overlap_tensor_parallel=true, parallel.static_rows=null, parallel.pipeline_parallel_size=1
+          | its buffers require rows of constant shape
+          | parallel.overlap_tensor_parallel=false, or parallel.static_rows=true
+    """)
 
     def __post_init__(self) -> None:
         super().__post_init__()
