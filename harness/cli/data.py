@@ -242,53 +242,41 @@ def convert(
     if format != BRIDGE and settings.bridge != BridgeFiles():
         what = f"the settings of bridge do not apply to the format {format}"
         raise ConfigError(what, where="bridge", fix=f"convert to {BRIDGE}")
-    if format in (BRIDGE, SWIFT):
-        _convert_for_trainer(source, destination, format, settings, overwrite=overwrite, as_json=as_json)
-        return
-    with progress_bar("", quiet=as_json) as advance:
-        manifest = convert_dataset(
-            source,
-            destination,
-            format=format,
-            **vars(settings.data),
-            overwrite=overwrite,
-            progress=lambda stage, done, total: advance(done, total, stage),
-        )
-    _print_written(destination, manifest, {}, as_json=as_json)
-
-
-def _convert_for_trainer(
-    source: str, destination: str, format: str, settings: ConvertSettings, *, overwrite: bool, as_json: bool
-) -> None:
-    if settings.data.packs_per_shard is not None:
+    options: dict[str, Any] = {**vars(settings.data), "overwrite": overwrite}
+    if format in (BRIDGE, SWIFT) and options.pop("packs_per_shard") is not None:
         what = f"the format {format} is one file, without shards"
         raise ConfigError(what, where="data.packs_per_shard", fix="leave it out")
     with progress_bar("", quiet=as_json) as advance:
-        options: dict[str, Any] = {
-            "pack_size": settings.data.pack_size,
-            "overwrite": overwrite,
-            "progress": lambda stage, done, total: advance(done, total, stage),
-        }
-        written: BridgeExport | SwiftExport
+        options["progress"] = lambda stage, done, total: advance(done, total, stage)
+        written: Any
         if format == BRIDGE:
             written = export_to_bridge(source, destination, files=settings.bridge, **options)
-        else:
+        elif format == SWIFT:
             written = export_to_swift(source, destination, **options)
+        else:
+            written = convert_dataset(source, destination, format=format, **options)
+    if format in (BRIDGE, SWIFT):
+        _print_export(written, as_json=as_json)
+    else:
+        _print_written(destination, written, {}, as_json=as_json)
+
+
+def _print_export(written: BridgeExport | SwiftExport, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(written))
-        return
-    if isinstance(written, SwiftExport):
+    elif isinstance(written, SwiftExport):
         print_line(f"{written.path}: {written.num_sequences:,} sequences in {written.num_packs:,} packs")
         print_text(f"arguments of swift sft or megatron sft:\n  {written.arguments}")
-        return
-    _print_written(written.path, written.manifest, {}, as_json=False)
-    if written.num_untrained:
-        trained = written.manifest.num_trained_tokens
-        print_line(
-            f"  Megatron-Bridge does not train {written.num_untrained:,} of {trained:,} trained labels: those after "
-            f"token {written.end_token}, which ends a sequence; harness.integrations.megatron_bridge trains all"
-        )
-    print_text(f"in a recipe of Megatron-Bridge:\n  cfg.dataset = {written.settings}")
+    else:
+        _print_written(written.path, written.manifest, {}, as_json=False)
+        if written.num_untrained:
+            trained = written.manifest.num_trained_tokens
+            print_line(
+                f"  Megatron-Bridge does not train {written.num_untrained:,} of {trained:,} trained labels: those "
+                f"after token {written.end_token}, which ends a sequence; harness.integrations.megatron_bridge trains "
+                "all"
+            )
+        print_text(f"in a recipe of Megatron-Bridge:\n  cfg.dataset = {written.settings}")
 
 
 @data_app.command(name="import", cls=class_of(ImportSettings))
