@@ -72,21 +72,16 @@ class Fault:
     what: str
     fix: str = ""
 
-    @property
-    def is_own(self) -> bool:
-        """True if the job can run on other nodes."""
-        return "," not in self.node and not self.what.startswith(_NOT_ITS_OWN)
-
     def __str__(self) -> str:
         return f"{self.node}: {self.what}" + (f"\n  fix:   {self.fix}" if self.fix else "")
 
 
 def culprits(faults: Sequence[Fault], nodes: Sequence[str]) -> dict[str, str]:
     """Return the nodes that a job can do without, and why; none if most are faulty, or a fault has no clear cause."""
-    own = {fault.node: fault.what for fault in reversed(faults) if fault.is_own}
     # Ranks that fail or wait because of a faulty node report that, too.
-    of_several = [fault for fault in faults if "," in fault.node and not fault.what.startswith(_NOT_ITS_OWN)]
-    is_clear = all(set(fault.node.split(",")) & own.keys() for fault in of_several)
+    caused = [fault for fault in faults if not fault.what.startswith(_NOT_ITS_OWN)]
+    own = {fault.node: fault.what for fault in reversed(caused) if "," not in fault.node}
+    is_clear = all(set(fault.node.split(",")) & own.keys() for fault in caused if "," in fault.node)
     return own if own and is_clear and 2 * len(own) <= len(nodes) else {}
 
 
