@@ -113,7 +113,7 @@ def count_of(count: int, noun: str) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time with its two largest units: `48 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
-    rest, counts = max(0, round(seconds)), []
+    rest, counts = max(0, round(seconds)), list[tuple[int, str]]()
     for unit, size in {"d": 86_400, "h": 3_600, "min": 60, "s": 1}.items():
         count, rest = divmod(rest, size)
         counts += [(count, unit)] if count or counts or unit == "s" else []

@@ -49,9 +49,9 @@ class EncoderWork:
 
     def by_sequence(self, sequences: Int64Array, count: int) -> EncoderWork:
         """Return the sums over the media of each of `count` sequences, given the number of that of each medium."""
-        arrays = (self.flops, self.kept, self.once)
-        sums = (np.bincount(sequences, one, count).astype(np.float64, copy=False) for one in arrays)
-        return EncoderWork(*sums, self.weights)
+        arrays = {"flops": self.flops, "kept": self.kept, "once": self.once}
+        sums = {name: np.bincount(sequences, one, count).astype(np.float64, copy=False) for name, one in arrays.items()}
+        return replace(self, **sums)
 
 
 @dataclass(frozen=True)
