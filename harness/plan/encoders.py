@@ -49,9 +49,9 @@ class EncoderWork:
 
     def by_sequence(self, sequences: Int64Array, count: int) -> EncoderWork:
         """Return the sums over the media of each of `count` sequences, given the number of that of each medium."""
-        arrays = {"flops": self.flops, "kept": self.kept, "once": self.once}
-        sums = {name: np.bincount(sequences, one, count).astype(np.float64, copy=False) for name, one in arrays.items()}
-        return replace(self, **sums)
+        arrays = {name: getattr(self, name) for name in ("flops", "kept", "once")}
+        sums: dict[str, Any] = {name: np.bincount(sequences, one, count) for name, one in arrays.items()}
+        return replace(self, **{name: one.astype(np.float64, copy=False) for name, one in sums.items()})
 
 
 @dataclass(frozen=True)
