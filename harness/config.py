@@ -228,12 +228,10 @@ def compose_run(
         names = KnownSettings("", SftConfig, _folders(config_dir)).files("experiment")
         if experiment not in names:
             near = nearest_name(experiment, [*names, *TRAINING])
-            raise ConfigError(
-                f"there is no experiment {experiment!r}",
-                where=" and ".join(str(folder / "experiment") for folder in _folders(config_dir)),
-                fix=(f"did you mean {near}? " if near else suggest_recipe(experiment))
-                + f"one of {', '.join([*names, *TRAINING])}",
-            )
+            where = " and ".join(str(folder / "experiment") for folder in _folders(config_dir))
+            meant = f"did you mean {near}? " if near else suggest_recipe(experiment)
+            fix = f"{meant}one of {', '.join([*names, *TRAINING])}"
+            raise ConfigError(f"there is no experiment {experiment!r}", where=where, fix=fix)
         name, arguments = "sft", [f"experiment={experiment}", *arguments]
     config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir, command=command, also=also)
     own = () if config_dir is None else ("--config-dir", str(config_dir.resolve()))

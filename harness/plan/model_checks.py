@@ -130,12 +130,11 @@ def _check_heads(model: ModelConfig) -> None:
         _check_multiple("hidden_size", model.hidden_size, "model.num_attention_heads", model.num_attention_heads)
     _check_multiple("num_attention_heads", model.num_attention_heads, "model.num_query_groups", model.num_query_groups)
     if model.rotated_size % 2 or (model.head_size % 2 and not model.kv_lora_rank):
-        raise ConfigError(
-            f"the rotary embedding rotates {model.rotated_size} of the {model.head_size} numbers of a head "
-            f"(hidden_size {model.hidden_size}, {model.num_attention_heads} attention heads): both must be even",
-            where="model.hidden_size, model.num_attention_heads, model.head_dim, model.qk_rope_head_dim",
-            fix="choose values that result in even numbers, such as a head size that is a multiple of 8",
-        )
+        what = f"the rotary embedding rotates {model.rotated_size} of the {model.head_size} numbers of a head "
+        what += f"(hidden_size {model.hidden_size}, {model.num_attention_heads} attention heads): both must be even"
+        where = "model.hidden_size, model.num_attention_heads, model.head_dim, model.qk_rope_head_dim"
+        fix = "choose values that result in even numbers, such as a head size that is a multiple of 8"
+        raise ConfigError(what, where=where, fix=fix)
 
 
 def _check_family(model: ModelConfig) -> None:
@@ -190,11 +189,11 @@ def _check_pattern(model: ModelConfig) -> None:
     if pattern is None:
         return
     if len(pattern) != model.num_layers or set(pattern) - set(letters):
-        raise ConfigError(
-            f"layer_pattern has {len(pattern)} letters ({''.join(sorted(set(pattern)))}) for {model.num_layers} layers",
-            where=f"{where}, model.num_layers",
-            fix="a letter per layer: " + ", ".join(_LETTERS[letter] for letter in letters),
+        what = (
+            f"layer_pattern has {len(pattern)} letters ({''.join(sorted(set(pattern)))}) for {model.num_layers} layers"
         )
+        fix = f"a letter per layer: {', '.join(_LETTERS[letter] for letter in letters)}"
+        raise ConfigError(what, where=f"{where}, model.num_layers", fix=fix)
     if "E" in letters and bool(model.num_experts) != ("E" in pattern):
         what = f"num_experts is {model.num_experts}, and the pattern has {pattern.count('E')} layers with experts"
         raise ConfigError(what, where=f"{where}, model.num_experts", fix="set both, or neither")
@@ -215,11 +214,9 @@ def _check_scan_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
         _check_multiple(name, getattr(model, name), _TP, tp)
     heads, groups = model.scan_num_heads // tp, model.scan_num_groups // tp
     if heads % cp or (groups % cp and cp % groups):
-        raise ConfigError(
-            f"{cp} context-parallel ranks cannot share {heads} heads in {groups} groups of a tensor-parallel rank",
-            where="model.scan_num_heads, model.scan_num_groups, parallel.context_parallel_size",
-            fix="a context_parallel_size that divides both",
-        )
+        what = f"{cp} context-parallel ranks cannot share {heads} heads in {groups} groups of a tensor-parallel rank"
+        where = "model.scan_num_heads, model.scan_num_groups, parallel.context_parallel_size"
+        raise ConfigError(what, where=where, fix="a context_parallel_size that divides both")
 
 
 def scan_numbers(model: ModelConfig, tp: int, ranks: int) -> int:
@@ -293,11 +290,9 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
         # Without Transformer Engine, Megatron-Core makes them divided; they are then replaced by whole ones.
         outputs = model.attention_sizes.get(name, (0, 0))[1]
         if outputs % tp:
-            raise ConfigError(
-                f"the {outputs} outputs of {name} are not a multiple of tensor_parallel_size {tp}",
-                where="model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim, parallel.tensor_parallel_size",
-                fix=f"a tensor_parallel_size that divides {outputs}",
-            )
+            what = f"the {outputs} outputs of {name} are not a multiple of tensor_parallel_size {tp}"
+            where = f"model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim, {_TP}"
+            raise ConfigError(what, where=where, fix=f"a tensor_parallel_size that divides {outputs}")
     _check_scan_layout(model, parallel)
     _check_expert_layout(model, parallel)
     _check_fp8_sizes(model, parallel)
