@@ -207,6 +207,10 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         """Return the layers of each model chunk of a pipeline stage, 0 for the first of the model."""
         return _chunks(num_layers, self.num_chunks, self.pipeline_layout)[stage :: self.pipeline_parallel_size]
 
+    def uneven_load(self, expert_load: float) -> float:
+        """Return the tokens of the busiest rank's experts over an even share: 1 where each rank has all experts."""
+        return expert_load if self.expert_parallel_size > 1 else 1.0
+
     def expert_copies(self, world_size: int) -> int:
         """Return the number of ranks that hold the same experts."""
         experts = self.expert_parallel_size * self.expert_tensor_parallel_size
@@ -242,11 +246,6 @@ def sizes_on_rank(name: str, sizes: tuple[int, int], tp: int) -> tuple[int, int]
     if name in ON_EVERY_RANK:
         return inputs, outputs
     return (inputs // tp, outputs) if name in DIVIDED_BY_COLUMNS else (inputs, outputs // tp)
-
-
-def uneven_load(parallel: ParallelConfig, expert_load: float) -> float:
-    """Return the tokens of the busiest rank's experts over an even share: 1 where each rank has all experts."""
-    return expert_load if parallel.expert_parallel_size > 1 else 1.0
 
 
 @cache

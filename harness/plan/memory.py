@@ -20,7 +20,7 @@ from typing import Any
 from harness.plan.dispatch import dispatch_bytes
 from harness.plan.encoders import read_encoder
 from harness.plan.families.base import SCANS, has_scan
-from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, sizes_on_rank, uneven_load
+from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, sizes_on_rank
 from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig
 
@@ -105,6 +105,15 @@ class Kernels:
     sharded: bool = False
     overlap_experts: bool = False
 
+    @classmethod
+    def on_gpu(cls, model: ModelConfig, parallel: ParallelConfig) -> Kernels:
+        """Return the fused layers that a model's settings choose on a GPU that has Transformer Engine."""
+        plain = not (model.lora_rank or model.kv_lora_rank or model.traits.has_sinks)
+        has_attention = model.number != "float32" or parallel.padding_setting is None
+        engine = model.attention != "torch" and has_attention
+        is_grouped = model.num_experts > 0 and model.grouped_gemm != "off" and model.why_not_grouped is None
+        return cls(engine=plain and engine, swiglu=model.fuse_swiglu != "off", grouped=engine and is_grouped)
+
 
 @dataclass(frozen=True)
 class StageWeights:
@@ -140,18 +149,6 @@ class Checkpoint:
 
 _OWN = Kernels()
 _PLAIN = OptimizerConfig()
-
-
-def kernels_on_gpu(model: ModelConfig, parallel: ParallelConfig) -> Kernels:
-    """Return the fused layers that a model's settings choose on a GPU that has Transformer Engine."""
-    plain = not (model.lora_rank or model.kv_lora_rank or model.traits.has_sinks)
-    has_attention = model.number != "float32" or parallel.padding_setting is None
-    engine = model.attention != "torch" and has_attention
-    return Kernels(
-        engine=plain and engine,
-        swiglu=model.fuse_swiglu != "off",
-        grouped=engine and model.num_experts > 0 and model.grouped_gemm != "off" and model.why_not_grouped is None,
-    )
 
 
 def parts_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[list[str]]:
@@ -382,7 +379,7 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
     of_all = model.router_score == "sigmoid" or not model.router_normalize
     router = (9.0 + 4 * of_all + 4 * (model.z_loss > 0)) * model.num_experts
     # Tokens in the order of experts, their weights, and the indices of the permutations.
-    came = sent * uneven_load(parallel, load)
+    came = sent * parallel.uneven_load(load)
     dispatched = came * (item * width + 32)
     inner = came * (8 if model.traits.swiglu_limit else 3 * model.halves) * item * model.expert_size
     if kernels.expert_swiglu:
@@ -451,7 +448,7 @@ def plan_stage_memory(
     once = max(again for _, again in of_chunks)
     most, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     most += _waiting(sizes, parallel, stage, microbatches)
-    sent = math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load))
+    sent = math.ceil(max_tokens_per_rank * parallel.uneven_load(expert_load))
     fp8 = 0 if model.fp8 == "off" else weights.whole - weights.words  # of layers alone
     parts = dp_size if kernels.sharded else 1
     return Memory(

@@ -15,16 +15,7 @@ from harness.loader import DataConfig, RunData, open_datasets
 from harness.plan.encoders import EncoderWork, encoder_work
 from harness.plan.hf_config import find_config, read_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import (
-    ROOM,
-    Checkpoint,
-    Kernels,
-    Memory,
-    count_weights,
-    kernels_on_gpu,
-    plan_checkpoint,
-    plan_memory,
-)
+from harness.plan.memory import ROOM, Checkpoint, Kernels, Memory, count_weights, plan_checkpoint, plan_memory
 from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.waves import PlacedBatch
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work, sequence_cost
@@ -197,6 +188,23 @@ class Inputs:
         share = np.clip((self.config.max_tokens_per_row - tokens) / self.lengths[order] + 1, 0.0, 1.0)
         return float((numbers[order] * share).sum())
 
+    def check_longest(self, ranks: int) -> None:
+        """Raise ConfigError, with a size that suffices, if a sequence of data that is here fits no row."""
+        assert self.lengths is not None
+        held, parallel = self.config.max_tokens_per_rank, self.config.parallel
+        cp, multiple = parallel.context_parallel_size, 1
+        if self.config.shares_rows:
+            cp = largest_share(parallel.dp_size(ranks), _cost_of(self.config).most_ranks)
+            multiple = shared_multiple(parallel.pad_to_multiple, 2) // 2
+        longest = int(padded_lengths(self.lengths.max(initial=0) + 1, parallel.pad_to_multiple))
+        if longest > held * cp:
+            what = f"the longest sequence has {longest:,} model tokens after padding, more than the {held:,} * {cp} of "
+            what += "rows"
+            least = -(-longest // (cp * multiple)) * multiple
+            more = "share rows between more ranks (parallel.context_parallel_size, or schedule=dynamic_context)"
+            fix = f"raise it to {least:,} or more, {more}, or plan shorter sequences"
+            raise ConfigError(what, where="schedule.max_tokens_per_rank", fix=fix)
+
 
 def fine_tuning(config: RunConfig) -> SftConfig:
     """Return these settings; raise ConfigError for those of another recipe, which are not planned."""
@@ -271,7 +279,7 @@ def plan_run(
     inputs = open_inputs(config, packs)
     work = batch = None
     if inputs.lengths is not None:
-        check_longest(inputs.config, inputs.lengths, ranks)
+        inputs.check_longest(ranks)
         batch = _place_batch(inputs, ranks) if places or inputs.config.shares_rows else None
         work = plan_rows(inputs.work, inputs, ranks, batch)
     options: dict[str, Any] = {"mfu": mfu, "expert_load": expert_load, "compares_engine": True}
@@ -379,7 +387,7 @@ def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
     dp_size = config.parallel.dp_size(ranks)
     samples = dp_size * (config.data.micro_batch_size if isinstance(config, PretrainConfig) else 1)
     microbatches = -(-config.loader.global_batch_size // samples)
-    kernels = kernels_on_gpu(config.model, config.parallel)
+    kernels = Kernels.on_gpu(config.model, config.parallel)
     return _fullest_rank(config, dp_size, microbatches=microbatches, kernels=kernels)
 
 
@@ -399,22 +407,6 @@ def plan_rows(work: Work, inputs: Inputs, ranks: int, batch: PlacedBatch | None 
     return replace(work, microbatches=microbatches, padding=max(0.0, padding))
 
 
-def check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
-    """Raise ConfigError, with a size that suffices, if a sequence of these model tokens fits no row."""
-    held, parallel = config.max_tokens_per_rank, config.parallel
-    cp, multiple = parallel.context_parallel_size, 1
-    if config.shares_rows:
-        cp = largest_share(parallel.dp_size(ranks), _cost_of(config).most_ranks)
-        multiple = shared_multiple(parallel.pad_to_multiple, 2) // 2
-    longest = int(padded_lengths(lengths.max(initial=0) + 1, parallel.pad_to_multiple))
-    if longest > held * cp:
-        what = f"the longest sequence has {longest:,} model tokens after padding, more than the {held:,} * {cp} of rows"
-        least = -(-longest // (cp * multiple)) * multiple
-        more = "share rows between more ranks (parallel.context_parallel_size, or schedule=dynamic_context)"
-        fix = f"raise it to {least:,} or more, {more}, or plan shorter sequences"
-        raise ConfigError(what, where="schedule.max_tokens_per_rank", fix=fix)
-
-
 def plan_layout(
     inputs: Inputs,
     *,
@@ -431,7 +423,7 @@ def plan_layout(
     assert model.vocab_size is not None
     dp_size, notes = parallel.dp_size(ranks), inputs.notes
     if kernels is None:
-        kernels = kernels_on_gpu(model, parallel) if config.trainer.device != "cpu" else Kernels()
+        kernels = Kernels.on_gpu(model, parallel) if config.trainer.device != "cpu" else Kernels()
     if config.optimizer.offload:
         notes += ("no time for the copies and the CPU's updates of optimizer.offload",)
     memory_with = partial(

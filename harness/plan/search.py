@@ -25,15 +25,7 @@ from harness.plan.layout import ParallelConfig, fp8_rank_multiple
 from harness.plan.memory import ROOM
 from harness.plan.model import ModelConfig
 from harness.plan.model_checks import balanced_layout
-from harness.plan.run_plan import (
-    AssumedPacks,
-    RunPlan,
-    check_longest,
-    memory_without_data,
-    open_inputs,
-    plan_layout,
-    plan_rows,
-)
+from harness.plan.run_plan import AssumedPacks, RunPlan, memory_without_data, open_inputs, plan_layout, plan_rows
 from harness.plan.settings import RunConfig, SftConfig
 from harness.plan.work import Machine
 from harness.printing import count_of
@@ -154,11 +146,10 @@ def search_layouts(
             schedule = replace(base.schedule, max_tokens_per_rank=tokens)
             run = replace(base, model=as_recomputed(recompute), parallel=parallel, schedule=schedule)
             (run := run.planned()).check(ranks)
-            check_longest(run, inputs.lengths, ranks)
+            (one := replace(inputs, config=run)).check_longest(ranks)
         except ConfigError as error:
             refused.append(error)
             continue
-        one = replace(inputs, config=run)
         work = plan_rows(whole, one, ranks)
         planned = plan_layout(one, ranks=ranks, machine=machine, work=work, expert_load=expert_load)
         found.append(Candidate(run, parallel, planned))

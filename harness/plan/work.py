@@ -18,20 +18,8 @@ import numpy as np
 from harness.errors import ConfigError
 from harness.plan.encoders import EncoderWork, encoder_work
 from harness.plan.families.base import has_scan
-from harness.plan.layout import (
-    DIVIDED_BY_COLUMNS,
-    DTYPE_BYTES,
-    ON_EVERY_RANK,
-    ParallelConfig,
-    padded_vocab_size,
-    uneven_load,
-)
-from harness.plan.memory import (
-    Kernels,
-    count_weights,
-    layer_activation_bytes,
-    parts_of_stage,
-)
+from harness.plan.layout import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ON_EVERY_RANK, ParallelConfig, padded_vocab_size
+from harness.plan.memory import Kernels, count_weights, layer_activation_bytes, parts_of_stage
 from harness.plan.model import ModelConfig
 from harness.plan.model_checks import scan_numbers
 from harness.records import Float64Array, Int64Array
@@ -543,7 +531,7 @@ def estimate_step(
         `pipeline` (waiting for its slowest stage, its start and its end, and its sends), the communication of `data`
         parallelism that is not overlapped, and the `optimizer`.
     """
-    step = _RankStep(model, parallel, work, ranks, machine, kernels, uneven_load(parallel, expert_load))
+    step = _RankStep(model, parallel, work, ranks, machine, kernels, parallel.uneven_load(expert_load))
     kinds = {parts: step.layer(parts) for parts in set(model.all_parts)}
     words, stages = padded_vocab_size(model.vocab_size or 0) / parallel.tensor_parallel_size, []
     output_s = step.product_s(_Product(step.tokens, model.hidden_size, words, 0.0), in_8_bits=False)
