@@ -214,14 +214,11 @@ def compose_run(
     command: str = "",
     also: Iterable[str] = (),
 ) -> ComposedRun:
-    """Compose the settings of an experiment, which `recipes.sft` runs, or of a recipe that trains.
+    """Compose the settings of an experiment, for `recipes.sft`, or of a recipe that trains; raise ConfigError for none.
 
     Args:
         experiment: a file of `configs/experiment` or of `experiment` in `config_dir`, or `sft` or `pretrain`.
         command: as in `compose_config`; so is `also`.
-
-    Raises:
-        ConfigError: there is no such experiment, or its settings are refused.
     """
     name, arguments = experiment, list(overrides)
     if experiment not in TRAINING:

@@ -282,11 +282,7 @@ class KnownSettings:
         return next((path for folder in self.folders if (path := folder / f"{name}.yaml").is_file()), None)
 
     def check(self, text: str) -> str:
-        """Check the key of a `key=value`, and that the group of a file has it; return the value.
-
-        Raises:
-            ConfigError: the text is no setting, or names a setting, group or file that does not exist.
-        """
+        """Return the value of a `key=value`; raise ConfigError for other text, and an unknown key, group or file."""
         match = _OVERRIDE.fullmatch(text)
         if match is None or (not match[3] and match[1] != "~"):
             word, _, value = text.partition("=")

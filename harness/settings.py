@@ -129,11 +129,8 @@ def load(
     """Return the dataclass, or value of another plain type, that JSON text holds, as `from_plain` builds it.
 
     Args:
-        where, fix, what: of the error; `what` is followed by the reason.
+        where, fix, what, error: of what is raised for other text; `what` is followed by the reason.
         lenient: keys that the dataclass does not have are left out.
-
-    Raises:
-        HarnessError: of the class `error`; the text is not JSON, or not such a record.
     """
     try:
         return from_plain(schema, json.loads(text), lenient=lenient)

@@ -89,11 +89,7 @@ def list_missing() -> dict[str, list[str]]:
 
 
 def describe_model(model: str) -> ModelReport:
-    """Read the config.json of a folder or of a model of the hub, and nothing else of it.
-
-    Raises:
-        ConfigError: there is no such model, or its config.json cannot be read.
-    """
+    """Read the config.json of a folder or of a model of the hub alone; raise ConfigError if it cannot be read."""
     folder = find_config(model)
     try:
         stored = read_hf_config(folder)

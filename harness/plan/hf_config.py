@@ -208,11 +208,8 @@ def complete_model(
 ) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that the weights determine and that nobody has set.
 
-    Args:
-        set_by: where each field was set that somebody has set, such as `model=qwen3_8b`.
-
-    Raises:
-        ConfigError: a field was set to another value than that of the weights; with both values and its place.
+    `set_by` has the place where each other field was set, such as `model=qwen3_8b`. Raises ConfigError for one that was
+    set to another value than that of the weights, with both values and its place.
     """
     known = stored.settings | {"vocab_size": stored.vocab_size, "max_sequence_length": stored.max_positions}
     chosen = {name: values[name] for name in known if name in set_by and values[name] is not None}

@@ -215,11 +215,7 @@ def fine_tuning(config: RunConfig) -> SftConfig:
 
 
 def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
-    """Open the data of these settings, unless `packs` are assumed in its place.
-
-    Raises:
-        ConfigError: the vocabulary size is unknown and no packs are assumed.
-    """
+    """Open the data of these settings, or assume `packs`; raise ConfigError for data of an unknown vocabulary size."""
     config = fine_tuning(config)
     model, (data, why) = config.model, _open(config.data) if packs is None else (None, "")
     vocab_size = model.vocab_size
@@ -262,16 +258,13 @@ def plan_run(
     expert_load: float = 1.0,
     places: bool = False,
 ) -> RunPlan:
-    """Plan the run with these settings.
+    """Plan the run with these settings; raise ConfigError for ranks that cannot train it or leave a part of a node.
 
     Args:
         ranks: None for the settings' own number, or 8.
         mfu: share of the peak that a step reaches; None for an estimate.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
         places: also place a batch, whatever the schedule is.
-
-    Raises:
-        ConfigError: the run could not train on so many ranks, or they leave a part of a node empty.
     """
     machine, ranks = machine or Machine(), ranks or config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)

@@ -124,11 +124,8 @@ def search_layouts(
 ) -> LayoutSearch:
     """Plan the run with these settings on every layout of its ranks (8 by default) that they accept.
 
-    Args:
-        gpu_bytes: memory of a GPU; None for any.
-
-    Raises:
-        ConfigError: there is no data to plan for, or no layout divides the model over so many ranks.
+    GPUs have `gpu_bytes` of memory, None for any. Raises ConfigError without data to plan for, and where no layout
+    divides the model over so many ranks.
     """
     ranks = config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)
