@@ -210,9 +210,7 @@ def _declared(settings: type, kind: str) -> list[tuple[str, str, Any]]:
 def require_bounds(value: Any, bounds: Bounds, name: str, section: str) -> None:
     """Raise ConfigError unless a number, or each of several, is finite and within its bounds; None passes.
 
-    Args:
-        name: of the setting.
-        section: where it is in a run's configuration, such as `loader`; "" for the top.
+    `section` is that of the setting in a run's configuration, such as `loader`; "" for the top.
     """
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     for one in values:

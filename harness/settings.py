@@ -141,10 +141,8 @@ def load(
 def from_plain(schema: type[T], values: Any, *, lenient: bool = False) -> T:
     """Build a dataclass, and those in it, from plain values; raise ValueError where keys or types are not its own.
 
-    A null is a float that was not finite, unless the field may be None.
-
-    Args:
-        lenient: keys that the dataclass does not have are left out.
+    A null is a float that was not finite, unless the field may be None. With `lenient`, keys that the dataclass does
+    not have are left out.
     """
     if lenient and isinstance(values, dict):
         known: Any = schema

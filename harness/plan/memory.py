@@ -250,11 +250,7 @@ def layer_activation_bytes(
     kernels: Kernels = _OWN,
     expert_load: float = 1.0,
 ) -> float:
-    """Return the bytes per token of the row that one layer keeps for the backward pass.
-
-    Args:
-        parts: of the layer, as letters of `model.layer_pattern`.
-    """
+    """Return the bytes per token of the row that a layer with these parts keeps for the backward pass."""
     experts = expert_activation_bytes(model, parallel, kernels, expert_load) if "E" in parts else 0.0
     item, tp = DTYPE_BYTES[model.number], parallel.tensor_parallel_size
     split = tp if parallel.sequence_parallel else 1
@@ -469,8 +465,7 @@ def plan_stage_memory(
 def _chunk_bytes(model: ModelConfig, whole: list[float], kept: list[float]) -> tuple[float, float]:
     """Return the bytes per token that the layers of a model chunk keep, and those that are computed again at a time.
 
-    Args:
-        whole, kept: of each layer, without and with the model's recomputation.
+    Each layer has `whole` bytes without the model's recomputation, and `kept` with it.
     """
     num = len(whole) if model.recompute_layers is None else model.recompute_layers
     kept = kept[:num] + whole[num:]
@@ -484,8 +479,7 @@ def _chunk_bytes(model: ModelConfig, whole: list[float], kept: list[float]) -> t
 def _waiting(sizes: list[float], parallel: ParallelConfig, stage: int, microbatches: int) -> float:
     """Return the most that a stage keeps of microbatches whose backward pass is to come, as Megatron-Core orders them.
 
-    Args:
-        sizes: of a microbatch, by model chunk. As many microbatches as there are stages pass a chunk before the next.
+    `sizes` are of a microbatch, by model chunk. As many microbatches as there are stages pass a chunk before the next.
     """
     stages, passes = parallel.pipeline_parallel_size, microbatches * len(sizes)
     if len(sizes) == 1:

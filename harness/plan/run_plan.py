@@ -88,11 +88,7 @@ class RunPlan:
     batch: PlacedBatch | None = None
 
     def render(self, *, gpu_bytes: float | None, file_system_bytes_per_s: float | None = None) -> RenderableType:
-        """Return the plan as a table.
-
-        Args:
-            file_system_bytes_per_s: that all ranks together write; None to leave the time out.
-        """
+        """Return the plan as a table, with the time of a checkpoint where the rate of all ranks together is given."""
         rows = [*self._memory_rows(gpu_bytes, file_system_bytes_per_s), *(("assumed", note) for note in self.notes)]
         return Table((), [*rows, *self._time_rows()]).to_terminal()
 

@@ -186,10 +186,8 @@ def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
 def suggest_settings(config: RunConfig, fits: Callable[[RunConfig], bool]) -> list[str]:
     """Return changes to a run that does not fit its GPUs, each a line of settings with which it does.
 
-    The fewest savings that suffice on the same layout, and LoRA adapters with as few.
-
-    Args:
-        fits: returns True if a run with these settings fits; ConfigError counts as False.
+    The fewest savings that suffice on the same layout, and LoRA adapters with as few. A run for which `fits` raises
+    ConfigError does not fit.
     """
     lines = []
     for first in ((), (_ADAPTERS,)) if config.model.init_from and not config.model.lora_rank else ((),):
