@@ -52,30 +52,22 @@ class Bounds:
         return " and ".join(given) or "a finite number"
 
 
-def bounded(
-    default: Any = dataclasses.MISSING,
-    *,
-    default_factory: Any = dataclasses.MISSING,
-    lowest: float | None = None,
-    above: float | None = None,
-    highest: float | None = LARGEST,
-    below: float | None = None,
-    key: str | None = None,
-) -> Any:
+def bounded(default: Any = dataclasses.MISSING, *, key: str | None = None, **others: Any) -> Any:
     """Declare a field of a settings dataclass that is a number, or numbers, within bounds: see `Bounds`.
 
     `num_workers: int = bounded(2, lowest=0)`. `CheckedSettings` refuses other values.
 
     Args:
-        default, default_factory: of the field; omit both for a field that is required.
-        lowest, highest: bounds that are allowed themselves; 0 and `LARGEST` where none is given.
-        above, below: bounds that are not.
+        default: of the field; omit it for a field that is required or has a `default_factory`.
         key: dotted name of the setting, where it is not of the dataclass's section.
+        others: `default_factory`, and the arguments of `Bounds`; without any on a side, `lowest` is 0, and `highest`
+            is `LARGEST`.
     """
-    lowest = 0 if lowest is None and above is None else lowest
-    bounds = Bounds(lowest, above, None if below is not None else highest, below)
-    values: dict[str, Any] = {"default": default, "default_factory": default_factory}
-    return dataclasses.field(**values, metadata={BOUNDS: bounds, KEY: key})
+    factory = others.pop("default_factory", dataclasses.MISSING)
+    lower = {} if {"lowest", "above"} & others.keys() else {"lowest": 0}
+    upper = {} if {"highest", "below"} & others.keys() else {"highest": LARGEST}
+    values: dict[str, Any] = {"default": default, "default_factory": factory}
+    return dataclasses.field(**values, metadata={BOUNDS: Bounds(**lower, **upper, **others), KEY: key})
 
 
 def one_of(default: str | None, choices: Collection[str], *, key: str | None = None) -> Any:

@@ -207,18 +207,13 @@ def _to_settings(composed: DictConfig, set_by: Mapping[str, str | None]) -> Any:
 
 
 def compose_run(
-    experiment: str,
-    overrides: Sequence[str],
-    *,
-    config_dir: Path | None = None,
-    command: str = "",
-    also: Iterable[str] = (),
+    experiment: str, overrides: Sequence[str], *, config_dir: Path | None = None, **options: Any
 ) -> ComposedRun:
     """Compose the settings of an experiment, for `recipes.sft`, or of a recipe that trains; raise ConfigError for none.
 
     Args:
         experiment: a file of `configs/experiment` or of `experiment` in `config_dir`, or `sft` or `pretrain`.
-        command: as in `compose_config`; so is `also`.
+        options: `command` and `also` of `compose_config`.
     """
     name, arguments = experiment, list(overrides)
     if experiment not in TRAINING:
@@ -230,7 +225,7 @@ def compose_run(
             fix = f"{meant}one of {', '.join([*names, *TRAINING])}"
             raise ConfigError(f"there is no experiment {experiment!r}", where=where, fix=fix)
         name, arguments = "sft", [f"experiment={experiment}", *arguments]
-    config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir, command=command, also=also)
+    config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir, **options)
     own = () if config_dir is None else ("--config-dir", str(config_dir.resolve()))
     return ComposedRun(f"harness.recipes.{name}", (*own, *arguments), config)
 

@@ -18,14 +18,7 @@ from harness.formats import FORMATS, convert_dataset, load_manifest, open_datase
 from harness.formats.foreign.exporting import BRIDGE, BridgeExport, BridgeFiles, export_to_bridge
 from harness.formats.foreign.importing import CONVENTIONS, import_dataset
 from harness.formats.foreign.swift import SWIFT, SwiftExport, export_to_swift
-from harness.formats.inspect import (
-    find_datasets,
-    find_pack,
-    find_tokenizer,
-    inspect_dataset,
-    render_pack,
-    render_summary,
-)
+from harness.formats.inspect import find_datasets
 from harness.formats.verify import describe_checks, diff_datasets
 from harness.indexed.verify import verify_indexed
 from harness.prep import TokenizerConfig
@@ -113,6 +106,8 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show a dataset's counts, the text of one pack, or chats with --raw."""
+    from harness.formats.inspect import find_pack, find_tokenizer, inspect_dataset, render_pack, render_summary
+
     settings: InspectSettings = context.obj
     if raw:
         if as_json or pack is not None:
