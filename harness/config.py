@@ -100,9 +100,7 @@ def compose_config(
         first, second = config_dir.resolve(), CONFIGS
     search = [] if second is None else [f"hydra.searchpath=['file://{second.resolve()}']"]
     with _in_our_words(known, root, overrides), initialize_config_dir(config_dir=str(first), version_base="1.3"):
-        for text in overrides:
-            _check_override(text, known)
-        arguments = [*search, *map(known.as_hydra, overrides)]
+        arguments = [*search, *(_check_override(text, known) for text in overrides)]
         set_by = _check_files(known, root, arguments, [first] if second is None else [first, second])
         config = _to_settings(compose(root, overrides=arguments), set_by)
     if not isinstance(config, schema):
@@ -143,15 +141,16 @@ def _in_our_words(known: KnownSettings, root: str, overrides: Sequence[str]) -> 
         raise known.explain(error, root, overrides) from error
 
 
-def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False) -> None:
-    value = known.check(text)
+def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False) -> str:
+    """Return a `key=value` as Hydra takes it; raise ConfigError for one that is not read as it is written."""
+    value, taken = known.check(text), known.as_hydra(text)
     try:
-        override = OverridesParser.create().parse_override(known.as_hydra(text))
+        override = OverridesParser.create().parse_override(taken)
     except (HydraException, ValueError):
         fix = "text with special characters is KEY=\"'VALUE'\", a list KEY='[A, B]'; "
         raise known.error(f"the value {value!r} cannot be read", where=text, fix=fix) from None
     if may_sweep and override.is_sweep_override():
-        return
+        return taken
     if not may_sweep and override.key_or_group.startswith("hydra/"):
         raise known.error("this setting is used by Hydra's own command line", where=text, fix="add --multirun; ")
     if override.is_sweep_override():
@@ -161,6 +160,7 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
         raise known.error(f"the value {value!r} can be read in several ways", where=text, fix=fix)
     if override.is_add() or override.is_force_add() or override.type is OverrideType.CHANGE:
         known.check_kinds(override.key_or_group, override.value(), where=text)
+    return taken
 
 
 def _check_files(
@@ -271,8 +271,7 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     in the output folder that Hydra gives the job.
     """
     known = KnownSettings(command_of(name), schema, _folders(options.config_dir), recipe=name)
-    for text in options.overrides:
-        _check_override(text, known, may_sweep=True)
+    settings = [_check_override(text, known, may_sweep=True) for text in options.overrides]
     _register(name, schema, HydraConf())
 
     def run_one(composed: DictConfig) -> None:
@@ -298,7 +297,7 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     flags = [*options.hydra_flags]
     flags += [] if options.config_dir is None else ["--config-dir", str(options.config_dir.resolve())]
     flags += [] if options.config_name is None else ["--config-name", options.config_name]
-    sys.argv[1:] = [*map(known.as_hydra, options.overrides), f"hydra.job.name={name}", *flags]
+    sys.argv[1:] = [*settings, f"hydra.job.name={name}", *flags]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which are explained here, and do not print them
     with _in_our_words(known, options.config_name or name, options.overrides):
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run_one)()

@@ -62,7 +62,6 @@ class MediaModel:
         name: `model_type` of its config.json.
         architecture: its class in transformers.
         rules: `family` of the `harness.prep.media.MediaRules` of its data.
-        kind: of its media, see `harness.records.MEDIA_KINDS`.
         token: value of config.json with the id of its placeholder token.
         kept: values of config.json that describe the encoder.
         parts: modules of the encoder, by which the names of its weights begin.
@@ -79,7 +78,6 @@ class MediaModel:
     name: str
     architecture: str
     rules: str
-    kind: str
     token: str
     kept: tuple[str, ...]
     parts: tuple[str, ...]
@@ -90,6 +88,11 @@ class MediaModel:
     stacks_experts: bool = False
     left_out: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Kind of its media, see `harness.records.MEDIA_KINDS`."""
+        return self.token.partition("_")[0]
 
     def count(self, values: Mapping[str, Any], hidden: int) -> int:
         """Return the number of weights of an encoder with these values, for a text model of this hidden size."""
@@ -215,7 +218,6 @@ _OMNI = MediaModel(
     "qwen3_omni_moe_thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
     "qwen3_omni_moe",
-    "audio",
     "audio_token_id",
     ("audio_config",),
     ("audio_tower",),
@@ -231,7 +233,6 @@ MEDIA_MODELS = {
             "qwen2_audio",
             "Qwen2AudioForConditionalGeneration",
             "qwen2_audio",
-            "audio",
             "audio_token_index",
             ("audio_config",),
             ("audio_tower", "multi_modal_projector"),
@@ -244,7 +245,6 @@ MEDIA_MODELS = {
             "llava",
             "LlavaForConditionalGeneration",
             "llava",
-            "image",
             "image_token_index",
             (
                 "vision_config",
@@ -263,7 +263,6 @@ MEDIA_MODELS = {
                 name,
                 architecture,
                 name.removesuffix("_moe"),
-                "image",
                 "image_token_id",
                 _VISION,
                 ("visual",),

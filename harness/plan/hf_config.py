@@ -45,12 +45,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
     "qwen3_5_moe_text": {"num_key_value_heads": 2, "head_dim": 256},
 }
-_SIZES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-}
+_SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size"}
+_SIZES |= {"num_attention_heads": "num_attention_heads"}
 # Constants of Megatron's `llama3` position scaling; every published Llama 3 has these.
 _LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Values of yarn that transformers assumes.

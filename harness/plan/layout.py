@@ -189,13 +189,12 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             raise ConfigError(what, where="parallel", fix=fix)
         experts, stage = self.expert_parallel_size * self.expert_tensor_parallel_size, self.pipeline_parallel_size
         if (world_size // stage) % experts:
-            raise ConfigError(
-                f"the {world_size // stage} ranks of a pipeline stage ({world_size} / {stage} stages) cannot hold "
-                f"whole copies of experts on {experts} ranks (expert {self.expert_parallel_size} x expert tensor "
-                f"{self.expert_tensor_parallel_size})",
-                where="parallel.expert_parallel_size, parallel.expert_tensor_parallel_size",
-                fix=f"start a multiple of {math.lcm(self.model_ranks, experts * stage)} ranks, or make them smaller",
-            )
+            what = f"the {world_size // stage} ranks of a pipeline stage ({world_size} / {stage} stages) cannot hold "
+            what += f"whole copies of experts on {experts} ranks (expert {self.expert_parallel_size} x expert tensor "
+            what += f"{self.expert_tensor_parallel_size})"
+            where = "parallel.expert_parallel_size, parallel.expert_tensor_parallel_size"
+            fix = f"start a multiple of {math.lcm(self.model_ranks, experts * stage)} ranks, or make them smaller"
+            raise ConfigError(what, where=where, fix=fix)
         return world_size // self.model_ranks
 
     @property
