@@ -287,16 +287,9 @@ def import_(
     """Import packed data of Megatron-Bridge, Nemotron, ms-swift or Megatron-LM; changes are counted and printed."""
     settings: ImportSettings = context.obj
     with progress_bar(f"importing {source}", quiet=as_json) as advance:
-        manifest = import_dataset(
-            source,
-            destination,
-            convention=convention,
-            format=format,
-            split=settings.split,
-            **vars(settings.data),
-            overwrite=overwrite,
-            progress=advance,
-        )
+        options: dict[str, Any] = {"convention": convention, "format": format, "split": settings.split}
+        options |= {**vars(settings.data), "overwrite": overwrite}
+        manifest = import_dataset(source, destination, **options, progress=advance)
     _print_written(destination, manifest, dict(manifest.provenance.counts), as_json=as_json)
 
 

@@ -105,15 +105,8 @@ def judge(
     cluster, srun = settings.cluster, settings.srun
     errors = Path(srun).read_text(errors="replace").splitlines() if srun and Path(srun).exists() else []
     names = nodes.split(",")
-    faults, summary = judge_nodes(
-        sys.stdin,
-        names,
-        cluster.preflight,
-        gpus=cluster.gpus_per_node,
-        code=settings.code,
-        srun=errors,
-        tasks_per_node=settings.tasks_per_node,
-    )
+    job = {"gpus": cluster.gpus_per_node, "tasks_per_node": settings.tasks_per_node}
+    faults, summary = judge_nodes(sys.stdin, names, cluster.preflight, code=settings.code, srun=errors, **job)
     for fault in faults:
         print_line(f"preflight: {fault}")
     if not faults:

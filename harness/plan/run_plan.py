@@ -275,15 +275,11 @@ def plan_run(
     planned = plan_layout(inputs, ranks=ranks, machine=machine, work=work, **options)
     parallel, context = inputs.config.parallel, dict[str, float]()
     if inputs.lengths is not None and (inputs.config.shares_rows or parallel.context_parallel_size > 1):
-        context = compare_context_sizes(
-            inputs.lengths,
-            sequences=inputs.batch_sequences,
-            ranks=planned.dp_size * parallel.context_parallel_size,
-            max_tokens_per_rank=inputs.config.max_tokens_per_rank,
-            cost=_cost_of(inputs.config),
-            near=machine.ranks // parallel.tensor_parallel_size,
-            parallel=parallel,
-        )
+        sizes: dict[str, Any] = {"sequences": inputs.batch_sequences, "cost": _cost_of(inputs.config)}
+        sizes |= {"max_tokens_per_rank": inputs.config.max_tokens_per_rank, "parallel": parallel}
+        near = machine.ranks // parallel.tensor_parallel_size
+        shared = planned.dp_size * parallel.context_parallel_size
+        context = compare_context_sizes(inputs.lengths, ranks=shared, near=near, **sizes)
     return replace(planned, context=context, batch=batch)
 
 
@@ -300,16 +296,11 @@ def _place_batch(inputs: Inputs, ranks: int) -> PlacedBatch | None:
     if config.schedule.name == "as_packed" or inputs.lengths is None:
         return None
     lengths = _draw(inputs.lengths, inputs.batch_sequences)
-    placed = schedule(
-        config.schedule.name,
-        padded_lengths(lengths + 1, parallel.pad_to_multiple),
-        dp_size=parallel.dp_size(ranks),
-        cp_size=parallel.context_parallel_size,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        group_size=parallel.group_size,
-        pad_to_multiple=parallel.pad_to_multiple,
-        cost=cost,
-    )
+    padded = padded_lengths(lengths + 1, parallel.pad_to_multiple)
+    sizes: dict[str, Any] = {"dp_size": parallel.dp_size(ranks), "cp_size": parallel.context_parallel_size}
+    sizes |= {"group_size": parallel.group_size, "pad_to_multiple": parallel.pad_to_multiple}
+    sizes |= {"max_tokens_per_rank": config.max_tokens_per_rank}
+    placed = schedule(config.schedule.name, padded, **sizes, cost=cost)
     return PlacedBatch(config.name, lengths, placed, cost)
 
 
