@@ -243,15 +243,10 @@ def _count_adapters(model: ModelConfig, letters: str, num_experts: int, tp: int)
 
 
 def layer_activation_bytes(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    *,
-    parts: str = "*-",
-    kernels: Kernels = _OWN,
-    expert_load: float = 1.0,
+    model: ModelConfig, parallel: ParallelConfig, *, parts: str = "*-", kernels: Kernels = _OWN, load: float = 1.0
 ) -> float:
     """Return the bytes per token of the row that a layer with these parts keeps for the backward pass."""
-    experts = expert_activation_bytes(model, parallel, kernels, expert_load) if "E" in parts else 0.0
+    experts = expert_activation_bytes(model, parallel, kernels, load) if "E" in parts else 0.0
     item, tp = DTYPE_BYTES[model.number], parallel.tensor_parallel_size
     split = tp if parallel.sequence_parallel else 1
     if model.recompute == "full":
@@ -434,7 +429,7 @@ def plan_stage_memory(
         # Megatron's optimizer keeps float32 gradients: on the host copies of all, on the GPU copies of bfloat16 ones.
         state, moved = (1 - share) * (state + (4 if gradient == 2 else 0)), share * (state + 4)
     chunks = parts_of_stage(model, parallel, stage)
-    count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
+    count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, load=expert_load)
     plain = model.with_recompute("selective" if "core_attn" in model.recomputed else "none")
     kinds = {parts for chunk in chunks for parts in chunk}
     whole, kept = ({parts: count(one, parts=parts) for parts in kinds} for one in (plain, model))
@@ -536,11 +531,9 @@ def plan_checkpoint(
     model: ModelConfig,
     parallel: ParallelConfig,
     memory: Memory,
-    *,
-    dp_size: int,
+    optimizer: OptimizerConfig,
     ranks: int,
     vocab_size: int,
-    optimizer: OptimizerConfig = _PLAIN,
 ) -> Checkpoint:
     """Return the size of a checkpoint: weights and optimizer state, once each, without a gather.
 
@@ -550,7 +543,8 @@ def plan_checkpoint(
     item, state = DTYPE_BYTES[model.number], state_bytes(model, optimizer)
     whole = count_weights(model, ParallelConfig(), stage=0, vocab_size=vocab_size)
     here = count_weights(model, parallel, stage=memory.stage, vocab_size=vocab_size)
-    copies, expert_weights = dp_size * parallel.context_parallel_size, item * here.experts
+    dp_size, expert_weights = parallel.dp_size(ranks), item * here.experts
+    copies = dp_size * parallel.context_parallel_size
     own = math.ceil((memory.weights - expert_weights) / copies) + expert_weights // parallel.expert_copies(ranks)
     saved = _own_bytes(here, parallel, state, dp_size)
     own += saved if parallel.distributed_optimizer else math.ceil(saved / copies)

@@ -421,7 +421,6 @@ def plan_layout(
         parts = estimate_step(model, parallel, work, **on)
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
     whole = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
-    sizes: dict[str, Any] = {"dp_size": dp_size, "ranks": ranks, "vocab_size": model.vocab_size}
     has_choice = compares_engine and kernels.engine and model.fp8 == "off"
     return RunPlan(
         name=config.name,
@@ -431,7 +430,7 @@ def plan_layout(
         active_weights=whole.used_by_token(model),
         memory=memory,
         without_engine=memory_with(kernels=replace(kernels, engine=False, grouped=False)) if has_choice else None,
-        checkpoint=plan_checkpoint(model, parallel, memory, **sizes, optimizer=config.optimizer),
+        checkpoint=plan_checkpoint(model, parallel, memory, config.optimizer, ranks, model.vocab_size),
         machine=machine,
         work=work,
         mfu=mfu if work is not None else None,

@@ -115,12 +115,7 @@ class LayoutSearch:
 
 
 def search_layouts(
-    config: RunConfig,
-    *,
-    machine: Machine,
-    packs: AssumedPacks | None,
-    gpu_bytes: float | None,
-    expert_load: float = 1.0,
+    config: RunConfig, *, machine: Machine, packs: AssumedPacks | None, gpu_bytes: float | None, expert_load: float = 1
 ) -> LayoutSearch:
     """Plan the run with these settings on every layout of its ranks (8 by default) that they accept.
 
