@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -129,20 +128,14 @@ def read_rules(text: str) -> tuple[Rule, ...]:
     """Read a table of rules: `SETTING=VALUE, SETTING | why | fix`, each on a line and further ones that are indented.
 
     `NAME` stands for a setting that is set, `!NAME` for one that is not, `NAME=VALUE` and `NAME!=A/B` for a value and
-    for others, and `NAME~VALUE` for a list that has it. Values are as in JSON, or texts.
+    for others, and `NAME~VALUE` for a list that has it. Values are true, false, null, whole numbers or texts.
     """
-
-    def plain(value: str) -> object:
-        with contextlib.suppress(ValueError):
-            return json.loads(value)
-        return value
-
-    rules = []
+    rules, words = [], {"true": True, "false": False, "null": None}
     for row in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
         names, why, fix = " ".join(row.split()).split(" | ")
         settings: dict[str, object] = {}
         for no, name, kind, values in _CONDITION.findall(names):
-            given = [plain(value) for value in values.split("/")]
+            given = [int(word) if word.isdecimal() else words.get(word, word) for word in values.split("/")]
             kinds = {"=": given[0], "!=": other_than(*given), "~": includes(*given), "": NOT_SET if no else SET}
             settings[name] = kinds[kind]
         rules.append(Rule(settings, why, fix))
