@@ -72,17 +72,14 @@ def compose_config(
 ) -> T:
     """Compose `configs/<name>.yaml` with `overrides` into an instance of the dataclass `schema`.
 
-    Only the root is registered (as `<name>_schema`), so that a misspelled key anywhere is refused.
+    Only the root is registered (as `<name>_schema`), so that a misspelled key anywhere is refused. Raises ConfigError
+    for an unknown key or group, a value of another type or one that a dataclass refuses, and a file that is not YAML.
 
     Args:
         config_dir: a further folder of YAML files, such as one with an `experiment/mine.yaml`.
         config_name: the file to compose in place of `<name>.yaml`.
         command: prints every setting with `--cfg`, for errors; empty for that of the recipe.
         also: settings that the command takes beside these, for the hint about a misspelled one.
-
-    Raises:
-        ConfigError: an unknown key or group, a value of another type or one that a dataclass refuses, or a file that
-            is not YAML.
     """
     folders = _folders(config_dir)
     if config_name is not None and not any((folder / f"{config_name}.yaml").is_file() for folder in folders):

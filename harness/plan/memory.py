@@ -389,8 +389,7 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
 def plan_memory(model: ModelConfig, parallel: ParallelConfig, *, media_numbers: float = 0, **sizes: Any) -> Memory:
     """Return the memory of the fullest rank; further arguments are those of `plan_stage_memory` without `stage`.
 
-    Args:
-        media_numbers: that the encoder keeps for the media of a row, or has at a time if it is frozen.
+    The encoder keeps `media_numbers` for the media of a row, or has them at a time if it is frozen.
     """
     stages = range(parallel.pipeline_parallel_size)
     first, *others = (plan_stage_memory(model, parallel, stage=stage, **sizes) for stage in stages)
