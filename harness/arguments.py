@@ -49,14 +49,13 @@ class Options:
     ) -> Options:
         """Divide the command line of a recipe, or of a command that has settings.
 
+        Raises ConfigError for an unknown flag, an argument that is no setting, and a `--config-dir` of no folder.
+
         Args:
             where: the command.
             switches: flags of the command itself.
             num_names: names that the command takes before a recipe; None for a command without a recipe, whose own
                 parser checks all words that are no settings.
-
-        Raises:
-            ConfigError: a flag is unknown, an argument is not a setting, or `--config-dir` names no folder.
         """
         options, rest = cls(), list(arguments)
         while rest:

@@ -9,6 +9,8 @@ import math
 import numbers
 import operator
 import os
+import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,7 +21,8 @@ LARGEST = 2**31 - 1
 # 30 days: clocks of threads and of the operating system take no longer waits.
 LONGEST_S = 30 * 24 * 3600
 PROCESSES_PER_CORE = 8
-_BOUNDS, _CHOICES = "bounds", "choices"
+# What the metadata of a field of settings has.
+BOUNDS, CHOICES, KEY = "bounds", "choices", "key"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,49 +51,27 @@ class Bounds:
         return " and ".join(given) or "a finite number"
 
 
-def bounded(
-    default: Any = dataclasses.MISSING,
-    *,
-    default_factory: Any = dataclasses.MISSING,
-    lowest: float | None = None,
-    above: float | None = None,
-    highest: float | None = LARGEST,
-    below: float | None = None,
-) -> Any:
+def bounded(default: Any = dataclasses.MISSING, *, key: str | None = None, **others: Any) -> Any:
     """Declare a field of a settings dataclass that is a number, or numbers, within bounds: see `Bounds`.
 
     `num_workers: int = bounded(2, lowest=0)`. `CheckedSettings` refuses other values.
 
     Args:
-        default, default_factory: of the field; omit both for a field that is required.
-        lowest, highest: bounds that are allowed themselves; 0 and `LARGEST` where none is given.
-        above, below: bounds that are not.
+        default: of the field; omit it for a field that is required or has a `default_factory`.
+        key: dotted name of the setting, where it is not of the dataclass's section.
+        others: `default_factory`, and the arguments of `Bounds`; without any on a side, `lowest` is 0, and `highest`
+            is `LARGEST`.
     """
-    bounds = Bounds(
-        lowest=0 if lowest is None and above is None else lowest,
-        above=above,
-        highest=None if below is not None else highest,
-        below=below,
-    )
-    values: dict[str, Any] = {"default": default, "default_factory": default_factory}
-    return dataclasses.field(**values, metadata={_BOUNDS: bounds})
+    factory = others.pop("default_factory", dataclasses.MISSING)
+    lower = {} if {"lowest", "above"} & others.keys() else {"lowest": 0}
+    upper = {} if {"highest", "below"} & others.keys() else {"highest": LARGEST}
+    values: dict[str, Any] = {"default": default, "default_factory": factory}
+    return dataclasses.field(**values, metadata={BOUNDS: Bounds(**lower, **upper, **others), KEY: key})
 
 
-def one_of(default: str | None, choices: Collection[str]) -> Any:
+def one_of(default: str | None, choices: Collection[str], *, key: str | None = None) -> Any:
     """Declare a field of a settings dataclass that is one of these texts, or None; `CheckedSettings` refuses others."""
-    return dataclasses.field(default=default, metadata={_CHOICES: choices})
-
-
-def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
-    """Return the bounds that `bounded` declares for a field."""
-    bounds: Bounds | None = field.metadata.get(_BOUNDS)
-    return bounds
-
-
-def choices_of(field: dataclasses.Field[Any]) -> Collection[str] | None:
-    """Return the texts that `one_of` declares for a field."""
-    choices: Collection[str] | None = field.metadata.get(_CHOICES)
-    return choices
+    return dataclasses.field(default=default, metadata={CHOICES: choices, KEY: key})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +121,27 @@ class Rule:
         raise ConfigError(f"{what}: {self.why}", where=", ".join(values), fix=self.fix)
 
 
+_CONDITION = re.compile(r"(!?)([\w.]+)(?:(!?=|~)([^,]+))?")
+
+
+def read_rules(text: str) -> tuple[Rule, ...]:
+    """Read a table of rules: `SETTING=VALUE, SETTING | why | fix`, each on a line and further ones that are indented.
+
+    `NAME` stands for a setting that is set, `!NAME` for one that is not, `NAME=VALUE` and `NAME!=A/B` for a value and
+    for others, and `NAME~VALUE` for a list that has it. Values are true, false, null, whole numbers or texts.
+    """
+    rules, words = [], {"true": True, "false": False, "null": None}
+    for row in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
+        names, why, fix = " ".join(row.split()).split(" | ")
+        settings: dict[str, object] = {}
+        for no, name, kind, values in _CONDITION.findall(names):
+            given = [int(word) if word.isdecimal() else words.get(word, word) for word in values.split("/")]
+            kinds = {"=": given[0], "!=": other_than(*given), "~": includes(*given), "": NOT_SET if no else SET}
+            settings[name] = kinds[kind]
+        rules.append(Rule(settings, why, fix))
+    return tuple(rules)
+
+
 def check_rules(config: object, rules: Iterable[Rule]) -> None:
     """Raise the ConfigError of the first rule that refuses a configuration."""
     for rule in rules:
@@ -168,43 +170,36 @@ class CheckedSettings:
 
     def __post_init__(self) -> None:
         check_numbers(self, self.section)
-        for name, choices in _declared(type(self), _CHOICES):  # type: ignore[arg-type]
+        for name, key, choices in _declared(type(self), CHOICES):  # type: ignore[arg-type]
             if (value := getattr(self, name)) is not None:
-                require_choice(value, choices, setting=f"{self.section}.{name}" if self.section else name)
+                setting = key or (f"{self.section}.{name}" if self.section else name)
+                require_choice(value, choices, setting=setting)
         for rule in self.rules:
             rule.check(self, self.section)
 
 
 def check_numbers(config: Any, section: str) -> None:
-    """Raise ConfigError unless each number of a dataclass is finite and within its bounds; None passes.
-
-    Args:
-        config: the dataclass.
-        section: where its settings are in a run's configuration, such as `loader`; "" for the top.
-    """
-    for name, bounds in _declared(type(config), _BOUNDS):  # type: ignore[arg-type]
-        require_bounds(getattr(config, name), bounds, name, section)
+    """Raise ConfigError unless each number of a dataclass is as `require_bounds` wants it."""
+    for name, key, bounds in _declared(type(config), BOUNDS):  # type: ignore[arg-type]
+        own_section, _, last = key.rpartition(".")
+        require_bounds(getattr(config, name), bounds, last or name, own_section or section)
 
 
 @functools.cache
-def _declared(settings: type, kind: str) -> list[tuple[str, Any]]:
-    """Return the fields that declare bounds or choices, with these; cached because searches make many settings."""
-    declared = [(field.name, field.metadata.get(kind)) for field in dataclasses.fields(settings)]
-    return [(name, found) for name, found in declared if found is not None]
+def _declared(settings: type, kind: str) -> list[tuple[str, str, Any]]:
+    """Return the fields that declare bounds or choices, their own keys, and these; searches make many settings."""
+    declared = ((field.name, field.metadata) for field in dataclasses.fields(settings))
+    return [(name, of.get(KEY) or "", of[kind]) for name, of in declared if of.get(kind) is not None]
 
 
 def require_bounds(value: Any, bounds: Bounds, name: str, section: str) -> None:
     """Raise ConfigError unless a number, or each of several, is finite and within its bounds; None passes.
 
-    Args:
-        name: of the setting.
-        section: where it is in a run's configuration, such as `loader`; "" for the top.
+    `section` is that of the setting in a run's configuration, such as `loader`; "" for the top.
     """
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     for one in values:
-        if one is None:
-            continue
-        if one not in bounds:
+        if one is not None and one not in bounds:
             where = f"{section}.{name}" if section else name
             raise ConfigError(f"{name} is {value}", where=where, fix=f"the value must be {bounds}")
 

@@ -72,17 +72,14 @@ def compose_config(
 ) -> T:
     """Compose `configs/<name>.yaml` with `overrides` into an instance of the dataclass `schema`.
 
-    Only the root is registered (as `<name>_schema`), so that a misspelled key anywhere is refused.
+    Only the root is registered (as `<name>_schema`), so that a misspelled key anywhere is refused. Raises ConfigError
+    for an unknown key or group, a value of another type or one that a dataclass refuses, and a file that is not YAML.
 
     Args:
         config_dir: a further folder of YAML files, such as one with an `experiment/mine.yaml`.
         config_name: the file to compose in place of `<name>.yaml`.
         command: prints every setting with `--cfg`, for errors; empty for that of the recipe.
         also: settings that the command takes beside these, for the hint about a misspelled one.
-
-    Raises:
-        ConfigError: an unknown key or group, a value of another type or one that a dataclass refuses, or a file that
-            is not YAML.
     """
     folders = _folders(config_dir)
     if config_name is not None and not any((folder / f"{config_name}.yaml").is_file() for folder in folders):
@@ -100,9 +97,7 @@ def compose_config(
         first, second = config_dir.resolve(), CONFIGS
     search = [] if second is None else [f"hydra.searchpath=['file://{second.resolve()}']"]
     with _in_our_words(known, root, overrides), initialize_config_dir(config_dir=str(first), version_base="1.3"):
-        for text in overrides:
-            _check_override(text, known)
-        arguments = [*search, *map(known.as_hydra, overrides)]
+        arguments = [*search, *(_check_override(text, known) for text in overrides)]
         set_by = _check_files(known, root, arguments, [first] if second is None else [first, second])
         config = _to_settings(compose(root, overrides=arguments), set_by)
     if not isinstance(config, schema):
@@ -143,15 +138,16 @@ def _in_our_words(known: KnownSettings, root: str, overrides: Sequence[str]) -> 
         raise known.explain(error, root, overrides) from error
 
 
-def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False) -> None:
-    value = known.check(text)
+def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False) -> str:
+    """Return a `key=value` as Hydra takes it; raise ConfigError for one that is not read as it is written."""
+    value, taken = known.check(text), known.as_hydra(text)
     try:
-        override = OverridesParser.create().parse_override(known.as_hydra(text))
+        override = OverridesParser.create().parse_override(taken)
     except (HydraException, ValueError):
         fix = "text with special characters is KEY=\"'VALUE'\", a list KEY='[A, B]'; "
         raise known.error(f"the value {value!r} cannot be read", where=text, fix=fix) from None
     if may_sweep and override.is_sweep_override():
-        return
+        return taken
     if not may_sweep and override.key_or_group.startswith("hydra/"):
         raise known.error("this setting is used by Hydra's own command line", where=text, fix="add --multirun; ")
     if override.is_sweep_override():
@@ -161,6 +157,7 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
         raise known.error(f"the value {value!r} can be read in several ways", where=text, fix=fix)
     if override.is_add() or override.is_force_add() or override.type is OverrideType.CHANGE:
         known.check_kinds(override.key_or_group, override.value(), where=text)
+    return taken
 
 
 def _check_files(
@@ -207,35 +204,25 @@ def _to_settings(composed: DictConfig, set_by: Mapping[str, str | None]) -> Any:
 
 
 def compose_run(
-    experiment: str,
-    overrides: Sequence[str],
-    *,
-    config_dir: Path | None = None,
-    command: str = "",
-    also: Iterable[str] = (),
+    experiment: str, overrides: Sequence[str], *, config_dir: Path | None = None, **options: Any
 ) -> ComposedRun:
-    """Compose the settings of an experiment, which `recipes.sft` runs, or of a recipe that trains.
+    """Compose the settings of an experiment, for `recipes.sft`, or of a recipe that trains; raise ConfigError for none.
 
     Args:
         experiment: a file of `configs/experiment` or of `experiment` in `config_dir`, or `sft` or `pretrain`.
-        command: as in `compose_config`; so is `also`.
-
-    Raises:
-        ConfigError: there is no such experiment, or its settings are refused.
+        options: `command` and `also` of `compose_config`.
     """
     name, arguments = experiment, list(overrides)
     if experiment not in TRAINING:
         names = KnownSettings("", SftConfig, _folders(config_dir)).files("experiment")
         if experiment not in names:
             near = nearest_name(experiment, [*names, *TRAINING])
-            raise ConfigError(
-                f"there is no experiment {experiment!r}",
-                where=" and ".join(str(folder / "experiment") for folder in _folders(config_dir)),
-                fix=(f"did you mean {near}? " if near else suggest_recipe(experiment))
-                + f"one of {', '.join([*names, *TRAINING])}",
-            )
+            where = " and ".join(str(folder / "experiment") for folder in _folders(config_dir))
+            meant = f"did you mean {near}? " if near else suggest_recipe(experiment)
+            fix = f"{meant}one of {', '.join([*names, *TRAINING])}"
+            raise ConfigError(f"there is no experiment {experiment!r}", where=where, fix=fix)
         name, arguments = "sft", [f"experiment={experiment}", *arguments]
-    config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir, command=command, also=also)
+    config = compose_config(name, TRAINING[name], arguments, config_dir=config_dir, **options)
     own = () if config_dir is None else ("--config-dir", str(config_dir.resolve()))
     return ComposedRun(f"harness.recipes.{name}", (*own, *arguments), config)
 
@@ -281,8 +268,7 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     in the output folder that Hydra gives the job.
     """
     known = KnownSettings(command_of(name), schema, _folders(options.config_dir), recipe=name)
-    for text in options.overrides:
-        _check_override(text, known, may_sweep=True)
+    settings = [_check_override(text, known, may_sweep=True) for text in options.overrides]
     _register(name, schema, HydraConf())
 
     def run_one(composed: DictConfig) -> None:
@@ -308,7 +294,7 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
     flags = [*options.hydra_flags]
     flags += [] if options.config_dir is None else ["--config-dir", str(options.config_dir.resolve())]
     flags += [] if options.config_name is None else ["--config-name", options.config_name]
-    sys.argv[1:] = [*map(known.as_hydra, options.overrides), f"hydra.job.name={name}", *flags]
+    sys.argv[1:] = [*settings, f"hydra.job.name={name}", *flags]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which are explained here, and do not print them
     with _in_our_words(known, options.config_name or name, options.overrides):
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run_one)()

@@ -12,9 +12,7 @@ from harness.errors import how_to_install
 def names_on_first_use(package: str, **modules: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package (PEP 562) that imports a name from its module when it is first used.
 
-    Args:
-        package: `__name__` of the package.
-        modules: the names of each module of the package, separated by spaces.
+    `modules` has the names of each module of the package, separated by spaces.
     """
     places = {name: module for module, names in modules.items() for name in names.split()}
 

@@ -159,16 +159,6 @@ def reason_of_memory(error: BaseException) -> BaseException | None:
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.ENXIO, errno.ENODEV}
 
 
-def _of_disk(error: OSError) -> HarnessError:
-    """Return the named error for one of `_OF_DISKS` that nothing closer to the file explained."""
-    place = str(error.filename or "")
-    if not place and _end_output() is not None:
-        place = "standard output"
-    what = f"a disk could not be written to or read: {error.strerror or error}"
-    fix = "free disk space or check the disk (dmesg), then run the same command again"
-    return HarnessError(what, where=place or f"a file or the output of `{' '.join(sys.argv)[:200]}`", fix=fix)
-
-
 def _end_output() -> OSError | None:
     """Flush standard output; where that fails, drop the rest, which would fail again as the interpreter ends."""
     try:
@@ -222,23 +212,27 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             sys.exit(130)
         if isinstance(error, ModuleNotFoundError) and (fix := how_to_install(error)):
             error = ConfigError(f"the package {error.name} is not installed", where=sys.executable, fix=fix)
+        command = f"`{' '.join(sys.argv)[:200]}`"
         if error is not None and not isinstance(error, HarnessError) and reason_of_memory(error) is not None:
-            error = HarnessError(
-                f"out of memory: {str(error).partition(chr(10))[0] or 'this process'}",
-                where=f"`{' '.join(sys.argv)[:200]}`",
-                fix="use a machine with more memory, or let this process use more, then run the same command again",
-            )
+            what = f"out of memory: {str(error).partition(chr(10))[0] or 'this process'}"
+            fix = "use a machine with more memory, or let this process use more, then run the same command again"
+            error = HarnessError(what, where=command, fix=fix)
         if error is not None and (system := os_error_of(error)) is not None and is_of_disk(system):
-            error = _of_disk(system)
+            # Nothing closer to the file explained it.
+            place = str(system.filename or "") or ("standard output" if _end_output() is not None else "")
+            what = f"a disk could not be written to or read: {system.strerror or system}"
+            fix = "free disk space or check the disk (dmesg), then run the same command again"
+            error = HarnessError(what, where=place or f"a file or the output of {command}", fix=fix)
         refused = _end_output()
         if isinstance(refused, BrokenPipeError) and not isinstance(error, HarnessError):
             sys.exit(UNREAD)
         if refused is not None and is_of_disk(refused) and not isinstance(error, HarnessError):
-            error = HarnessError(
+            what, fix = (
                 f"standard output cannot be written: {refused.strerror}",
-                where="standard output",
-                fix="free disk space, or write it to another disk; the command itself has finished",
+                "free disk space, or write it to another ",
             )
+            fix += "disk; the command itself has finished"
+            error = HarnessError(what, where="standard output", fix=fix)
         if isinstance(error, PermissionError) and error.filename is not None:
             fix = "run as a user who has access, or change the permissions of the file and its folders"
             error = HarnessError(error.strerror or "Permission denied", where=str(error.filename), fix=fix)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -252,7 +251,7 @@ class KnownSettings:
     @cached_property
     def types(self) -> Mapping[str, str]:
         """Type of each setting by its dotted name."""
-        return _types_of(cast(Hashable, self.schema))
+        return {setting.key: setting.type for setting in explain_settings(self.schema)}
 
     @cached_property
     def sections(self) -> frozenset[str]:
@@ -283,11 +282,7 @@ class KnownSettings:
         return next((path for folder in self.folders if (path := folder / f"{name}.yaml").is_file()), None)
 
     def check(self, text: str) -> str:
-        """Check the key of a `key=value`, and that the group of a file has it; return the value.
-
-        Raises:
-            ConfigError: the text is no setting, or names a setting, group or file that does not exist.
-        """
+        """Return the value of a `key=value`; raise ConfigError for other text, and an unknown key, group or file."""
         match = _OVERRIDE.fullmatch(text)
         if match is None or (not match[3] and match[1] != "~"):
             word, _, value = text.partition("=")
@@ -367,16 +362,15 @@ class KnownSettings:
         if match is None or match[1]:
             return text
         _, key, _, value = match.groups()
-        of_map = next((kind for name, kind in self.types.items() if key.startswith(f"{name}.") and "map" in kind), "")
-        if _is_text(self.types.get(key, of_map)) and _NUMBER.fullmatch(value):
+        maps = (name for name, kind in self.types.items() if kind.startswith("map of "))
+        name = next((name for name in maps if key == name or key.startswith(f"{name}.")), key)
+        kind, inner = self.types.get(name, ""), key.removeprefix(f"{name}.")
+        if _is_text(kind) and _NUMBER.fullmatch(value):
             value = f"'{value}'"  # text as it is written: not 1e+30 for 1e30
             text = f"{key}={value}"
-        for name, kind in ((name, kind) for name, kind in self.types.items() if kind.startswith("map of ")):
-            if key.startswith(f"{name}.") and "." in key.removeprefix(f"{name}.") and "map of map" not in kind:
-                return f"++{name}={{{key.removeprefix(f'{name}.')}:{value}}}"
-            if key.startswith(f"{name}.") or (key == name and value.strip("{} ")):
-                return f"++{text}"
-        return text
+        if key != name and "." in inner and "map of map" not in kind:
+            return f"++{name}={{{inner}:{value}}}"
+        return f"++{text}" if kind.startswith("map of ") and (key != name or value.strip("{} ")) else text
 
     def check_file(self, name: str, *, where: str) -> None:
         """Raise ConfigError unless there is a file of this name, such as `model/tiny`."""
@@ -447,11 +441,6 @@ class KnownSettings:
         lines = [line.strip().rstrip(".:") for line in message.partition("search path")[0].splitlines()]
         lines = [line for line in lines if line and not any(word in line for word in _NOISE)]
         return self.error("; ".join(dict.fromkeys(lines)) or "the settings do not compose", where=where, fix="")
-
-
-@cache
-def _types_of(schema: Hashable) -> Mapping[str, str]:
-    return MappingProxyType({setting.key: setting.type for setting in explain_settings(cast(Any, schema))})
 
 
 def _is_text(kind: str) -> bool:

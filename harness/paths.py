@@ -60,8 +60,7 @@ def is_dataset(path: Path) -> bool:
 def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
     """Return the error of a path that is something else than expected, and its fix; None if it is not recognized.
 
-    Args:
-        expected: completes "..., not", such as `a dataset`.
+    `expected` completes "..., not", such as `a dataset`.
     """
     quoted = shlex.quote(str(path))
     if not is_there(path):

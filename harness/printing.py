@@ -113,15 +113,11 @@ def count_of(count: int, noun: str) -> str:
 
 def duration(seconds: float) -> str:
     """Return a time with its two largest units: `48 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
-    rest = max(0, round(seconds))
-    sizes = {"d": 86_400, "h": 3_600, "min": 60, "s": 1}
-    counts = {}
-    for unit, size in sizes.items():
-        counts[unit], rest = divmod(rest, size)
-    units = list(sizes)
-    first = next((place for place, unit in enumerate(units) if counts[unit]), len(units) - 1)
-    shown = [unit for unit in units[first : first + 2] if counts[unit] or unit == units[first]]
-    return " ".join(f"{counts[unit]} {unit}" for unit in shown)
+    rest, counts = max(0, round(seconds)), list[tuple[int, str]]()
+    for unit, size in {"d": 86_400, "h": 3_600, "min": 60, "s": 1}.items():
+        count, rest = divmod(rest, size)
+        counts += [(count, unit)] if count or counts or unit == "s" else []
+    return " ".join(f"{count} {unit}" for place, (count, unit) in enumerate(counts[:2]) if count or not place)
 
 
 def print_text(text: object = "", *, end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:

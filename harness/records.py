@@ -105,9 +105,8 @@ class Pack:
 
     def __post_init__(self) -> None:
         # Frozen, so that a pack can be shared; set once here to normalize the arguments.
-        object.__setattr__(self, "input_ids", _as_dtype(self.input_ids, np.int32, field="input_ids"))
-        object.__setattr__(self, "loss_mask", _as_dtype(self.loss_mask, np.uint8, field="loss_mask"))
-        object.__setattr__(self, "seq_start_id", _as_dtype(self.seq_start_id, np.int32, field="seq_start_id"))
+        for name, dtype in (("input_ids", np.int32), ("loss_mask", np.uint8), ("seq_start_id", np.int32)):
+            object.__setattr__(self, name, _as_dtype(getattr(self, name), dtype, field=name))
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -115,12 +114,9 @@ class Pack:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Pack):
             return NotImplemented
-        return (
-            np.array_equal(self.input_ids, other.input_ids)
-            and np.array_equal(self.loss_mask, other.loss_mask)
-            and np.array_equal(self.seq_start_id, other.seq_start_id)
-            and self.media == other.media
-        )
+        names = ("input_ids", "loss_mask", "seq_start_id")
+        is_same = all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
+        return is_same and self.media == other.media
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from harness.checks import Bounds, CheckedSettings, Rule, bounds_of, choices_of
+from harness.checks import BOUNDS, CHOICES, KEY, Bounds, CheckedSettings, Rule
 from harness.errors import FormatError, HarnessError
 from harness.printing import redact_all
 
@@ -59,7 +59,7 @@ def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
     """List every setting of a dataclass and of the dataclasses in it, in the order of the fields."""
     texts, hints, settings = attribute_texts(schema), typing.get_type_hints(schema), []
     for field in dataclasses.fields(schema):
-        key, hint = prefix + field.name, hints[field.name]
+        key, hint = prefix + (field.metadata.get(KEY) or field.name), hints[field.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             settings += explain_settings(hint, prefix=f"{key}.")
             continue
@@ -68,8 +68,8 @@ def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
             default = to_plain(field.default)
         elif field.default_factory is not dataclasses.MISSING:
             default = to_plain(field.default_factory())
-        text, choices = texts.get(field.name, ""), tuple(choices_of(field) or ())
-        settings.append(Setting(key, _type_name(hint), default, text, bounds_of(field), choices))
+        bounds, choices = field.metadata.get(BOUNDS), tuple(field.metadata.get(CHOICES) or ())
+        settings.append(Setting(key, _type_name(hint), default, texts.get(field.name, ""), bounds, choices))
         for inner in typing.get_args(hint):
             if dataclasses.is_dataclass(inner) and isinstance(inner, type):
                 settings += explain_settings(inner, prefix=f"{key}[].")
@@ -129,11 +129,8 @@ def load(
     """Return the dataclass, or value of another plain type, that JSON text holds, as `from_plain` builds it.
 
     Args:
-        where, fix, what: of the error; `what` is followed by the reason.
+        where, fix, what, error: of what is raised for other text; `what` is followed by the reason.
         lenient: keys that the dataclass does not have are left out.
-
-    Raises:
-        HarnessError: of the class `error`; the text is not JSON, or not such a record.
     """
     try:
         return from_plain(schema, json.loads(text), lenient=lenient)
@@ -144,10 +141,8 @@ def load(
 def from_plain(schema: type[T], values: Any, *, lenient: bool = False) -> T:
     """Build a dataclass, and those in it, from plain values; raise ValueError where keys or types are not its own.
 
-    A null is a float that was not finite, unless the field may be None.
-
-    Args:
-        lenient: keys that the dataclass does not have are left out.
+    A null is a float that was not finite, unless the field may be None. With `lenient`, keys that the dataclass does
+    not have are left out.
     """
     if lenient and isinstance(values, dict):
         known: Any = schema
@@ -218,9 +213,20 @@ def _is_plain(value: Any, hint: Any) -> bool:
     return isinstance(value, kinds.get(hint, str))
 
 
-def render_settings(config: Any) -> str:
+def render_settings(config: Any, indent: str = "") -> str:
     """Write a dataclass as YAML, with the explanation of every setting in a comment above it."""
-    return "\n".join(_render(config, "")) + "\n"
+    texts, lines = attribute_texts(type(config)), list[str]()
+    for field in dataclasses.fields(config):
+        value, text = getattr(config, field.name), texts.get(field.name)
+        if dataclasses.is_dataclass(value):  # the first paragraph of its docstring
+            text = inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0]
+        if text:
+            lines += textwrap.wrap(text, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        if dataclasses.is_dataclass(value):
+            lines += [f"{indent}{field.name}:", render_settings(value, f"{indent}  ").removesuffix("\n")]
+        else:
+            lines += [indent + line for line in to_yaml({field.name: value}).splitlines()]
+    return "\n".join(lines) + "\n"
 
 
 def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -241,22 +247,6 @@ def to_yaml(config: Any) -> str:
     import yaml
 
     return yaml.safe_dump(redact_all(to_plain(config)), sort_keys=False, allow_unicode=True)
-
-
-def _render(config: Any, indent: str) -> list[str]:
-    texts, lines = attribute_texts(type(config)), []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        text = texts.get(field.name)
-        if dataclasses.is_dataclass(value):  # the first paragraph of its docstring
-            text = inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0]
-        if text:
-            lines += textwrap.wrap(text, 110, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-        if dataclasses.is_dataclass(value):
-            lines += [f"{indent}{field.name}:", *_render(value, f"{indent}  ")]
-        else:
-            lines += [indent + line for line in to_yaml({field.name: value}).splitlines()]
-    return lines
 
 
 def _type_name(hint: Any) -> str:

@@ -22,6 +22,7 @@ SIGNS = {"same": "✓", "different": "✗", "failed": "!", "skipped": "○", "re
 _STYLES = {"title": "bold", "skipped": "yellow", "warning": "yellow"}
 _STYLES |= dict.fromkeys(("same", "met"), "green") | dict.fromkeys(("different", "failed", "missed"), "bold red")
 _BAR_WIDTH = 40
+_NUMBER = ' class="number"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +84,10 @@ class Table:
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def to_html(self, label: str) -> str:
-        """Return the table as a part of a page, which scrolls where it is too wide.
-
-        Args:
-            label: for readers of the page who do not see it.
-        """
+        """Return the table as a part of a page, which scrolls where it is too wide, for readers as `label`."""
         parts = [f'<div class="scroll" tabindex="0" role="region" aria-label="{_escaped(label)}"><table>']
         if self.head:
-            kinds = map(self._kind, range(len(self.head)))
+            kinds = (_NUMBER * self._is_right(place) for place in range(len(self.head)))
             names = map('<th scope="col"{}>{}</th>'.format, kinds, map(_escaped, self.head))
             parts.append(f"<thead><tr>{''.join(names)}</tr></thead>")
         parts.append("<tbody>")
@@ -100,7 +97,9 @@ class Table:
                 cells = _cells(value)
                 tag, scope = ("td", "") if place else ("th", ' scope="row"')
                 share = next((cell.share for cell in cells if cell.share is not None), None)
-                kind = self._kind(place) if share is None else f' class="bar" style="--share: {share:.3f}"'
+                kind = (
+                    _NUMBER * self._is_right(place) if share is None else f' class="bar" style="--share: {share:.3f}"'
+                )
                 places.append(f"<{tag}{scope}{kind}>{' '.join(map(_element, cells))}</{tag}>")
             parts.append(f"<tr>{''.join(places)}</tr>")
         return "\n".join([*parts, "</tbody></table></div>"])
@@ -110,9 +109,6 @@ class Table:
 
     def _is_right(self, place: int) -> bool:
         return self.align[min(place, len(self.align) - 1)] == "r"
-
-    def _kind(self, place: int) -> str:
-        return ' class="number"' if self._is_right(place) else ""
 
 
 def open_templates(folder: Path, **options: Any) -> Environment:

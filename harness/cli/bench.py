@@ -14,7 +14,7 @@ import typer
 from harness.bench import BENCHES
 from harness.bench.sizes import Sizes
 from harness.checks import require_choice
-from harness.cli.settings import parse_settings
+from harness.cli.settings import argument, option, parse_settings
 from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.printing import count_of, open_console, print_line, print_text
 from harness.settings import explain_settings, to_yaml
@@ -32,19 +32,17 @@ HELP = f"""Measure speed on this machine, mostly as ratios within one run.
 
 
 def run_bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=", ".join(BENCHES), show_default=False)],
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="benchmark sizes")] = None,
+    name: Annotated[str, argument("NAME", ", ".join(BENCHES), show_default=False)],
+    settings: Annotated[list[str] | None, argument("[KEY=VALUE]...", "benchmark sizes")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="small sizes that take a few seconds, to check the benchmark itself")
+        bool, option("--quick", "small sizes that take a few seconds, to check the benchmark itself")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs instead of tables")] = False,
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the JSON to this file too")] = None,
-    check: Annotated[bool, typer.Option("--check", help="exit with code 1 if a target is missed")] = False,
-    folder: Annotated[
-        Path | None, typer.Option("--dir", help="folder for the data (default: the temporary folder)")
-    ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="keep the data in --dir, and reuse data that is there")] = False,
-    show: Annotated[bool, typer.Option("--cfg", help="print the settings without measuring")] = False,
+    as_json: Annotated[bool, option("--json", "print JSON for programs instead of tables")] = False,
+    save: Annotated[Path | None, option("--save", "write the JSON to this file too", metavar="FILE")] = None,
+    check: Annotated[bool, option("--check", "exit with code 1 if a target is missed")] = False,
+    folder: Annotated[Path | None, option("--dir", "folder for the data (default: the temporary folder)")] = None,
+    keep: Annotated[bool, option("--keep", "keep the data in --dir, and reuse data that is there")] = False,
+    show: Annotated[bool, option("--cfg", "print the settings without measuring")] = False,
 ) -> None:
     require_choice(name, BENCHES, setting="harness bench")
     chosen, command = BENCHES[name], f"harness bench {name}"

@@ -12,26 +12,25 @@ from typing import Annotated
 
 import typer
 
+from harness.cli.settings import argument, option
 from harness.errors import ConfigError, os_errors_as
 from harness.printing import print_line, print_text
 
 
 def run_conformance(
-    target: Annotated[
-        str, typer.Argument(metavar="[TARGET]", help="a class: FILE.py[:CLASS] or MODULE:CLASS", show_default=False)
-    ] = "",
+    target: Annotated[str, argument("[TARGET]", "a class: FILE.py[:CLASS] or MODULE:CLASS", show_default=False)] = "",
     command: Annotated[
-        str, typer.Option("--command", metavar="TEXT", help="command to check instead of TARGET, with placeholders")
+        str, option("--command", "command to check instead of TARGET, with placeholders", metavar="TEXT")
     ] = "",
     python: Annotated[
-        str, typer.Option("--python", metavar="FILE", help="Python interpreter of the trainer's environment")
+        str, option("--python", "Python interpreter of the trainer's environment", metavar="FILE")
     ] = sys.executable,
-    checks: Annotated[str, typer.Option("--checks", metavar="NAMES", help="checks to run, separated by commas")] = "",
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="write the results as JSON")] = None,
+    checks: Annotated[str, option("--checks", "checks to run, separated by commas", metavar="NAMES")] = "",
+    save: Annotated[Path | None, option("--save", "write the results as JSON", metavar="FILE")] = None,
     folder: Annotated[
-        Path | None, typer.Option("--dir", help="keep logs and files in this new folder (default: a temporary one)")
+        Path | None, option("--dir", "keep logs and files in this new folder (default: a temporary one)")
     ] = None,
-    shows: Annotated[bool, typer.Option("--list", help="explain the checks without running them")] = False,
+    shows: Annotated[bool, option("--list", "explain the checks without running them")] = False,
 ) -> None:
     """Check how a trainer packs, masks, averages, orders and resumes, on a CPU, with a small model.
 

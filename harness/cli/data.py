@@ -10,20 +10,23 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.checks import CheckedSettings, bounded
+from harness.checks import KEY, CheckedSettings, bounded
 from harness.cli.indexed import find_checks
-from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
+from harness.cli.settings import AsJson, Overwrite, argument, class_of, option, print_json, progress_bar
 from harness.errors import ConfigError, FormatError, Problem
-from harness.formats import FORMATS, convert_dataset, foreign, open_dataset, repair_manifest, verify_dataset
-from harness.formats.inspect import (
-    find_datasets,
-    find_pack,
-    find_tokenizer,
-    inspect_dataset,
-    render_pack,
-    render_summary,
+from harness.formats import FORMATS, convert_dataset, load_manifest, open_dataset, repair_manifest, verify_dataset
+from harness.formats.foreign import (
+    BRIDGE,
+    CONVENTIONS,
+    SWIFT,
+    BridgeExport,
+    BridgeFiles,
+    SwiftExport,
+    export_to_bridge,
+    export_to_swift,
+    import_dataset,
 )
-from harness.formats.manifest import load_manifest
+from harness.formats.inspect import find_datasets
 from harness.formats.verify import describe_checks, diff_datasets
 from harness.indexed.index import verify_indexed
 from harness.prep import TokenizerConfig
@@ -33,13 +36,11 @@ from harness.printing import count_of, open_console, print_line, print_text
 from harness.storage import is_uri, open_folder
 
 data_app = typer.Typer()
-Verified = Annotated[
-    str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI; a run, checkpoint or export")
-]
-DatasetPath = Annotated[str, typer.Argument(metavar="PATH", help="dataset folder, file, glob, prefix or URI")]
-Source = Annotated[str, typer.Argument(metavar="SRC", help="dataset folder, file, glob, prefix or URI")]
-Destination = Annotated[str, typer.Argument(metavar="DST", help="folder to write, or a .parquet or .npy file")]
-Format = Annotated[str, typer.Argument(metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")]
+Verified = Annotated[str, argument("PATH", "dataset folder, file, glob, prefix or URI; a run, checkpoint or export")]
+DatasetPath = Annotated[str, argument("PATH", "dataset folder, file, glob, prefix or URI")]
+Source = Annotated[str, argument("SRC", "dataset folder, file, glob, prefix or URI")]
+Destination = Annotated[str, argument("DST", "folder to write, or a .parquet or .npy file")]
+Format = Annotated[str, argument("FORMAT", f"one of {', '.join(FORMATS)}")]
 
 
 @dataclass
@@ -60,7 +61,7 @@ class ConvertSettings:
     """Settings of `harness convert`; those of `bridge` belong to the format megatron_bridge alone."""
 
     data: StoredPacks = field(default_factory=StoredPacks)
-    bridge: foreign.BridgeFiles = field(default_factory=foreign.BridgeFiles)
+    bridge: BridgeFiles = field(default_factory=BridgeFiles)
 
 
 @dataclass
@@ -76,7 +77,7 @@ class ImportSettings:
 
 
 @dataclass
-class PlannedPacks(CheckedSettings, section="data"):
+class PlannedPacks(CheckedSettings):
     """Settings that turn sequences into packs.
 
     Attributes:
@@ -85,9 +86,9 @@ class PlannedPacks(CheckedSettings, section="data"):
         seed: seed of the order of packs, and of the choice between sequences of equal length.
     """
 
-    pack_size: int = bounded(lowest=2)
-    algorithm: str = "best_fit_decreasing"
-    seed: int = bounded(0, highest=2**63 - 1)
+    pack_size: int = bounded(lowest=2, key="data.pack_size")
+    algorithm: str = field(default="best_fit_decreasing", metadata={KEY: "data.algorithm"})
+    seed: int = bounded(0, highest=2**63 - 1, key="data.seed")
 
 
 @dataclass
@@ -109,10 +110,12 @@ def inspect(
     context: typer.Context,
     path: DatasetPath,
     pack: Annotated[int | None, typer.Option(min=0, help="print a pack's text, with trained tokens in color")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="PATH contains chats: show their trained tokens")] = False,
+    raw: Annotated[bool, option("--raw", "PATH contains chats: show their trained tokens")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a dataset's counts, the text of one pack, or chats with --raw."""
+    from harness.formats.inspect import find_pack, find_tokenizer, inspect_dataset, render_pack, render_summary
+
     settings: InspectSettings = context.obj
     if raw:
         if as_json or pack is not None:
@@ -146,7 +149,7 @@ def inspect(
 def verify(
     path: Verified,
     repair: Annotated[
-        bool, typer.Option("--repair-manifest", help="rebuild a lost or damaged manifest and index from intact shards")
+        bool, option("--repair-manifest", "rebuild a lost or damaged manifest and index from intact shards")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -229,11 +232,7 @@ def convert(
     destination: Destination,
     format: Annotated[
         str,
-        typer.Argument(
-            metavar="FORMAT",
-            help=f"one of {', '.join(FORMATS)}, or {foreign.BRIDGE} or {foreign.SWIFT} for the readers of these "
-            "trainers",
-        ),
+        argument("FORMAT", f"one of {', '.join(FORMATS)}, or {BRIDGE} or {SWIFT} for the readers of these trainers"),
     ],
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -243,64 +242,52 @@ def convert(
     Memory does not grow with the dataset, except for npy, whose pickled files are loaded completely.
     """
     settings: ConvertSettings = context.obj
-    if format != foreign.BRIDGE and settings.bridge != foreign.BridgeFiles():
+    if format != BRIDGE and settings.bridge != BridgeFiles():
         what = f"the settings of bridge do not apply to the format {format}"
-        raise ConfigError(what, where="bridge", fix=f"convert to {foreign.BRIDGE}")
-    if format in (foreign.BRIDGE, foreign.SWIFT):
-        _convert_for_trainer(source, destination, format, settings, overwrite=overwrite, as_json=as_json)
-        return
-    with progress_bar("", quiet=as_json) as advance:
-        manifest = convert_dataset(
-            source,
-            destination,
-            format=format,
-            **vars(settings.data),
-            overwrite=overwrite,
-            progress=lambda stage, done, total: advance(done, total, stage),
-        )
-    _print_written(destination, manifest, {}, as_json=as_json)
-
-
-def _convert_for_trainer(
-    source: str, destination: str, format: str, settings: ConvertSettings, *, overwrite: bool, as_json: bool
-) -> None:
-    if settings.data.packs_per_shard is not None:
+        raise ConfigError(what, where="bridge", fix=f"convert to {BRIDGE}")
+    options: dict[str, Any] = {**vars(settings.data), "overwrite": overwrite}
+    if format in (BRIDGE, SWIFT) and options.pop("packs_per_shard") is not None:
         what = f"the format {format} is one file, without shards"
         raise ConfigError(what, where="data.packs_per_shard", fix="leave it out")
     with progress_bar("", quiet=as_json) as advance:
-        options: dict[str, Any] = {
-            "pack_size": settings.data.pack_size,
-            "overwrite": overwrite,
-            "progress": lambda stage, done, total: advance(done, total, stage),
-        }
-        written: foreign.BridgeExport | foreign.SwiftExport
-        if format == foreign.BRIDGE:
-            written = foreign.export_to_bridge(source, destination, files=settings.bridge, **options)
+        options["progress"] = lambda stage, done, total: advance(done, total, stage)
+        written: Any
+        if format == BRIDGE:
+            written = export_to_bridge(source, destination, files=settings.bridge, **options)
+        elif format == SWIFT:
+            written = export_to_swift(source, destination, **options)
         else:
-            written = foreign.export_to_swift(source, destination, **options)
+            written = convert_dataset(source, destination, format=format, **options)
+    if format in (BRIDGE, SWIFT):
+        _print_export(written, as_json=as_json)
+    else:
+        _print_written(destination, written, {}, as_json=as_json)
+
+
+def _print_export(written: BridgeExport | SwiftExport, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(written))
-        return
-    if isinstance(written, foreign.SwiftExport):
+    elif isinstance(written, SwiftExport):
         print_line(f"{written.path}: {written.num_sequences:,} sequences in {written.num_packs:,} packs")
         print_text(f"arguments of swift sft or megatron sft:\n  {written.arguments}")
-        return
-    _print_written(written.path, written.manifest, {}, as_json=False)
-    if written.num_untrained:
-        trained = written.manifest.num_trained_tokens
-        print_line(
-            f"  Megatron-Bridge does not train {written.num_untrained:,} of {trained:,} trained labels: those after "
-            f"token {written.end_token}, which ends a sequence; harness.integrations.megatron_bridge trains all"
-        )
-    print_text(f"in a recipe of Megatron-Bridge:\n  cfg.dataset = {written.settings}")
+    else:
+        _print_written(written.path, written.manifest, {}, as_json=False)
+        if written.num_untrained:
+            trained = written.manifest.num_trained_tokens
+            print_line(
+                f"  Megatron-Bridge does not train {written.num_untrained:,} of {trained:,} trained labels: those "
+                f"after token {written.end_token}, which ends a sequence; harness.integrations.megatron_bridge trains "
+                "all"
+            )
+        print_text(f"in a recipe of Megatron-Bridge:\n  cfg.dataset = {written.settings}")
 
 
 @data_app.command(name="import", cls=class_of(ImportSettings))
 def import_(
     context: typer.Context,
-    source: Annotated[str, typer.Argument(metavar="SRC", help="output of the other tool")],
+    source: Annotated[str, argument("SRC", "output of the other tool")],
     destination: Destination,
-    convention: Annotated[str, typer.Argument(metavar="CONVENTION", help=f"one of {', '.join(foreign.CONVENTIONS)}")],
+    convention: Annotated[str, argument("CONVENTION", f"one of {', '.join(CONVENTIONS)}")],
     format: Format = "parquet",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -308,38 +295,31 @@ def import_(
     """Import packed data of Megatron-Bridge, Nemotron, ms-swift or Megatron-LM; changes are counted and printed."""
     settings: ImportSettings = context.obj
     with progress_bar(f"importing {source}", quiet=as_json) as advance:
-        manifest = foreign.import_dataset(
-            source,
-            destination,
-            convention=convention,
-            format=format,
-            split=settings.split,
-            **vars(settings.data),
-            overwrite=overwrite,
-            progress=advance,
-        )
+        options: dict[str, Any] = {"convention": convention, "format": format, "split": settings.split}
+        options |= {**vars(settings.data), "overwrite": overwrite}
+        manifest = import_dataset(source, destination, **options, progress=advance)
     _print_written(destination, manifest, dict(manifest.provenance.counts), as_json=as_json)
 
 
-@data_app.command(cls=class_of(PlannedPacks, section="data"))
+@data_app.command(cls=class_of(PlannedPacks))
 def repack(
     context: typer.Context,
-    store: Annotated[str, typer.Argument(metavar="STORE", help="a dataset in the format virtual, or a plan over one")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="folder to write")],
+    store: Annotated[str, argument("STORE", "a dataset in the format virtual, or a plan over one")],
+    destination: Annotated[str, argument("DST", "folder to write")],
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan new packs over stored sequences, in seconds and without copying tokens."""
     from harness.prep.pipeline import repack_store
 
-    manifest = repack_store(store, destination, **vars(context.obj.data), overwrite=overwrite)
+    manifest = repack_store(store, destination, **vars(context.obj), overwrite=overwrite)
     _print_written(destination, manifest, {}, as_json=as_json)
 
 
 @data_app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="a dataset")],
-    b: Annotated[str, typer.Argument(metavar="B", help="another dataset")],
+    a: Annotated[str, argument("A", "a dataset")],
+    b: Annotated[str, argument("B", "another dataset")],
     as_json: AsJson = False,
 ) -> None:
     """Compare two datasets pack by pack and print the first difference; exit code 1 if there is one."""

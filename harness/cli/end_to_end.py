@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from harness.arguments import quote_value
-from harness.cli.settings import require_training
+from harness.cli.settings import argument, require_training
 from harness.errors import ConfigError
 from harness.launch.local import run_command
 from harness.mistakes import KnownSettings, suggest_setting, word_of
@@ -39,13 +39,10 @@ _CHOSEN = {
 
 @end_to_end_app.command(context_settings={"ignore_unknown_options": True})
 def sft(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="weights and tokenizer: folder, or name on the Hub")],
-    chats: Annotated[
-        str, typer.Argument(metavar="CHATS", help="file, folder, glob, bucket URI, Hub dataset or source.mix=[...]")
-    ],
+    model: Annotated[str, argument("MODEL", "weights and tokenizer: folder, or name on the Hub")],
+    chats: Annotated[str, argument("CHATS", "file, folder, glob, bucket URI, Hub dataset or source.mix=[...]")],
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[OUT] [KEY=VALUE]...", help="folder of the results; settings of prepare and train sft"),
+        list[str] | None, argument("[OUT] [KEY=VALUE]...", "folder of the results; settings of prepare and train sft")
     ] = None,
 ) -> None:
     """Prepare chats, plan, train and export in one command.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.checks import CheckedSettings, bounded
-from harness.cli.settings import AsJson, Overwrite, class_of, print_json, progress_bar
+from harness.checks import KEY, CheckedSettings, bounded
+from harness.cli.settings import AsJson, Overwrite, argument, class_of, print_json, progress_bar
 from harness.errors import ConfigError, Problem
 from harness.printing import count_of, print_line
 
@@ -23,14 +23,25 @@ if TYPE_CHECKING:
 
 indexed_app = typer.Typer(help="Build Megatron's indexed datasets from token shards.", no_args_is_help=True)
 
-Shards = Annotated[list[str], typer.Argument(metavar="SRC...", help="Parquet files, folders or patterns")]
-Pairs = Annotated[list[str], typer.Argument(metavar="PREFIX...", help="pairs: X, X.bin or X.idx")]
-Prefix = Annotated[str, typer.Argument(metavar="DST", help="the pair to write: X for X.bin and X.idx")]
+Shards = Annotated[list[str], argument("SRC...", "Parquet files, folders or patterns")]
+Pairs = Annotated[list[str], argument("PREFIX...", "pairs: X, X.bin or X.idx")]
+Prefix = Annotated[str, argument("DST", "the pair to write: X for X.bin and X.idx")]
 
 
 @dataclass
-class TokenRows(CheckedSettings, section="data"):
-    """Rows of the token shards.
+class Vocabulary(CheckedSettings):
+    """The tokenizer that made the ids.
+
+    Attributes:
+        vocab_size: vocabulary size, which determines the dtype and the largest valid id; null derives the dtype.
+    """
+
+    vocab_size: int | None = bounded(None, lowest=1, key="tokenizer.vocab_size")
+
+
+@dataclass
+class TokenSettings(Vocabulary):
+    """Settings of `harness indexed convert`: rows of the token shards, and their tokenizer.
 
     Attributes:
         column: name of the column with token ids: lists, lists of lists, or ids as text.
@@ -38,33 +49,14 @@ class TokenRows(CheckedSettings, section="data"):
         empty: `drop` or `refuse` rows without tokens.
     """
 
-    column: str = "input_ids"
-    eod: int | None = bounded(None)
-    empty: str = "drop"
-
-
-@dataclass
-class Vocabulary(CheckedSettings, section="tokenizer"):
-    """The tokenizer that made the ids.
-
-    Attributes:
-        vocab_size: vocabulary size, which determines the dtype and the largest valid id; null derives the dtype.
-    """
-
-    vocab_size: int | None = bounded(None, lowest=1)
-
-
-@dataclass
-class TokenSettings(CheckedSettings):
-    """Settings of `harness indexed convert`."""
-
-    data: TokenRows = field(default_factory=TokenRows)
-    tokenizer: Vocabulary = field(default_factory=Vocabulary)
+    column: str = field(default="input_ids", metadata={KEY: "data.column"})
+    eod: int | None = bounded(None, key="data.eod")
+    empty: str = field(default="drop", metadata={KEY: "data.empty"})
 
     def source(self) -> TokenSource:
         from harness.indexed.convert import TokenSource
 
-        return TokenSource(**vars(self.data), vocab_size=self.tokenizer.vocab_size)
+        return TokenSource(column=self.column, eod=self.eod, empty=self.empty, vocab_size=self.vocab_size)
 
 
 @dataclass
@@ -96,9 +88,9 @@ def convert(
 @indexed_app.command(cls=class_of(FamilySettings))
 def family(
     context: typer.Context,
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the family")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="part of the name of every file")],
-    sources: Annotated[list[str] | None, typer.Argument(metavar="[SRC]...", help="shards to split by hash")] = None,
+    out: Annotated[Path, argument("DIR", "folder of the family")],
+    name: Annotated[str, argument("NAME", "part of the name of every file")],
+    sources: Annotated[list[str] | None, argument("[SRC]...", "shards to split by hash")] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -117,16 +109,16 @@ def family(
     _print_reports(list(reports.values()), as_json=as_json)
 
 
-@indexed_app.command(cls=class_of(Vocabulary, section="tokenizer"))
+@indexed_app.command(cls=class_of(Vocabulary))
 def counts(
     context: typer.Context,
-    prefixes: Annotated[list[str], typer.Argument(metavar="PREFIX...", help="as in Megatron's --data-path")],
-    to: Annotated[Path, typer.Argument(metavar="FILE", help="the JSON to write")],
+    prefixes: Annotated[list[str], argument("PREFIX...", "as in Megatron's --data-path")],
+    to: Annotated[Path, argument("FILE", "the JSON to write")],
 ) -> None:
     """Write the sequence counts of many prefixes for Megatron's --per-dataset-sequences-path."""
     from harness.indexed.convert import count_sequences, save_counts
 
-    vocab_size = context.obj.tokenizer.vocab_size
+    vocab_size = context.obj.vocab_size
     by_prefix = count_sequences(prefixes, vocab_size=vocab_size)
     save_counts(by_prefix, to)
     if vocab_size is None:

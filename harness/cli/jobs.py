@@ -7,19 +7,20 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from harness.cli.settings import AsJson, class_of, print_json
+from harness.checks import KEY
+from harness.cli.settings import AsJson, argument, class_of, print_json
 from harness.errors import ConfigError, HarnessError
 from harness.printing import duration, print_line, print_text
 
 jobs_app = typer.Typer()
 cluster_app = typer.Typer(help="Propose the settings of a Slurm cluster.", no_args_is_help=True)
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
+Run = Annotated[Path, argument("RUN", "the run's folder")]
 _LOG_INTERVAL_S = 0.5
 
 
@@ -124,15 +125,15 @@ class DetectedNodes:
         partition: partition of the nodes; empty for the largest one with GPUs.
     """
 
-    partition: str = ""
+    partition: str = field(default="", metadata={KEY: "cluster.partition"})
 
 
-@cluster_app.command(cls=class_of(DetectedNodes, section="cluster"))
+@cluster_app.command(cls=class_of(DetectedNodes))
 def detect(context: typer.Context) -> None:
     """Print a cluster file for the nodes of a partition: `harness cluster detect > configs/cluster/mine.yaml`."""
     from harness.launch.detect import detect_cluster
 
-    print_text(detect_cluster(context.obj.cluster.partition), end="")
+    print_text(detect_cluster(context.obj.partition), end="")
 
 
 def find_log(run_dir: Path, rank: int | None) -> tuple[Path, re.Pattern[str]]:

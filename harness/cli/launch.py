@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from harness.checks import CheckedSettings, bounded
-from harness.cli.settings import AsJson, class_of, complete_names, list_experiments, print_json, require_training
+from harness.cli.settings import AsJson, argument, class_of, list_experiments, option, print_json, require_training
 from harness.errors import ConfigError, os_errors_as
 from harness.launch.cluster import SubmitConfig
 from harness.printing import count_of, open_console, print_line, print_text
@@ -86,8 +86,7 @@ class PlanSettings(CheckedSettings):
 
 @launch_app.command()
 def models(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="folder, or name on the Hub")] = None,
-    as_json: AsJson = False,
+    model: Annotated[str | None, argument("[MODEL]", "folder, or name on the Hub")] = None, as_json: AsJson = False
 ) -> None:
     """List the supported families of models, or check whether MODEL is supported; exit code 1 if it is not.
 
@@ -104,10 +103,10 @@ def models(
         raise typer.Exit(1 if report.refusals else 0)
     families, missing = list_families(), list_missing()
     if as_json:
-        print_json({"families": [asdict(one) for one in families], "refused": missing, "features": REFUSED_FEATURES})
+        print_json({"families": families, "refused": missing, "features": REFUSED_FEATURES})
         return
     console = open_console(width=120)
-    rows = [(one.name, one.architecture, ", ".join(one.presets), ", ".join(one.features)) for one in families]
+    rows = [[text if isinstance(text, str) else ", ".join(text) for text in one.values()] for one in families]
     head = ("family (model_type)", "architecture", "presets (model=NAME)", "in addition to Llama's layers")
     console.print(Table(head, rows).to_terminal())
     print_line("")
@@ -141,10 +140,10 @@ def plan(
     context: typer.Context,
     experiment: Annotated[
         str,
-        typer.Argument(
-            metavar="EXPERIMENT",
-            help="a file of configs/experiment, or sft; auto to search layouts",
-            autocompletion=complete_names(lambda: ["auto", *list_experiments()]),
+        argument(
+            "EXPERIMENT",
+            "a file of configs/experiment, or sft; auto to search layouts",
+            names=lambda: ["auto", *list_experiments()],
         ),
     ],
 ) -> None:
@@ -199,27 +198,20 @@ def plan(
     raise typer.Exit(0 if fits else 1)
 
 
-def _suggest(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any]) -> None:
-    """Print settings with which a run that does not fit does: savings, adapters, and the fastest layout."""
-    from harness.plan.search import search_layouts
-
-    lines = _savings(config, ranks, gpu_bytes, mfu, inputs)
-    with suppress(ConfigError):  # of data that is not here
-        divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
-        found = search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting
-        lines += [shlex.join(one.overrides) for one in found[:1]]
-    _print_suggestions(lines)
-
-
-def _savings(config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any]) -> list[str]:
+def _suggest(
+    config: RunConfig, ranks: int, gpu_bytes: float, mfu: float | None, inputs: dict[str, Any], layout: str = ""
+) -> None:
+    """Print settings with which a run that does not fit does: savings, adapters, and without a layout the fastest."""
     from harness.plan.run_plan import plan_run
-    from harness.plan.search import suggest_settings
+    from harness.plan.search import search_layouts, suggest_settings
 
     print_line("searching for settings and layouts that fit ...", file=sys.stderr)
-    return suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).memory.fits(gpu_bytes))
-
-
-def _print_suggestions(lines: list[str]) -> None:
+    fit = suggest_settings(config, lambda run: plan_run(run, ranks=ranks, mfu=mfu, **inputs).memory.fits(gpu_bytes))
+    lines = [f"{layout} {line}".strip() for line in fit]
+    with suppress(ConfigError):  # of data that is not here
+        divided = replace(config, parallel=replace(config.parallel, ranks=ranks))
+        found = [] if layout else search_layouts(divided, gpu_bytes=gpu_bytes, **inputs).fitting
+        lines += [shlex.join(one.overrides) for one in found[:1]]
     for line in lines:
         print_line(f"it fits with: {line}")
     if not lines:
@@ -240,8 +232,7 @@ def _print_layouts(
     if not found.fitting and gpu_bytes is not None:
         one = found.smallest
         print_text(f"no layout fits: the smallest needs {one.plan.memory.explain(gpu_bytes)}")
-        lines = _savings(one.config, one.plan.ranks, gpu_bytes, settings.mfu, inputs)
-        _print_suggestions([f"{shlex.join(one.overrides)} {line}" for line in lines])
+        _suggest(one.config, one.plan.ranks, gpu_bytes, settings.mfu, inputs, shlex.join(one.overrides))
         raise typer.Exit(1)
     best = found.fitting[0]
     print_line(f"the fastest: {shlex.join(best.overrides)}")
@@ -290,14 +281,9 @@ def _rehearse(config: RunConfig, world_size: int) -> None:
 def submit(
     context: typer.Context,
     experiment: Annotated[
-        str,
-        typer.Argument(
-            metavar="EXPERIMENT",
-            help="a file of configs/experiment, or a recipe: sft, pretrain",
-            autocompletion=complete_names(list_experiments),
-        ),
+        str, argument("EXPERIMENT", "a file of configs/experiment, or a recipe: sft, pretrain", names=list_experiments)
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the script without submitting it")] = False,
+    dry_run: Annotated[bool, option("--dry-run", "print the script without submitting it")] = False,
 ) -> None:
     """Submit a run as a Slurm job that checkpoints, requeues and resumes automatically.
 

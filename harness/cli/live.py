@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.checks import LONGEST_S, SET, CheckedSettings, Rule, bounded, one_of
-from harness.cli.settings import AsJson, class_of, print_json
+from harness.checks import KEY, LONGEST_S, CheckedSettings, bounded, one_of, read_rules
+from harness.cli.settings import AsJson, argument, class_of, option, print_json
 from harness.errors import ConfigError
 from harness.prep import OVER_LONG, TokenizerConfig
 from harness.prep.sources.config import TOOL_CALLS
@@ -25,7 +25,7 @@ live_app = typer.Typer(
 )
 # Flushed: a log shows the progress of the producer.
 _print_line = functools.partial(print_line, flush=True)
-Folder = Annotated[str, typer.Argument(metavar="DIR", help="the folder of chunks, on a shared disk or in a bucket")]
+Folder = Annotated[str, argument("DIR", "the folder of chunks, on a shared disk or in a bucket")]
 
 
 @dataclass
@@ -50,68 +50,44 @@ class ChunkSettings(CheckedSettings, section="chunks"):
 
 
 @dataclass
-class LivePacks(CheckedSettings, section="data"):
-    """Packs made from the conversations.
+class ProduceSettings(CheckedSettings):
+    """Settings of `harness live produce`.
 
     Attributes:
-        pack_size: maximum number of tokens in a pack.
+        pack_size: maximum number of tokens in a pack that is made from conversations.
         over_long: `drop`, `cut` or `split` conversations of more than `pack_size` tokens, as in `harness prepare`.
-    """
-
-    pack_size: int = bounded(4096, lowest=2)
-    over_long: str = one_of("drop", OVER_LONG)
-
-
-@dataclass
-class ProduceSource(CheckedSettings, section="source"):
-    """The conversations.
-
-    Attributes:
+        tokenizer: tokenizer for packs. Without a name, conversations are written, and the ranks tokenize them.
         schema, columns, ignore_fields, drop_media, tool_calls: as in `harness prepare`; the schema, if it is
             empty, is detected in every run.
         on_bad: `refuse` or `skip` invalid conversations.
     """
 
-    schema: str = ""
-    columns: dict[str, str] = field(default_factory=dict)
-    ignore_fields: list[str] = field(default_factory=list)
-    drop_media: bool = False
-    tool_calls: str = one_of("given", TOOL_CALLS)
-    on_bad: str = one_of("refuse", ("refuse", "skip"))
-
-
-@dataclass
-class ProduceSettings(CheckedSettings):
-    """Settings of `harness live produce`.
-
-    Attributes:
-        tokenizer: tokenizer for packs. Without a name, conversations are written, and the ranks tokenize them.
-    """
-
     chunks: ChunkSettings = field(default_factory=ChunkSettings)
-    data: LivePacks = field(default_factory=LivePacks)
+    pack_size: int = bounded(4096, lowest=2, key="data.pack_size")
+    over_long: str = one_of("drop", OVER_LONG, key="data.over_long")
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    source: ProduceSource = field(default_factory=ProduceSource)
+    schema: str = field(default="", metadata={KEY: "source.schema"})
+    columns: dict[str, str] = field(default_factory=dict, metadata={KEY: "source.columns"})
+    ignore_fields: list[str] = field(default_factory=list, metadata={KEY: "source.ignore_fields"})
+    drop_media: bool = field(default=False, metadata={KEY: "source.drop_media"})
+    tool_calls: str = one_of("given", TOOL_CALLS, key="source.tool_calls")
+    on_bad: str = one_of("refuse", ("refuse", "skip"), key="source.on_bad")
 
-    rules = (
-        Rule(
-            {"tokenizer.name": SET, "chunks.kind": "packs"},
-            "packs are tokenized already",
-            "omit tokenizer.name, or set chunks.kind=chat",
-        ),
-    )
+    rules = read_rules("""
+        tokenizer.name, chunks.kind=packs | packs are tokenized already | omit tokenizer.name, or set chunks.kind=chat
+    """)
 
 
 @live_app.command(cls=class_of(ProduceSettings))
 def produce(
     context: typer.Context,
-    source: Annotated[str, typer.Argument(metavar="SRC", help="file, folder or glob; - for standard input")],
+    source: Annotated[str, argument("SRC", "file, folder or glob; - for standard input")],
     folder: Folder,
-    append: Annotated[bool, typer.Option("--append", help="append SRC to the chunks in the folder")] = False,
+    append: Annotated[bool, option("--append", "append SRC to the chunks in the folder")] = False,
     leave_rest: Annotated[
-        bool, typer.Option("--leave-rest", help="with --append: leave out the rest of an incompletely read input")
+        bool, option("--leave-rest", "with --append: leave out the rest of an incompletely read input")
     ] = False,
-    leave_open: Annotated[bool, typer.Option("--leave-open", help="keep the stream open for --append")] = False,
+    leave_open: Annotated[bool, option("--leave-open", "keep the stream open for --append")] = False,
 ) -> None:
     """Write live chunks. To continue after a crash, run the command again with the same SRC."""
     from harness.loader import live
@@ -125,10 +101,11 @@ def produce(
         what = "--leave-rest leaves the rest of the last input out, and begins another"
         raise ConfigError(what, where=str(folder), fix="add --append")
     settings: ProduceSettings = context.obj
-    chunks, of, packing = settings.chunks, settings.source, None
+    chunks, of, packing = settings.chunks, settings, None
     if settings.tokenizer.name:
         block = 1 if source == live.STDIN else 64
-        packing = live.Packing(_open_tokenizer(settings), **vars(settings.data), block=block)
+        made: dict[str, Any] = {"pack_size": settings.pack_size, "over_long": settings.over_long, "block": block}
+        packing = live.Packing(_open_tokenizer(settings), **made)
     with live.LiveProducer(
         folder,
         kind="packs" if packing is not None else chunks.kind,

@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from harness.checks import CheckedSettings, bounded
 from harness.cli.runs import recipe_entry
-from harness.cli.settings import AsJson, class_of, print_json
+from harness.cli.settings import AsJson, argument, class_of, print_json
 from harness.errors import ConfigError, HarnessError, os_errors_as
 from harness.parity.compare import CurveDifference, RunComparison, Tolerances, relative_difference
 from harness.printing import count_of, open_console, print_line
@@ -41,8 +41,8 @@ parity_app = typer.Typer(
     "many layouts, and `harness parity --cfg` prints the settings. The commands compare runs with baselines.",
 )
 compare_app = typer.Typer()
-Name = Annotated[str, typer.Argument(metavar="NAME", help="name of the baseline")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run with trainer.record_digests=true")]
+Name = Annotated[str, argument("NAME", "name of the baseline")]
+Run = Annotated[Path, argument("RUN", "folder of a run with trainer.record_digests=true")]
 
 
 @dataclass
@@ -116,33 +116,24 @@ def update(context: typer.Context, name: Name, run: Run) -> None:
 
 
 @dataclass
-class LossTolerance(CheckedSettings, section="tolerance"):
-    """Largest difference that counts as equal.
-
-    Attributes:
-        loss: maximum relative difference of a loss or validation loss at any step. The default is several times the
-            noise measured between layouts on a CPU in float32; use 1e-5 on GPUs, and 0 to require bit-identical losses.
-    """
-
-    loss: float = bounded(Tolerances().loss, lowest=0, highest=1)
-
-
-@dataclass
-class CompareRunsSettings:
+class CompareRunsSettings(CheckedSettings):
     """Settings of `harness compare`.
 
     Attributes:
         out: PNG file for the curves of all runs.
+        tolerance: maximum relative difference of a loss or validation loss at any step. The default is several times
+            the noise measured between layouts on a CPU in float32; use 1e-5 on GPUs, and 0 to require bit-identical
+            losses.
     """
 
     out: str = "compare.png"
-    tolerance: LossTolerance = field(default_factory=LossTolerance)
+    tolerance: float = bounded(Tolerances().loss, lowest=0, highest=1, key="tolerance.loss")
 
 
 @compare_app.command(cls=class_of(CompareRunsSettings))
 def compare(
     context: typer.Context,
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="folders of two or more runs")],
+    runs: Annotated[list[Path], argument("RUN RUN...", "folders of two or more runs")],
     as_json: AsJson = False,
 ) -> None:
     """Compare the loss curves of runs with those of the first; exit code 1 if a loss differs.
@@ -158,7 +149,7 @@ def compare(
     if len(runs) < 2:
         raise ConfigError("one run cannot be compared", where=str(runs[0]), fix=f"harness compare {runs[0]} OTHER")
     reference, *others = map(read_curves, runs)
-    compared = [compare_curves(reference, run, tolerance=settings.tolerance.loss) for run in others]
+    compared = [compare_curves(reference, run, tolerance=settings.tolerance) for run in others]
     plot = draw_runs({run.name: run.steps for run in (reference, *others)}, title="loss of runs")
     with os_errors_as(HarnessError, "the plot cannot be written", where=settings.out, fix="set out= to another file"):
         write_atomically(Path(settings.out), plot)
@@ -168,7 +159,7 @@ def compare(
         print_json(json.loads(json.dumps({"plot": settings.out, "runs": plain}), parse_constant=lambda _: None))
     else:
         for one in compared:
-            _print_comparison(one, tolerance=settings.tolerance.loss)
+            _print_comparison(one, tolerance=settings.tolerance)
         print_line(f"curves: {settings.out}")
     raise typer.Exit(0 if all(one.first is None for one in compared) else 1)
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.checks import LONGEST_S, CheckedSettings, bounded
-from harness.cli.settings import class_of
+from harness.checks import KEY, LONGEST_S, CheckedSettings, bounded
+from harness.cli.settings import argument, class_of
 from harness.errors import ConfigError
 from harness.launch.cluster import ClusterConfig
 from harness.printing import print_line
@@ -23,52 +23,19 @@ preflight_app = typer.Typer(
 
 
 @dataclass
-class LiveFolders:
-    """Live data of the run.
-
-    Attributes:
-        path: folders of chunks.
-    """
-
-    path: list[str] = field(default_factory=list)
-
-
-@dataclass
-class DataFolders:
-    """Data of the run.
-
-    Attributes:
-        path: datasets.
-        live: live data.
-    """
-
-    path: list[str] = field(default_factory=list)
-    live: LiveFolders = field(default_factory=LiveFolders)
-
-
-@dataclass
-class FirstWeights:
-    """Weights that the run starts from.
-
-    Attributes:
-        init_from: folder of the weights; null for none.
-    """
-
-    init_from: str | None = None
-
-
-@dataclass
 class ProbeSettings:
     """Settings of `harness preflight probe`: those of the run that name what every node has to reach.
 
     Attributes:
-        data: data of the run.
-        model: weights of the run.
+        data: datasets of the run.
+        live: folders of chunks of the run.
+        weights: folder of the weights that the run starts from; null for none.
         cluster: cluster settings; its `preflight.timeout_s` limits each check and the time for ranks to connect.
     """
 
-    data: DataFolders = field(default_factory=DataFolders)
-    model: FirstWeights = field(default_factory=FirstWeights)
+    data: list[str] = field(default_factory=list, metadata={KEY: "data.path"})
+    live: list[str] = field(default_factory=list, metadata={KEY: "data.live.path"})
+    weights: str | None = field(default=None, metadata={KEY: "model.init_from"})
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
@@ -92,24 +59,15 @@ class JudgeSettings(CheckedSettings):
 
 
 @preflight_app.command(cls=class_of(ProbeSettings))
-def probe(
-    context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's folder")]
-) -> None:
+def probe(context: typer.Context, run_dir: Annotated[Path, argument("RUN_DIR", "the run's folder")]) -> None:
     """Check this node, as one task of a Slurm step with one task per node; prints JSON lines."""
     from harness.launch.preflight.probe import node_checks, run_checks
     from harness.launch.ranks import place_in_slurm
 
     settings: ProbeSettings = context.obj
-    data, timeout_s = settings.data, settings.cluster.preflight.timeout_s
-    place = place_in_slurm()
-    checks = node_checks(
-        place,
-        run_dir=run_dir,
-        data=data.path,
-        weights=settings.model.init_from,
-        live=data.live.path,
-        timeout_s=timeout_s,
-    )
+    place, timeout_s = place_in_slurm(), settings.cluster.preflight.timeout_s
+    named: dict[str, Any] = {"data": settings.data, "weights": settings.weights, "live": settings.live}
+    checks = node_checks(place, run_dir=run_dir, **named, timeout_s=timeout_s)
     run_checks(checks, node=place.node, timeout_s=timeout_s)
     # A thread that hangs in the kernel would keep the interpreter from ending.
     os._exit(0)
@@ -117,8 +75,7 @@ def probe(
 
 @preflight_app.command(cls=class_of(ProbeSettings))
 def copy(
-    context: typer.Context,
-    local_dir: Annotated[Path, typer.Argument(metavar="LOCAL_DIR", help="folder on the disk of this node")],
+    context: typer.Context, local_dir: Annotated[Path, argument("LOCAL_DIR", "folder on the disk of this node")]
 ) -> None:
     """Copy datasets and weights to the disk of this node unless they exist there; prints JSON lines."""
     from harness.launch.preflight.probe import copy_checks, run_checks
@@ -127,7 +84,7 @@ def copy(
 
     settings: ProbeSettings = context.obj
     read_originals()
-    paths = [path for path in (*settings.data.path, settings.model.init_from) if path and "://" not in path]
+    paths = [path for path in (*settings.data, settings.weights) if path and "://" not in path]
     checks = copy_checks(paths, local_dir, timeout_s=settings.cluster.preflight.timeout_s)
     # Each ends by itself where nothing moves; the whole takes as long as it takes.
     run_checks(checks, node=place_in_slurm().node, timeout_s=LONGEST_S)
@@ -148,15 +105,8 @@ def judge(
     cluster, srun = settings.cluster, settings.srun
     errors = Path(srun).read_text(errors="replace").splitlines() if srun and Path(srun).exists() else []
     names = nodes.split(",")
-    faults, summary = judge_nodes(
-        sys.stdin,
-        names,
-        cluster.preflight,
-        gpus=cluster.gpus_per_node,
-        code=settings.code,
-        srun=errors,
-        tasks_per_node=settings.tasks_per_node,
-    )
+    job = {"gpus": cluster.gpus_per_node, "tasks_per_node": settings.tasks_per_node}
+    faults, summary = judge_nodes(sys.stdin, names, cluster.preflight, code=settings.code, srun=errors, **job)
     for fault in faults:
         print_line(f"preflight: {fault}")
     if not faults:

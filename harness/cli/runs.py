@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from harness.checks import CheckedSettings, bounded, require_cores, usable_cores
-from harness.cli.settings import RECIPES, class_of, complete_keys, complete_names, require_training
+from harness.checks import KEY, CheckedSettings, bounded, require_cores, usable_cores
+from harness.cli.settings import RECIPES, argument, class_of, complete_keys, option, require_training
 from harness.errors import ConfigError
 from harness.paths import is_run, is_there, suggest_recipe
 from harness.printing import count_of, print_line, print_text
@@ -32,20 +32,7 @@ def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
     return complete_keys(schema, incomplete) if schema is not None else []
 
 
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of the recipe", autocompletion=_complete)
-]
-
-
-@dataclass
-class RequeueLimits(CheckedSettings, section="cluster"):
-    """Limits of a cluster.
-
-    Attributes:
-        max_same_failures: number of identical failures at the same step after which the job is not requeued.
-    """
-
-    max_same_failures: int = bounded(3, lowest=1)
+Arguments = Annotated[list[str] | None, argument("[KEY=VALUE]...", "settings of the recipe", autocompletion=_complete)]
 
 
 @dataclass
@@ -55,11 +42,12 @@ class RequeueSettings(CheckedSettings):
     Attributes:
         exit_code: exit code of the run.
         restart: the caller can restart the ranks in the same job; the restart is recorded.
+        max_same_failures: number of identical failures at the same step after which the job is not requeued.
     """
 
     exit_code: int = bounded(lowest=-255, highest=255)
     restart: bool = False
-    cluster: RequeueLimits = field(default_factory=RequeueLimits)
+    max_same_failures: int = bounded(3, lowest=1, key="cluster.max_same_failures")
 
 
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})
@@ -71,9 +59,7 @@ def prepare(arguments: Arguments = None) -> None:
 @runs_app.command(context_settings={**_FORWARDED, "help_option_names": []})
 def train(
     context: typer.Context,
-    recipe: Annotated[
-        str, typer.Argument(metavar="sft|pretrain", help="the recipe", autocompletion=complete_names(lambda: RECIPES))
-    ],
+    recipe: Annotated[str, argument("sft|pretrain", "the recipe", names=lambda: RECIPES)],
     arguments: Arguments = None,
 ) -> None:
     """Train a model: on N processes of this machine with `parallel.ranks=N`, or as one rank of torchrun or srun.
@@ -127,17 +113,17 @@ class MovedData:
             blend); empty uses the original location. The content must be the data that was trained.
     """
 
-    paths: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list, metadata={KEY: "data.paths"})
 
 
-@runs_app.command(cls=class_of(MovedData, section="data"))
+@runs_app.command(cls=class_of(MovedData))
 def export(
     context: typer.Context,
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a new folder")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="export only the LoRA adapters, in PEFT's format")] = False,
-    mtp: Annotated[bool, typer.Option("--mtp", help="also export the initial weights' MTP layers")] = False,
-    unchecked: Annotated[bool, typer.Option("--unchecked", help="accept a checkpoint without checksums.json")] = False,
+    source: Annotated[Path, argument("RUN", "a run's folder, or one of its checkpoints")],
+    out: Annotated[Path, argument("OUT", "a new folder")],
+    adapter: Annotated[bool, option("--adapter", "export only the LoRA adapters, in PEFT's format")] = False,
+    mtp: Annotated[bool, option("--mtp", "also export the initial weights' MTP layers")] = False,
+    unchecked: Annotated[bool, option("--unchecked", "accept a checkpoint without checksums.json")] = False,
 ) -> None:
     """Export a checkpoint for serving: weights, end tokens, tokenizer, chat template and model card."""
     if is_run(out) and not (is_run(source) or is_there(source / "run.json")):
@@ -149,20 +135,18 @@ def export(
     from harness.megatron.export.folder import export_checkpoint
 
     chosen = {"adapters_only": adapter, "keep_mtp": mtp, "unchecked": unchecked}
-    done = export_checkpoint(source, out, **chosen, data_paths=context.obj.data.paths)
+    done = export_checkpoint(source, out, **chosen, data_paths=context.obj.paths)
     print_line(f"{out}: {count_of(done.num_weights, 'weight')} of step {done.step}, {done.num_bytes / 1e9:,.3f} GB")
     if done.end_tokens:
         print_line(f"  an answer ends at {' or '.join(done.end_tokens)}; padding is {done.pad_token}")
     for line in done.missing:
         print_line(f"  not written: {line}")
-    if done.missing and not context.obj.data.paths:
+    if done.missing and not context.obj.paths:
         print_line("  if the data has been moved, set data.paths=[PATH]")
 
 
 @runs_app.command(cls=class_of(RequeueSettings))
-def requeue(
-    context: typer.Context, run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="the run's folder")]
-) -> None:
+def requeue(context: typer.Context, run_dir: Annotated[Path, argument("RUN", "the run's folder")]) -> None:
     """Record how a run ended and decide whether to start it again: exit code 0 for yes, 1 for no."""
     from harness.train import alone_in
     from harness.train.attempts import decide
@@ -174,7 +158,7 @@ def requeue(
     # In the job that has the run, its ranks have ended; elsewhere it may be at work.
     with nullcontext() if has_run(run_dir) else alone_in(run_dir):
         decision = decide(
-            run_dir, exit_code=settings.exit_code, max_same=settings.cluster.max_same_failures, in_job=settings.restart
+            run_dir, exit_code=settings.exit_code, max_same=settings.max_same_failures, in_job=settings.restart
         )
     print_line(f"{run_dir}: {decision.message}")
     raise typer.Exit(0 if decision.requeue else 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import functools
 import importlib.util
 import json
 import sys
@@ -24,14 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperCommand
 
 from harness.arguments import Options
+from harness.checks import KEY
 from harness.errors import ConfigError, HarnessError
 from harness.mistakes import KnownSettings
 from harness.printing import open_console, print_line, print_text, redact_all
 from harness.settings import CONFIGS, REQUIRED, explain_settings
 from harness.tables import Table
 
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the destination")]
 T = TypeVar("T")
 RECIPES = ("sft", "pretrain")
 _MAP = "map of "
@@ -74,8 +72,9 @@ class SettingsCommand(TyperCommand):
             options.overrides = [text for text in options.overrides if text not in settings]
         # A recipe prints its settings itself, together with those of the command.
         if options.show and not (self.takes_recipe and options.names):
+            known = KnownSettings(ctx.command_path, self.schema, [])
             for text in [] if self.is_composed else settings:
-                KnownSettings(ctx.command_path, self.schema, []).check(text)
+                known.check(text)
             open_console().print(self._settings_table(settings).to_terminal())
             ctx.exit()
         unparsed: list[str] = super().parse_args(ctx, options.names)
@@ -137,9 +136,20 @@ def complete_keys(schema: type[Any], incomplete: str) -> list[str]:
     return sorted(f"{name}=" for name in names if name.startswith(incomplete))
 
 
-def complete_names(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Return the completion of an argument that is one of these names."""
-    return lambda incomplete: sorted(name for name in names() if name.startswith(incomplete))
+def argument(metavar: str, text: str, *, names: Callable[[], Iterable[str]] | None = None, **more: Any) -> Any:
+    """Declare an argument with this help; `names` are those that the shell completes it to."""
+    if names is not None:
+        more["autocompletion"] = lambda incomplete: sorted(name for name in names() if name.startswith(incomplete))
+    return typer.Argument(metavar=metavar, help=text, **more)
+
+
+def option(name: str, text: str, **more: Any) -> Any:
+    """Declare an option or a flag of this name, such as `--json`, with this help."""
+    return typer.Option(name, help=text, **more)
+
+
+AsJson = Annotated[bool, option("--json", "print JSON")]
+Overwrite = Annotated[bool, option("--overwrite", "replace the destination")]
 
 
 def list_experiments() -> list[str]:
@@ -147,15 +157,8 @@ def list_experiments() -> list[str]:
     return [*RECIPES, *(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))]
 
 
-def class_of(
-    schema: type[Any], *, section: str = "", takes_recipe: bool = False, is_composed: bool = False
-) -> type[SettingsCommand]:
-    """Make the class of a command, `cls=class_of(MySettings)`; with a section, settings are `section.name=value`."""
-    if section:
-        is_required = any(one.default == REQUIRED for one in explain_settings(schema))
-        default: Any = {} if is_required else {"default_factory": schema}
-        attribute = (section, schema, dataclasses.field(**default))
-        schema = dataclasses.make_dataclass(f"{schema.__name__}Settings", [attribute])
+def class_of(schema: type[Any], *, takes_recipe: bool = False, is_composed: bool = False) -> type[SettingsCommand]:
+    """Make the class of a command, `cls=class_of(MySettings)`."""
     members = {"schema": schema, "takes_recipe": takes_recipe, "is_composed": is_composed}
     return type(f"{schema.__name__}Command", (SettingsCommand,), members)
 
@@ -169,7 +172,7 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
     """
     known, settings = KnownSettings(command, schema, []), explain_settings(schema)
     missing = [one.key for one in settings if base is None and one.default == REQUIRED and "[]" not in one.key]
-    tree: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for argument in arguments:
         text, key = known.check(argument), argument.partition("=")[0]
         # A map has many keys, whose names may have dots.
@@ -177,17 +180,15 @@ def parse_settings(schema: type[T], arguments: Sequence[str], *, command: str, b
         kind = known.types[name].removeprefix(_MAP)
         if name == key and known.types[name].startswith(_MAP):
             raise ConfigError(f"{text!r} has no names", where=key, fix=f"{key}.NAME={kind.upper()}")
-        *parents, last = key.split(".") if name == key else [*name.split("."), key.removeprefix(f"{name}.")]
-        node = functools.reduce(lambda inner, name: inner.setdefault(name, {}), parents, tree)
         try:
-            node[last] = _convert(kind, text)
+            given[key] = _convert(kind, text)
         except (ValueError, KeyError, csv.Error):
             raise ConfigError(f"{text!r} is not of type {kind}", where=key, fix=f"{key}={kind.upper()}") from None
         missing = [name for name in missing if name != key]
     if missing:
         fix = f"add {missing[0]}={known.types[missing[0]].upper()}"
         raise ConfigError(f"{missing[0]} is not set", where=command, fix=fix)
-    return cast(T, _fill(schema, tree, base))
+    return cast(T, _fill(schema, given, base))
 
 
 def _convert(kind: str, text: str) -> Any:
@@ -202,12 +203,16 @@ def _convert(kind: str, text: str) -> Any:
     return _SCALARS[kind](text)
 
 
-def _fill(schema: Any, tree: Mapping[str, Any], base: Any) -> Any:
-    hints = typing.get_type_hints(schema)
-    values = {
-        name: _fill(hints[name], value, getattr(base, name, None)) if dataclasses.is_dataclass(hints[name]) else value
-        for name, value in tree.items()
-    }
+def _fill(schema: Any, given: Mapping[str, Any], base: Any) -> Any:
+    hints, values = typing.get_type_hints(schema), dict[str, Any]()
+    for field in dataclasses.fields(schema):
+        key = field.metadata.get(KEY) or field.name
+        # Of a record or a map, whose names may have dots.
+        inner = {name.removeprefix(f"{key}."): value for name, value in given.items() if name.startswith(f"{key}.")}
+        if inner and dataclasses.is_dataclass(hints[field.name]):
+            values[field.name] = _fill(hints[field.name], inner, getattr(base, field.name, None))
+        elif inner or key in given:
+            values[field.name] = inner or given[key]
     return schema(**values) if base is None else dataclasses.replace(base, **values)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -177,12 +177,34 @@ class ClusterConfig(CheckedSettings, section="cluster"):
         if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
             what = f"{self.local_dir!r} is not an absolute path of a folder"
             raise ConfigError(what, where="cluster.local_dir", fix="use a full path, such as /scratch/NAME")
-        for option in self.sbatch:
-            if not option.startswith("--"):
-                raise ConfigError(f"{option!r} is not an option", where="cluster.sbatch", fix="write --name=value")
-        for variable in self.env:
-            if not _VARIABLE.fullmatch(variable):
-                raise ConfigError(f"{variable!r} is not a variable name", where="cluster.env", fix="write NAME: value")
+        for option in (option for option in self.sbatch if not option.startswith("--")):
+            raise ConfigError(f"{option!r} is not an option", where="cluster.sbatch", fix="write --name=value")
+        for variable in (variable for variable in self.env if not _VARIABLE.fullmatch(variable)):
+            raise ConfigError(f"{variable!r} is not a variable name", where="cluster.env", fix="write NAME: value")
+
+    def check_setup(self) -> None:
+        """Raise ConfigError where `setup` would take lines after it; bash parses them, without running any."""
+        if not self.setup:
+            return
+        lines = "\n".join(self.setup).split("\n")
+        # Bash reads line by line, and this one, which is not run here, changes how it reads those after it.
+        start = lines.index("shopt -s extglob") + 1 if "shopt -s extglob" in lines else 0
+        fix = "close what they open: quotes, if, for, {, (, here-documents; and end no line with a backslash"
+        for options, part in (([], lines[:start]), (["-O", "extglob"] if start else [], lines[start:])):
+            with os_errors_as(ConfigError, "bash cannot be started", where="cluster.setup", fix="install it"):
+                command, text = ["bash", "-n", *options], "\n".join([*part, ""])
+                env = {**os.environ, "LC_ALL": "C"}  # no warnings about a locale
+                done = subprocess.run(command, input=text, env=env, capture_output=True, text=True, check=False)
+            reason = done.stderr.strip().partition("\n")[0].partition(": ")[2]
+            if part and (len(part[-1]) - len(part[-1].rstrip("\\"))) % 2:
+                reason = "the last line ends with a backslash"
+            if done.returncode or reason:
+                raise ConfigError(f"the lines are not complete commands: {reason}", where="cluster.setup", fix=fix)
+
+    @property
+    def copies_image(self) -> bool:
+        """True if nodes copy the image: not one of a registry, which Enroot keeps itself."""
+        return bool(self.local_dir) and self.image.startswith("/")
 
 
 @dataclass
@@ -235,23 +257,3 @@ def check_quoted(text: str, where: str, shown: Callable[[str], str] = one_line) 
     if shown(text) != text:
         breaks = "a line break or " * (shown is one_line)
         raise ConfigError(f"{text[:100]!r} has {breaks}a control character", where=where, fix="leave it out")
-
-
-def check_complete(setup: Sequence[str]) -> None:
-    """Raise ConfigError for lines of the shell that would take those after them; bash parses them and runs nothing."""
-    if not setup:
-        return
-    lines = "\n".join(setup).split("\n")
-    # Bash reads line by line, and this one, which is not run here, changes how it reads those after it.
-    start = lines.index("shopt -s extglob") + 1 if "shopt -s extglob" in lines else 0
-    fix = "close what they open: quotes, if, for, {, (, here-documents; and end no line with a backslash"
-    for options, part in (([], lines[:start]), (["-O", "extglob"] if start else [], lines[start:])):
-        with os_errors_as(ConfigError, "bash cannot be started", where="cluster.setup", fix="install it"):
-            command, text = ["bash", "-n", *options], "\n".join([*part, ""])
-            env = {**os.environ, "LC_ALL": "C"}  # no warnings about a locale
-            done = subprocess.run(command, input=text, env=env, capture_output=True, text=True, check=False)
-        reason = done.stderr.strip().partition("\n")[0].partition(": ")[2]
-        if part and (len(part[-1]) - len(part[-1].rstrip("\\"))) % 2:
-            reason = "the last line ends with a backslash"
-        if done.returncode or reason:
-            raise ConfigError(f"the lines are not complete commands: {reason}", where="cluster.setup", fix=fix)

@@ -67,9 +67,7 @@ def read_partitions(text: str) -> list[Partition]:
 def detect_cluster(partition: str = "") -> str:
     """Return the text of a cluster file for the nodes that a partition has, or for the largest GPU partition.
 
-    Raises:
-        HarnessError: sinfo is not installed here, or fails.
-        ConfigError: there is no such partition.
+    Raises HarnessError where sinfo is not installed or fails, and ConfigError for a partition that does not exist.
     """
     printed = ask_slurm("sinfo", "--noheader", f"--format={_FORMAT}")
     return propose_cluster(read_partitions(printed), partition, site=find_site())

@@ -19,12 +19,8 @@ from harness.printing import UNREAD
 # Rank 0 finds the listening socket of the job's store under this number.
 STORE_FD = "HARNESS_STORE_FD"
 # Forwarded to every rank, which checkpoints on the first two; a hangup asks for the same.
-_FORWARDED = {
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGUSR2: signal.SIGUSR2,
-    signal.SIGHUP: signal.SIGTERM,
-    signal.SIGINT: signal.SIGINT,
-}
+_FORWARDED = {number: number for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
+_FORWARDED |= {signal.SIGHUP: signal.SIGTERM}
 # Once a rank has failed, the others have the first of these to name it and end by themselves before they get SIGTERM,
 # and the second before they get SIGKILL.
 _GRACE_S, _KILL_S = 15.0, 45.0
@@ -82,12 +78,8 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     """
     # The store in which ranks meet listens before rank 0 starts, so that no other process can take its port.
     store = socket.create_server(("127.0.0.1", 0))
-    place = {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.getsockname()[1]),
-    }
+    place = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
     if num_ranks > 1:  # they share the cores of the machine
         place["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     with closing(store), _forwarding() as (start, processes):

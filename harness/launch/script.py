@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.arguments import quote_value
-from harness.launch.cluster import (
-    SBATCH_NAMES,
-    SUCCESSORS,
-    ClusterConfig,
-    check_complete,
-    check_directive,
-    check_quoted,
-    check_texts,
-)
+from harness.launch.cluster import SBATCH_NAMES, SUCCESSORS, ClusterConfig, check_directive, check_quoted, check_texts
 from harness.printing import count_of
 
 _SHELL = Path(__file__).parent / "shell"
@@ -69,7 +61,7 @@ class Job:
 
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Return the script that `sbatch` takes, complete with everything that the job needs."""
-    check_complete(cluster.setup)
+    cluster.check_setup()
     address = cluster.master_addr.replace("%N", "$first_node")
     own = {"nodes": job.nodes, "ranks": cluster.ranks_per_node}
     train_on, replace = (' "${train_on[@]}"', "  replace_failed\n") if cluster.spares else ("", "")
@@ -80,7 +72,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     preflight = cluster.preflight
     ending = {"limit": f"{max(60.0, preflight.timeout_s):g}", "replace": replace, "of": of, "copy": copy}
     what, mark = ("rank", "t") if cluster.launcher == "srun" else ("node", "n")
-    image = "copy_image" if copies_image(cluster) else "make_local_dir"
+    image = "copy_image" if cluster.copies_image else "make_local_dir"
     sections = [
         [
             "#!/bin/bash",
@@ -147,11 +139,6 @@ def forwarding(cluster: ClusterConfig) -> str:
     return part("forwarding", exclude=shlex.quote(cluster.exclude), dependency=dependency, spare=spare)
 
 
-def copies_image(cluster: ClusterConfig) -> bool:
-    """Return whether nodes copy the image: not one of a registry, which Enroot keeps itself."""
-    return bool(cluster.local_dir) and cluster.image.startswith("/")
-
-
 def part(name: str, /, **values: object) -> str:
     """Return a part of the script that is kept in `shell`, with values in place of `@name@`."""
     text = (_SHELL / f"{name}.bash").read_text().removesuffix("\n")
@@ -191,7 +178,7 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
     ranks, cpus = cluster.ranks_per_node, cluster.cpus_per_rank
     container = ""
     if cluster.image:
-        options = [] if copies_image(cluster) else [f"--container-image={cluster.image}"]
+        options = [] if cluster.copies_image else [f"--container-image={cluster.image}"]
         options += [f"--container-workdir={job.workdir}"]
         local = [f"{cluster.local_dir}:{cluster.local_dir}"] if cluster.local_dir else []
         options += [f"--container-mounts={','.join([*cluster.mounts, *local])}"] if cluster.mounts or local else []

@@ -15,7 +15,7 @@ from harness.plan.families import FAMILIES, MISSING
 from harness.plan.families.base import Family
 from harness.plan.hf_config import find_config, list_odd_features, read_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import count_idle, count_weights
+from harness.plan.memory import count_weights
 from harness.plan.model import ModelConfig
 from harness.settings import CONFIGS
 
@@ -42,20 +42,6 @@ REFUSED_FEATURES = (
 
 
 @dataclass(frozen=True)
-class TrainableFamily:
-    """A family of models that can be trained.
-
-    Attributes:
-        name: `model_type` of its config.json, and value of `model.family`.
-    """
-
-    name: str
-    architecture: str
-    presets: list[str]
-    features: list[str]
-
-
-@dataclass(frozen=True)
 class ModelReport:
     """One model, as its config.json describes it.
 
@@ -76,8 +62,8 @@ class ModelReport:
     mtp_layers: int = 0
 
 
-def list_families() -> list[TrainableFamily]:
-    """Return the families that can be trained, with the presets of each."""
+def list_families() -> list[dict[str, Any]]:
+    """Return the name, architecture, presets and features of each family that can be trained."""
     presets: dict[str, list[str]] = {}
     for file in sorted((CONFIGS / "model").glob("*.yaml")):
         values = yaml.safe_load(file.read_text())
@@ -85,12 +71,12 @@ def list_families() -> list[TrainableFamily]:
         family = read_encoder(encoder)[0].name if encoder else values.get("family", ModelConfig.family)
         presets.setdefault(family, []).append(file.stem)
     features = {name: [text for has, text in _FEATURES.items() if getattr(FAMILIES[name], has)] for name in FAMILIES}
-    media = {name: (one.kind, ", ".join(one.text_types.values())) for name, one in MEDIA_MODELS.items()}
-    features |= {name: [f"{kind} encoder for {texts}"] for name, (kind, texts) in media.items()}
+    for name, one in MEDIA_MODELS.items():
+        features[name] = [f"{one.kind} encoder for {', '.join(one.text_types.values())}"]
     families: dict[str, Family | MediaModel] = {**FAMILIES, **MEDIA_MODELS}
     return [
-        TrainableFamily(name, family.architecture, presets.get(name, []), features[name])
-        for name, family in families.items()
+        {"name": name, "architecture": of.architecture, "presets": presets.get(name, []), "features": features[name]}
+        for name, of in families.items()
     ]
 
 
@@ -103,11 +89,7 @@ def list_missing() -> dict[str, list[str]]:
 
 
 def describe_model(model: str) -> ModelReport:
-    """Read the config.json of a folder or of a model of the hub, and nothing else of it.
-
-    Raises:
-        ConfigError: there is no such model, or its config.json cannot be read.
-    """
+    """Read the config.json of a folder or of a model of the hub alone; raise ConfigError if it cannot be read."""
     folder = find_config(model)
     try:
         stored = read_hf_config(folder)
@@ -123,6 +105,9 @@ def describe_model(model: str) -> ModelReport:
         with suppress(LookupError, TypeError, ValueError, AttributeError):  # `error` names it
             refusals.extend(list_odd_features(values, FAMILIES[model_type]))
         return ModelReport(model, model_type, architecture, list(dict.fromkeys([*refusals, error.what])))
-    total = count_weights(config, ParallelConfig(), stage=0, vocab_size=stored.vocab_size)
-    kind, active = config.media or config.traits, total - count_idle(config)
-    return ModelReport(model, kind.name, kind.architecture, [], sizes, total, active, stored.mtp_layers)
+    kind, weights = (
+        config.media or config.traits,
+        count_weights(config, ParallelConfig(), stage=0, vocab_size=stored.vocab_size),
+    )
+    counts = weights.whole, weights.used_by_token(config), stored.mtp_layers
+    return ModelReport(model, kind.name, kind.architecture, [], sizes, *counts)

@@ -26,8 +26,7 @@ _DEEPEP_TOKEN_BYTES = 8 + 128 * 8 + 128 * 4 + 128 * 4
 def dispatch_bytes(model: ModelConfig, parallel: ParallelConfig, *, tokens: int, is_grouped: bool = False) -> int:
     """Return the most bytes that a layer of experts has beside those that it keeps for the backward pass.
 
-    Args:
-        tokens: of a microbatch on one rank; with context parallelism, its slice; as many more as its experts get.
+    `tokens` are of a microbatch on one rank; with context parallelism, its slice; as many more as its experts get.
     """
     if not model.num_experts:
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,19 +35,23 @@ class EncoderWork:
         flops: float64 [media], of the forward pass.
         kept: float64 [media], numbers that it keeps for the backward pass.
         once: float64 [media], numbers of the largest layer, which are all that there are if nothing is kept.
+        weights: of the layers that do it.
     """
 
     flops: Float64Array
     kept: Float64Array
     once: Float64Array
+    weights: int
 
     def __add__(self, other: EncoderWork) -> EncoderWork:
-        return EncoderWork(self.flops + other.flops, self.kept + other.kept, np.maximum(self.once, other.once))
+        once, weights = np.maximum(self.once, other.once), self.weights + other.weights
+        return EncoderWork(self.flops + other.flops, self.kept + other.kept, once, weights)
 
     def by_sequence(self, sequences: Int64Array, count: int) -> EncoderWork:
         """Return the sums over the media of each of `count` sequences, given the number of that of each medium."""
-        arrays = (self.flops, self.kept, self.once)
-        return EncoderWork(*(np.bincount(sequences, one, count).astype(np.float64, copy=False) for one in arrays))
+        arrays = {name: getattr(self, name) for name in ("flops", "kept", "once")}
+        sums: dict[str, Any] = {name: np.bincount(sequences, one, count) for name, one in arrays.items()}
+        return replace(self, **{name: one.astype(np.float64, copy=False) for name, one in sums.items()})
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,6 @@ class MediaModel:
         name: `model_type` of its config.json.
         architecture: its class in transformers.
         rules: `family` of the `harness.prep.media.MediaRules` of its data.
-        kind: of its media, see `harness.records.MEDIA_KINDS`.
         token: value of config.json with the id of its placeholder token.
         kept: values of config.json that describe the encoder.
         parts: modules of the encoder, by which the names of its weights begin.
@@ -68,25 +71,32 @@ class MediaModel:
         stacks_experts: the experts of a layer are in one tensor [experts, inputs, outputs], gate before up.
         left_out: beginnings of the names of weights that are neither trained nor run.
         copied: those of them that an export contains, as the initial weights have them.
-        count: returns the number of weights of an encoder with these values, for a text model of this hidden size.
-        work: returns the work of media with these numbers of placeholder tokens, float64 [media].
+        work: returns the work of media with these numbers of placeholder tokens, float64 [media], of an encoder with
+            these values in front of a text model of this hidden size.
     """
 
     name: str
     architecture: str
     rules: str
-    kind: str
     token: str
     kept: tuple[str, ...]
     parts: tuple[str, ...]
     text_types: Mapping[str, str]
-    count: Callable[[Mapping[str, Any], int], int]
     work: Callable[[Mapping[str, Any], int, Float64Array], EncoderWork]
     prefix: str = ""
     is_nested: bool = False
     stacks_experts: bool = False
     left_out: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Kind of its media, see `harness.records.MEDIA_KINDS`."""
+        return self.token.partition("_")[0]
+
+    def count(self, values: Mapping[str, Any], hidden: int) -> int:
+        """Return the number of weights of an encoder with these values, for a text model of this hidden size."""
+        return self.work(values, hidden, np.zeros(0)).weights
 
     def encoder_name(self, name: str) -> str:
         """Return the name of an encoder's tensor in published weights."""
@@ -97,70 +107,22 @@ class MediaModel:
         return name.replace("model.", "model.language_model.", 1) if self.is_nested else self.prefix + name
 
 
-def _count_layers(layers: int, size: int, inner: int, biases: int) -> int:
-    """Return the weights of transformer layers with two norms, and of the norm after them."""
-    return layers * (4 * size * size + 2 * size * inner + inner + (biases + 5) * size) + 2 * size
-
-
-def _count_whisper(values: Mapping[str, Any], hidden: int) -> int:
-    audio = values["audio_config"]
-    size, mels, places = (int(audio[name]) for name in ("d_model", "num_mel_bins", "max_source_positions"))
-    layers = _count_layers(int(audio["encoder_layers"]), size, int(audio["encoder_ffn_dim"]), 3)
-    return layers + 3 * size * (mels + size) + 2 * size + places * size + (size + 1) * hidden
-
-
-def _count_omni(values: Mapping[str, Any], hidden: int) -> int:
-    audio = values["audio_config"]
-    size, mels, inner = (int(audio[name]) for name in ("d_model", "num_mel_bins", "downsample_hidden_size"))
-    layers = _count_layers(int(audio["encoder_layers"]), size, int(audio["encoder_ffn_dim"]), 4)
-    joined = 9 * inner * (1 + 2 * inner) + 3 * inner + inner * -(-mels // 8) * size
-    return layers + joined + (size + 1) * (size + hidden)
-
-
-def _count_llava(values: Mapping[str, Any], hidden: int) -> int:
-    vision = values["vision_config"]
-    size, inner = int(vision["hidden_size"]), int(vision["intermediate_size"])
-    patch, places = int(vision["patch_size"]), (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
-    projector = (size + hidden + 2 * bool(values.get("multimodal_projector_bias", True))) * hidden
-    layers = _count_layers(int(vision["num_hidden_layers"]), size, inner, 4) + (3 * patch * patch + places) * size
-    if vision["model_type"] == "siglip_vision_model":  # a bias of patches, and a head that the features do not use
-        return layers + projector + _count_layers(1, size, inner, 4) - 2 * size
-    # CLIP has a token of the class with a position, and a norm before its layers.
-    return layers + projector + 4 * size
-
-
-def _read_patches(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `vision_config` of Qwen2.5-VL, whose layers have windows and gates, or of Qwen3-VL, with its defaults."""
-    patch = 14 if values["model_type"] == "qwen2_5_vl" else 16
-    vision = {"in_channels": 3, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    further = {"window_size": 112, "fullatt_block_indexes": (7, 15, 23, 31), "num_position_embeddings": 2304}
-    return {**vision, **further, **values["vision_config"]}
-
-
-def _count_patches(values: Mapping[str, Any], hidden: int) -> int:
-    vision, deep = _read_patches(values), deep_layers(values)
-    is_gated = bool(values["model_type"] == "qwen2_5_vl")
-    size, inner, depth = (int(vision[name]) for name in ("hidden_size", "intermediate_size", "depth"))
-    block = 4 * size * size + (2 + is_gated) * size * inner + (1 + is_gated) * inner + (7 if is_gated else 9) * size
-    patches = int(vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
-    merged = int(size * vision["spatial_merge_size"] ** 2)
-    mergers = (1 + deep) * (merged + 1) * (merged + hidden)
-    if is_gated:
-        return depth * block + patches * size + size + mergers
-    places = int(vision["num_position_embeddings"])
-    return depth * block + (patches + 1 + places) * size + mergers + 2 * size + 2 * deep * merged
-
-
 def deep_layers(values: Mapping[str, Any]) -> int:
     """Return the number of first layers after which the encoder of `model.encoder` adds features of images."""
     named = values["model_type"].startswith("qwen3_vl")
     return len(values["vision_config"].get("deepstack_visual_indexes", range(3))) if named else 0
 
 
-def _product(places: Float64Array, inputs: float, outputs: float, kernel: int = 1) -> EncoderWork:
-    """Return the work of a matrix, or of a convolution of `kernel` places, whose output is kept twice."""
+def _product(
+    places: Float64Array, inputs: int, outputs: int, kernel: int = 1, *, weights: int | None = None
+) -> EncoderWork:
+    """Return the work of a matrix, or of a convolution of `kernel` places, whose output is kept twice.
+
+    It has biases unless `weights` are another number.
+    """
     numbers = places * ((inputs if kernel == 1 else outputs) + outputs)
-    return EncoderWork(2 * places * inputs * kernel * outputs, numbers, numbers)
+    weights = (inputs * kernel + 1) * outputs if weights is None else weights
+    return EncoderWork(2 * places * inputs * kernel * outputs, numbers, numbers, weights)
 
 
 def _layers(
@@ -174,17 +136,20 @@ def _layers(
     matrices = (4 * size + (2 + is_gated) * inner) * size
     once = places * (kept * size + (2 + 2 * is_gated) * inner) * bool(count)
     flops = 2 * matrices * places + 4 * size * (whole * window**2 + rest**2)
-    return EncoderWork(count * flops, count * once, once)
+    weights = matrices + (1 + is_gated) * inner + (7 if is_gated else 9) * size  # with two norms; all have biases
+    return EncoderWork(count * flops, count * once, once, count * weights)
 
 
 def _work_of_whisper(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
     """Return the work of sounds, which are all padded to the longest."""
     audio = values["audio_config"]
-    size, mels = int(audio["d_model"]), int(audio["num_mel_bins"])
-    places = np.full(tokens.shape, float(audio["max_source_positions"]))
+    size, mels, longest = (int(audio[name]) for name in ("d_model", "num_mel_bins", "max_source_positions"))
+    places = np.full(tokens.shape, float(longest))
     heard = _product(2 * places, mels, size, 3) + _product(places, size, size, 3)
-    layers = _layers(int(audio["encoder_layers"]), size, int(audio["encoder_ffn_dim"]), places, kept=9)
-    return heard + layers + _product(places // 2, size, hidden)
+    count, inner = int(audio["encoder_layers"]), int(audio["encoder_ffn_dim"])
+    made = heard + _layers(count, size, inner, places, kept=9) + _product(places // 2, size, hidden)
+    # Of positions and the last norm; keys have no biases.
+    return replace(made, weights=made.weights + (longest + 2 - count) * size)
 
 
 def _work_of_omni(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
@@ -195,7 +160,8 @@ def _work_of_omni(values: Mapping[str, Any], hidden: int, tokens: Float64Array) 
     for _ in range(3):
         frames, mels = [*frames, -(-frames[-1] // 2)], [*mels, -(-mels[-1] // 2)]
     windows = np.where(tokens < frames[3], tokens / frames[3], np.ceil(tokens / frames[3]))
-    work = _product(windows * frames[3], channels * mels[3], size)
+    joined = channels * mels[3]
+    work = _product(windows * frames[3], joined, size, weights=(joined + 2) * size)  # with the last norm, no biases
     for number, inputs in enumerate((1, channels, channels), 1):
         work += _product(windows * frames[number] * mels[number], inputs, channels, 9)
     window = frames[3] * (int(audio["n_window_infer"]) // frames[0])
@@ -206,32 +172,45 @@ def _work_of_omni(values: Mapping[str, Any], hidden: int, tokens: Float64Array) 
 def _work_of_llava(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
     """Return the work of images, which are all brought to one size."""
     vision = values["vision_config"]
-    size, patch, is_siglip = int(vision["hidden_size"]), int(vision["patch_size"]), "siglip" in vision["model_type"]
-    # CLIP has a token of the class, and SigLIP a head with keys and values of all places.
-    patches = np.full(tokens.shape, float((int(vision["image_size"]) // patch) ** 2))
-    seen = _product(patches, 3 * patch**2, size) + _product(patches * is_siglip, size, 2 * size)
-    inner, count = int(vision["intermediate_size"]), int(vision["num_hidden_layers"])
+    size, inner, patch = (int(vision[name]) for name in ("hidden_size", "intermediate_size", "patch_size"))
+    is_siglip, places = "siglip" in vision["model_type"], (int(vision["image_size"]) // patch) ** 2
+    patches = np.full(tokens.shape, float(places))
+    # Beside the last norm, SigLIP has a bias of patches, and a head with keys and values of all places that the
+    # features do not use; CLIP a token of the class with a position, and a norm before its layers.
+    seen = _product(patches, 3 * patch**2, size, weights=(3 * patch**2 + places + (3 if is_siglip else 6)) * size)
+    head = (4 * size + 2 * inner + 8) * size + inner
+    seen += _product(patches * is_siglip, size, 2 * size, weights=head * is_siglip)
     kept = 8 if is_siglip else 8 + inner / size  # with the sigmoid of CLIP's activation
-    layers = _layers(count, size, inner, patches + (not is_siglip), kept=kept)
-    return seen + layers + _product(tokens, size, hidden) + _product(tokens, hidden, hidden)
+    layers = _layers(int(vision["num_hidden_layers"]), size, inner, patches + (not is_siglip), kept=kept)
+    projector = (size + hidden + 2 * bool(values.get("multimodal_projector_bias", True))) * hidden
+    joined = _product(tokens, size, hidden, weights=projector) + _product(tokens, hidden, hidden, weights=0)
+    return seen + layers + joined
 
 
 def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
-    """Return the work of images of any size; of those with windows, as if none were at an edge, where it is smaller."""
-    vision, has_windows = _read_patches(values), values["model_type"] == "qwen2_5_vl"
-    names = ("spatial_merge_size", "hidden_size", "intermediate_size", "patch_size")
-    merge, size, inner, patch = (int(vision[name]) for name in names)
-    patches, merged, depth = tokens * merge**2, size * merge**2, int(vision["depth"])
-    windowed = (
-        depth - sum(index in range(depth) for index in set(vision["fullatt_block_indexes"])) if has_windows else 0
-    )
-    work = _product(patches, 3 * int(vision["temporal_patch_size"]) * patch**2, size)
+    """Return the work of images of any size; of those with windows, as if none were at an edge, where it is smaller.
+
+    The layers of Qwen2.5-VL have windows and gates, those of Qwen3-VL neither.
+    """
+    is_gated, deep = values["model_type"] == "qwen2_5_vl", deep_layers(values)
+    vision: dict[str, Any] = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112}
+    vision |= {"patch_size": 14 if is_gated else 16, "fullatt_block_indexes": (7, 15, 23, 31)}
+    vision |= {"num_position_embeddings": 2304}
+    vision |= values["vision_config"]
+    names = "spatial_merge_size hidden_size intermediate_size patch_size depth num_position_embeddings"
+    merge, size, inner, patch, depth, places = (int(vision[name]) for name in names.split())
+    patches, merged, made = tokens * merge**2, size * merge**2, tokens * (1 + deep)
+    windowed = depth - sum(index in range(depth) for index in set(vision["fullatt_block_indexes"])) if is_gated else 0
+    numbers = int(vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
+    # With the norms of what joins patches, and in Qwen3-VL a bias and positions.
+    weights = (numbers + 1) * size if is_gated else (numbers + 3 + places) * size + 2 * deep * merged
+    work = _product(patches, 3 * int(vision["temporal_patch_size"]) * patch**2, size, weights=weights)
     # The norms of the gated layers compute in float32, in several steps.
-    layers = partial(_layers, size=size, inner=inner, kept=15 if has_windows else 11, is_gated=has_windows)
+    layers = partial(_layers, size=size, inner=inner, kept=15 if is_gated else 11, is_gated=is_gated)
     work += layers(depth - windowed, places=patches)
     work += layers(windowed, places=patches, window=(int(vision["window_size"]) // patch) ** 2)
-    made = tokens * (1 + deep_layers(values))
-    return work + _product(made, merged, merged) + _product(made, merged, hidden)
+    work += _product(made, merged, merged, weights=(1 + deep) * (merged + 1) * (merged + hidden))
+    return work + _product(made, merged, hidden, weights=0)
 
 
 _VISION = ("vision_config", "video_token_id", "vision_start_token_id", "vision_end_token_id", *MROPE)
@@ -239,12 +218,10 @@ _OMNI = MediaModel(
     "qwen3_omni_moe_thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
     "qwen3_omni_moe",
-    "audio",
     "audio_token_id",
     ("audio_config",),
     ("audio_tower",),
     {"qwen3_omni_moe_text": "qwen3_moe"},
-    _count_omni,
     _work_of_omni,
     left_out=("visual.", "talker.", "code2wav."),
     copied=("visual.",),
@@ -256,12 +233,10 @@ MEDIA_MODELS = {
             "qwen2_audio",
             "Qwen2AudioForConditionalGeneration",
             "qwen2_audio",
-            "audio",
             "audio_token_index",
             ("audio_config",),
             ("audio_tower", "multi_modal_projector"),
             {"qwen2": "qwen2"},
-            _count_whisper,
             _work_of_whisper,
             prefix="language_model.",
         ),
@@ -270,7 +245,6 @@ MEDIA_MODELS = {
             "llava",
             "LlavaForConditionalGeneration",
             "llava",
-            "image",
             "image_token_index",
             (
                 "vision_config",
@@ -281,7 +255,6 @@ MEDIA_MODELS = {
             ),
             ("vision_tower", "multi_modal_projector"),
             {name: name for name in ("llama", "mistral", "qwen2")},
-            _count_llava,
             _work_of_llava,
             prefix="language_model.",
         ),
@@ -290,12 +263,10 @@ MEDIA_MODELS = {
                 name,
                 architecture,
                 name.removesuffix("_moe"),
-                "image",
                 "image_token_id",
                 _VISION,
                 ("visual",),
                 {f"{name}_text": family},
-                _count_patches,
                 _work_of_patches,
                 is_nested=name.startswith("qwen3_vl"),
                 stacks_experts=name == "qwen3_vl_moe",
@@ -352,8 +323,7 @@ def read_encoder(text: str) -> tuple[MediaModel, dict[str, Any]]:
         values = json.loads(text)
         model = MEDIA_MODELS[values["model_type"]]
         with np.errstate(all="raise"):  # each raises for a wrong value
-            sum((int(values[model.token]), model.count(values, 1), *rope_axes(values)))
-            model.work(values, 1, np.ones(1))
+            sum((int(values[model.token]), model.work(values, 1, np.ones(1)).weights, *rope_axes(values)))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         known = ", ".join(MEDIA_MODELS)
         raise ValueError(f"not the config.json of an encoder (model_type {known}): {error}") from None

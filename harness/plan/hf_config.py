@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"num_key_value_heads": 4, "head_dim": 256},
     "qwen3_5_moe_text": {"num_key_value_heads": 2, "head_dim": 256},
 }
-_SIZES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-}
+_SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size"}
+_SIZES |= {"num_attention_heads": "num_attention_heads"}
 # Constants of Megatron's `llama3` position scaling; every published Llama 3 has these.
 _LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Values of yarn that transformers assumes.
@@ -208,11 +204,8 @@ def complete_model(
 ) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that the weights determine and that nobody has set.
 
-    Args:
-        set_by: where each field was set that somebody has set, such as `model=qwen3_8b`.
-
-    Raises:
-        ConfigError: a field was set to another value than that of the weights; with both values and its place.
+    `set_by` has the place where each other field was set, such as `model=qwen3_8b`. Raises ConfigError for one that was
+    set to another value than that of the weights, with both values and its place.
     """
     known = stored.settings | {"vocab_size": stored.vocab_size, "max_sequence_length": stored.max_positions}
     chosen = {name: values[name] for name in known if name in set_by and values[name] is not None}
@@ -304,16 +297,14 @@ def check_exported(model: ModelConfig) -> None:
 
 def find_config(init_from: str) -> Path:
     """Return a folder with the config.json of `init_from`; of a model of the hub, nothing else is downloaded."""
-    return _find(init_from, ["config.json"])
+    return find_weights(init_from, ["config.json"])
 
 
-def find_weights(init_from: str) -> Path:
-    """Return the folder of `init_from`: itself or its copy on this node, or the hub's, downloaded if need be."""
-    # Ranks of a node that call this at the same time wait for one download.
-    return _find(init_from, ["*.json", "*.safetensors"])
+def find_weights(init_from: str, files: Sequence[str] = ("*.json", "*.safetensors")) -> Path:
+    """Return the folder of `init_from`: itself or its copy on this node, or the hub's, downloaded if need be.
 
-
-def _find(init_from: str, files: list[str]) -> Path:
+    Ranks of a node that call this at the same time wait for one download.
+    """
     if Path(init_from).is_dir():
         return Path(local_copy(init_from))
     if Path(init_from).is_file():
@@ -325,7 +316,7 @@ def _find(init_from: str, files: list[str]) -> Path:
     problem = ""
     try:
         problem = "HF_HUB_OFFLINE disables the hub" if constants.HF_HUB_OFFLINE else ask_hub(init_from)
-        return Path(snapshot_download(init_from, allow_patterns=files, local_files_only=bool(problem)))
+        return Path(snapshot_download(init_from, allow_patterns=[*files], local_files_only=bool(problem)))
     except Exception as error:  # the hub's client raises many kinds
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = "specify a folder with config.json and *.safetensors; for a model of the hub, run "

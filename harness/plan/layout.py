@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
-from harness.checks import SET, CheckedSettings, Rule, bounded, one_of, other_than, show_value
+from harness.checks import CheckedSettings, bounded, one_of, read_rules
 from harness.errors import ConfigError
 from harness.plan.stages import read_stages
 from harness.printing import count_of
@@ -90,46 +90,32 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     overlap_shared_experts: bool = False
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
-    rules = (
-        Rule(
-            {"parallel.virtual_pipeline_parallel_size": SET, "parallel.pipeline_parallel_size": 1},
-            "model chunks require at least two pipeline stages",
-            "parallel.pipeline_parallel_size=2 or more, or parallel.virtual_pipeline_parallel_size=null",
-        ),
-        Rule(
-            {"parallel.pipeline_layout": SET, "parallel.pipeline_parallel_size": 1},
-            "a single stage contains all layers",
-            "parallel.pipeline_parallel_size=2 or more, or parallel.pipeline_layout=null",
-        ),
-        Rule(
-            {"parallel.sequence_parallel": True, "parallel.tensor_parallel_size": 1},
-            "the tensor-parallel group has only one rank",
-            "parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false",
-        ),
-        *(
-            Rule(
-                {f"parallel.{choice}": True, f"parallel.{name}": other_than(value)},
-                why,
-                f"parallel.{choice}=false, or parallel.{name}={show_value(value)}",
-            )
-            for choice, name, value, why in (
-                ("cuda_graphs", "static_rows", True, "CUDA graphs require rows of constant length"),
-                ("cuda_graphs", "pipeline_parallel_size", 1, "CUDA graphs do not support pipeline stages"),
-                ("cuda_graphs", "context_parallel_size", 1, "CUDA graphs do not support context parallelism"),
-                ("overlap_tensor_parallel", "sequence_parallel", True, "it overlaps that communication"),
-                ("overlap_tensor_parallel", "cuda_graphs", False, "CUDA graphs do not support its streams"),
-                ("overlap_shared_experts", "expert_dispatcher", "alltoall", "only this dispatcher can overlap them"),
-            )
-        ),
-        *(
-            Rule(
-                {"parallel.overlap_tensor_parallel": True, "parallel.static_rows": value, **on_one_stage},
-                "its buffers require rows of constant shape",
-                "parallel.overlap_tensor_parallel=false, or parallel.static_rows=true",
-            )
-            for value, on_one_stage in ((False, {}), (None, {"parallel.pipeline_parallel_size": 1}))
-        ),
-    )
+    rules = read_rules("""
+        parallel.virtual_pipeline_parallel_size, parallel.pipeline_parallel_size=1
+          | model chunks require at least two pipeline stages
+          | parallel.pipeline_parallel_size=2 or more, or parallel.virtual_pipeline_parallel_size=null
+        parallel.pipeline_layout, parallel.pipeline_parallel_size=1 | a single stage contains all layers
+          | parallel.pipeline_parallel_size=2 or more, or parallel.pipeline_layout=null
+        parallel.sequence_parallel=true, parallel.tensor_parallel_size=1 | the tensor-parallel group has only one rank
+          | parallel.tensor_parallel_size=2 or more, or parallel.sequence_parallel=false
+        parallel.cuda_graphs=true, parallel.static_rows!=true | CUDA graphs require rows of constant length
+          | parallel.cuda_graphs=false, or parallel.static_rows=true
+        parallel.cuda_graphs=true, parallel.pipeline_parallel_size!=1 | CUDA graphs do not support pipeline stages
+          | parallel.cuda_graphs=false, or parallel.pipeline_parallel_size=1
+        parallel.cuda_graphs=true, parallel.context_parallel_size!=1 | CUDA graphs do not support context parallelism
+          | parallel.cuda_graphs=false, or parallel.context_parallel_size=1
+        parallel.overlap_tensor_parallel=true, parallel.sequence_parallel!=true | it overlaps that communication
+          | parallel.overlap_tensor_parallel=false, or parallel.sequence_parallel=true
+        parallel.overlap_tensor_parallel=true, parallel.cuda_graphs!=false | CUDA graphs do not support its streams
+          | parallel.overlap_tensor_parallel=false, or parallel.cuda_graphs=false
+        parallel.overlap_shared_experts=true, parallel.expert_dispatcher!=alltoall | only this dispatcher can overlap
+          them | parallel.overlap_shared_experts=false, or parallel.expert_dispatcher=alltoall
+        parallel.overlap_tensor_parallel=true, parallel.static_rows=false | its buffers require rows of constant shape
+          | parallel.overlap_tensor_parallel=false, or parallel.static_rows=true
+        parallel.overlap_tensor_parallel=true, parallel.static_rows=null, parallel.pipeline_parallel_size=1
+          | its buffers require rows of constant shape
+          | parallel.overlap_tensor_parallel=false, or parallel.static_rows=true
+    """)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,11 +153,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     @property
     def pad_to_multiple(self) -> int:
         """Number of tokens to a multiple of which every sequence is padded."""
-        return padding_multiple(
-            cp_size=self.context_parallel_size,
-            tp_size=self.tensor_parallel_size,
-            sequence_parallel=self.sequence_parallel,
-        )
+        sizes = {"cp_size": self.context_parallel_size, "tp_size": self.tensor_parallel_size}
+        return padding_multiple(**sizes, sequence_parallel=self.sequence_parallel)
 
     @property
     def padding_setting(self) -> str | None:
@@ -206,13 +189,12 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             raise ConfigError(what, where="parallel", fix=fix)
         experts, stage = self.expert_parallel_size * self.expert_tensor_parallel_size, self.pipeline_parallel_size
         if (world_size // stage) % experts:
-            raise ConfigError(
-                f"the {world_size // stage} ranks of a pipeline stage ({world_size} / {stage} stages) cannot hold "
-                f"whole copies of experts on {experts} ranks (expert {self.expert_parallel_size} x expert tensor "
-                f"{self.expert_tensor_parallel_size})",
-                where="parallel.expert_parallel_size, parallel.expert_tensor_parallel_size",
-                fix=f"start a multiple of {math.lcm(self.model_ranks, experts * stage)} ranks, or make them smaller",
-            )
+            what = f"the {world_size // stage} ranks of a pipeline stage ({world_size} / {stage} stages) cannot hold "
+            what += f"whole copies of experts on {experts} ranks (expert {self.expert_parallel_size} x expert tensor "
+            what += f"{self.expert_tensor_parallel_size})"
+            where = "parallel.expert_parallel_size, parallel.expert_tensor_parallel_size"
+            fix = f"start a multiple of {math.lcm(self.model_ranks, experts * stage)} ranks, or make them smaller"
+            raise ConfigError(what, where=where, fix=fix)
         return world_size // self.model_ranks
 
     @property
@@ -223,6 +205,10 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     def chunks_of_stage(self, num_layers: int, stage: int) -> list[range]:
         """Return the layers of each model chunk of a pipeline stage, 0 for the first of the model."""
         return _chunks(num_layers, self.num_chunks, self.pipeline_layout)[stage :: self.pipeline_parallel_size]
+
+    def uneven_load(self, expert_load: float) -> float:
+        """Return the tokens of the busiest rank's experts over an even share: 1 where each rank has all experts."""
+        return expert_load if self.expert_parallel_size > 1 else 1.0
 
     def expert_copies(self, world_size: int) -> int:
         """Return the number of ranks that hold the same experts."""
@@ -259,11 +245,6 @@ def sizes_on_rank(name: str, sizes: tuple[int, int], tp: int) -> tuple[int, int]
     if name in ON_EVERY_RANK:
         return inputs, outputs
     return (inputs // tp, outputs) if name in DIVIDED_BY_COLUMNS else (inputs, outputs // tp)
-
-
-def uneven_load(parallel: ParallelConfig, expert_load: float) -> float:
-    """Return the tokens of the busiest rank's experts over an even share: 1 where each rank has all experts."""
-    return expert_load if parallel.expert_parallel_size > 1 else 1.0
 
 
 @cache

@@ -20,7 +20,7 @@ from typing import Any
 from harness.plan.dispatch import dispatch_bytes
 from harness.plan.encoders import read_encoder
 from harness.plan.families.base import SCANS, has_scan
-from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, sizes_on_rank, uneven_load
+from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, sizes_on_rank
 from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig
 
@@ -28,6 +28,11 @@ from harness.plan.settings import OptimizerConfig
 ROOM = 0.1
 # Buffers of Transformer Engine, each of a row's hidden states: three for each of the four linear layers' products.
 _EXCHANGES = 12
+
+
+# Of a rank's memory that only some runs have.
+_PARTS = {"fp8": "weights in 8 bits", "logits": "gradient of the logits", "dispatch": "tokens to experts"}
+_PARTS |= {"exchange": "tensor-parallel exchanges", "encoder": "activations of the encoder"}
 
 
 @dataclass(frozen=True)
@@ -59,15 +64,8 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes on the rank's GPU by name: those of every run, and those of some where they are not 0."""
-        always = {name: getattr(self, name) for name in ("weights", "gradients", "optimizer", "activations")}
-        some = {
-            "weights in 8 bits": self.fp8,
-            "gradient of the logits": self.logits,
-            "tokens to experts": self.dispatch,
-            "tensor-parallel exchanges": self.exchange,
-            "activations of the encoder": self.encoder,
-        }
-        return always | {name: size for name, size in some.items() if size}
+        sizes = {_PARTS.get(name, name): size for name, size in vars(self).items() if name not in ("stage", "host")}
+        return {name: size for name, size in sizes.items() if size or name not in _PARTS.values()}
 
     @property
     def total(self) -> int:
@@ -107,6 +105,39 @@ class Kernels:
     sharded: bool = False
     overlap_experts: bool = False
 
+    @classmethod
+    def on_gpu(cls, model: ModelConfig, parallel: ParallelConfig) -> Kernels:
+        """Return the fused layers that a model's settings choose on a GPU that has Transformer Engine."""
+        plain = not (model.lora_rank or model.kv_lora_rank or model.traits.has_sinks)
+        has_attention = model.number != "float32" or parallel.padding_setting is None
+        engine = model.attention != "torch" and has_attention
+        is_grouped = model.num_experts > 0 and model.grouped_gemm != "off" and model.why_not_grouped is None
+        return cls(engine=plain and engine, swiglu=model.fuse_swiglu != "off", grouped=engine and is_grouped)
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """Numbers of weights on a rank of a pipeline stage.
+
+    Attributes:
+        whole: all but adapters.
+        experts: of them, those of routed experts.
+        words: of them, those of embeddings and output matrices.
+        trained, trained_experts: adapters alone where there are some.
+    """
+
+    whole: int
+    experts: int
+    words: int
+    adapters: int
+    trained: int
+    trained_experts: int
+
+    def used_by_token(self, model: ModelConfig) -> int:
+        """Return the number of weights, of the whole model, without those of experts that one token is not sent to."""
+        idle = model.num_experts - model.experts_per_token
+        return self.whole - self.experts * idle // max(1, model.num_experts)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -120,50 +151,20 @@ _OWN = Kernels()
 _PLAIN = OptimizerConfig()
 
 
-def kernels_on_gpu(model: ModelConfig, parallel: ParallelConfig) -> Kernels:
-    """Return the fused layers that a model's settings choose on a GPU that has Transformer Engine."""
-    plain = not (model.lora_rank or model.kv_lora_rank or model.traits.has_sinks)
-    has_attention = model.number != "float32" or parallel.padding_setting is None
-    engine = model.attention != "torch" and has_attention
-    return Kernels(
-        engine=plain and engine,
-        swiglu=model.fuse_swiglu != "off",
-        grouped=engine and model.num_experts > 0 and model.grouped_gemm != "off" and model.why_not_grouped is None,
-    )
-
-
-def chunks_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[list[int]]:
-    """Return the layers of each model chunk of a pipeline stage; MTP layers follow those of the last chunk."""
-    chunks = [list(layers) for layers in parallel.chunks_of_stage(model.num_layers, stage)]
+def parts_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[list[str]]:
+    """Return the parts of each layer, by model chunk, of a pipeline stage; MTP layers follow the last chunk's."""
+    all_parts = model.all_parts
+    chunks = [[all_parts[layer] for layer in chunk] for chunk in parallel.chunks_of_stage(model.num_layers, stage)]
     if stage == parallel.pipeline_parallel_size - 1:
-        chunks[-1] += range(model.num_layers, model.num_layers + model.mtp_layers)
+        chunks[-1] += all_parts[model.num_layers :]
     return chunks
 
 
-def layers_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
-    """Return the layers of a pipeline stage, 0 for the first of the model, with MTP layers."""
-    return [layer for chunk in chunks_of_stage(model, parallel, stage) for layer in chunk]
-
-
-def count_experts(model: ModelConfig, parallel: ParallelConfig, *, stage: int) -> int:
-    """Return the number of weights of routed experts on a rank of pipeline stage `stage`."""
-    all_parts = model.all_parts
-    layers = sum("E" in all_parts[layer] for layer in layers_of_stage(model, parallel, stage))
-    one = (1 + model.halves) * model.expert_width * model.expert_size // parallel.expert_tensor_parallel_size
-    one += (model.hidden_size + 2 * model.expert_size) * model.traits.has_biases
-    return layers * model.num_experts // parallel.expert_parallel_size * one
-
-
-def count_idle(model: ModelConfig) -> int:
-    """Return the number of weights of routed experts, of the whole model, that one token is not sent to."""
-    experts = count_experts(model, ParallelConfig(), stage=0)
-    return experts * (model.num_experts - model.experts_per_token) // max(1, model.num_experts)
-
-
-def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int) -> int:
-    """Return the number of weights on a rank of pipeline stage `stage`, 0 for the first."""
-    tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    hidden, words = model.hidden_size, padded_vocab_size(vocab_size) * model.hidden_size // tp
+def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int) -> StageWeights:
+    """Count the weights on a rank of pipeline stage `stage`, 0 for the first."""
+    tp, hidden, traits = parallel.tensor_parallel_size, model.hidden_size, model.traits
+    is_first, is_last = stage == 0, stage == parallel.pipeline_parallel_size - 1
+    letters = "".join(part for chunk in parts_of_stage(model, parallel, stage) for part in chunk)
     mlp = (1 + model.halves) * hidden
     # Each with its norm; routed experts are counted apart.
     weights = {
@@ -171,41 +172,32 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
         **dict.fromkeys(SCANS, hidden + _count_scan(model, tp)),
         "-": hidden + mlp * model.ffn_hidden_size // tp,
         "E": hidden
-        + model.num_experts * (hidden + model.traits.has_biases)
+        + model.num_experts * (hidden + traits.has_biases)
         + 2 * hidden * model.expert_latent_size
         + mlp * model.shared_ffn_hidden_size // tp
         + hidden * model.gates_shared_experts,
     }
-    layers, all_parts = layers_of_stage(model, parallel, stage), model.all_parts
-    total = sum(weights[part] for layer in layers for part in all_parts[layer])
-    total += count_experts(model, parallel, stage=stage)
-    is_last = stage == stages - 1
-    total += words * _count_matrices(model, stage, stages) + (0 if stage else encoder_weights(model))
+    num_experts = letters.count("E") * model.num_experts // parallel.expert_parallel_size
+    expert = (1 + model.halves) * model.expert_width * model.expert_size // parallel.expert_tensor_parallel_size
+    experts = num_experts * (expert + (hidden + 2 * model.expert_size) * traits.has_biases)
+    # Embeddings, which MTP layers need too, and output matrices. A tied matrix exists once on a single stage, and on
+    # both ends of a pipeline.
+    matrices = is_first + (is_last and not (model.tie_embeddings and is_first))
+    matrices += is_last and not is_first and model.mtp_layers > 0
+    words, encoder = matrices * (padded_vocab_size(vocab_size) * hidden // tp), 0
+    if is_first and model.encoder is not None:
+        media, values = read_encoder(model.encoder)
+        encoder = media.count(values, hidden)
     # The last norm is on the last stage, with MTP layers on that of the last layer.
-    total += hidden * (model.num_layers - 1 in layers if model.mtp_layers else is_last)
+    last = any(model.num_layers - 1 in chunk for chunk in parallel.chunks_of_stage(model.num_layers, stage))
+    whole = sum(weights[part] for part in letters) + experts + words + encoder
+    whole += hidden * (last if model.mtp_layers else is_last)
     # MTP layers have a matrix and three norms more.
-    return total + is_last * model.mtp_layers * (2 * hidden * hidden // tp + 3 * hidden)
-
-
-def _count_matrices(model: ModelConfig, stage: int, stages: int) -> int:
-    """Return the number of matrices of words on a stage: embeddings, which MTP layers need too, and output matrices."""
-    is_first, is_last = stage == 0, stage == stages - 1
-    # A tied matrix exists once on a single stage, and on both ends of a pipeline.
-    output = is_last and not (model.tie_embeddings and is_first)
-    return is_first + output + (is_last and not is_first and model.mtp_layers > 0)
-
-
-def encoder_weights(model: ModelConfig) -> int:
-    """Return the number of weights of the model's encoder; 0 for a text model."""
-    if model.encoder is None:
-        return 0
-    media, values = read_encoder(model.encoder)
-    return media.count(values, model.hidden_size)
-
-
-def frozen_weights(model: ModelConfig, *, stage: int) -> int:
-    """Return the number of weights of a stage that are not trained, where all of the text model are."""
-    return 0 if stage or model.train_encoder or model.lora_rank else encoder_weights(model)
+    whole += is_last * model.mtp_layers * (2 * hidden * hidden // tp + 3 * hidden)
+    if not model.lora_rank:
+        return StageWeights(whole, experts, words, 0, whole - (0 if model.train_encoder else encoder), experts)
+    adapters, of_experts = _count_adapters(model, letters, num_experts, tp)
+    return StageWeights(whole, experts, words, adapters, adapters, of_experts)
 
 
 def _count_attention(model: ModelConfig, tp: int) -> int:
@@ -233,45 +225,28 @@ def _count_scan(model: ModelConfig, tp: int) -> int:
     return (projections + 5 * (inner + 2 * states) + 3 * model.scan_num_heads + inner) // tp
 
 
-def count_adapters(model: ModelConfig, parallel: ParallelConfig, *, stage: int, experts_only: bool = False) -> int:
-    """Return the number of adapter weights on a rank of a pipeline stage; they alone are trained."""
-    if not model.lora_rank:
-        return 0
-    tp, hidden = parallel.tensor_parallel_size, model.hidden_size
-    parts = "".join(model.all_parts[layer] for layer in layers_of_stage(model, parallel, stage))
-    targets = set(model.lora_targets)
+def _count_adapters(model: ModelConfig, letters: str, num_experts: int, tp: int) -> tuple[int, int]:
+    """Return the numbers of adapter weights of layers with these parts, and of those that routed experts have."""
 
-    def mlp(inner: int, tp: int, width: int = hidden) -> int:
+    def mlp(inner: int, tp: int, width: int = model.hidden_size) -> int:
         gated, down = width + model.halves * inner // tp, inner // tp + width
-        return gated * ("linear_fc1" in targets) + down * ("linear_fc2" in targets)
+        return gated * ("linear_fc1" in model.lora_targets) + down * ("linear_fc2" in model.lora_targets)
 
-    routed = parts.count("E") * model.num_experts // parallel.expert_parallel_size
-    routed *= mlp(model.expert_size, 1, model.expert_width)
-    if experts_only:
-        return model.lora_rank * routed
-    numbers = parts.count("-") * mlp(model.ffn_hidden_size, tp) + routed
+    routed = num_experts * mlp(model.expert_size, 1, model.expert_width)
+    numbers = letters.count("-") * mlp(model.ffn_hidden_size, tp) + routed
     for part in "*" + SCANS:
         for name, sizes in model.adapted_in(part).items():
-            numbers += parts.count(part) * sum(sizes_on_rank(name, sizes, tp))
+            numbers += letters.count(part) * sum(sizes_on_rank(name, sizes, tp))
     if model.shared_ffn_hidden_size:
-        numbers += parts.count("E") * mlp(model.shared_ffn_hidden_size, tp)
-    return model.lora_rank * numbers
+        numbers += letters.count("E") * mlp(model.shared_ffn_hidden_size, tp)
+    return model.lora_rank * numbers, model.lora_rank * routed
 
 
 def layer_activation_bytes(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    *,
-    parts: str = "*-",
-    kernels: Kernels = _OWN,
-    expert_load: float = 1.0,
+    model: ModelConfig, parallel: ParallelConfig, *, parts: str = "*-", kernels: Kernels = _OWN, load: float = 1.0
 ) -> float:
-    """Return the bytes per token of the row that one layer keeps for the backward pass.
-
-    Args:
-        parts: of the layer, as letters of `model.layer_pattern`.
-    """
-    experts = expert_activation_bytes(model, parallel, kernels, expert_load) if "E" in parts else 0.0
+    """Return the bytes per token of the row that a layer with these parts keeps for the backward pass."""
+    experts = expert_activation_bytes(model, parallel, kernels, load) if "E" in parts else 0.0
     item, tp = DTYPE_BYTES[model.number], parallel.tensor_parallel_size
     split = tp if parallel.sequence_parallel else 1
     if model.recompute == "full":
@@ -380,18 +355,6 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
     return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
 
 
-def mtp_activation_bytes(model: ModelConfig, parallel: ParallelConfig, *, vocab_size: int) -> float:
-    """Return the bytes per token that a layer that predicts a further token keeps beside those of its decoder layer."""
-    item, hidden, tp = DTYPE_BYTES[model.number], model.hidden_size, parallel.tensor_parallel_size
-    # Two norms before the matrix and one after the layer, the matrix's input, and that of the output matrix.
-    norms = 2 * (8 * hidden + 4) + 2 * item * hidden
-    if model.recompute == "full":  # the embedding instead
-        norms = item * hidden
-    whole = norms + 8 * hidden + 4 + item * hidden
-    # The token that is joined, its label, and the mask of its loss.
-    return whole / (tp if parallel.sequence_parallel else 1) + 4 * padded_vocab_size(vocab_size) / tp + 17 + 12
-
-
 def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, load: float) -> float:
     """Return the bytes per token of the row that the router, the dispatcher and the experts of one layer keep.
 
@@ -407,7 +370,7 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
     of_all = model.router_score == "sigmoid" or not model.router_normalize
     router = (9.0 + 4 * of_all + 4 * (model.z_loss > 0)) * model.num_experts
     # Tokens in the order of experts, their weights, and the indices of the permutations.
-    came = sent * uneven_load(parallel, load)
+    came = sent * parallel.uneven_load(load)
     dispatched = came * (item * width + 32)
     inner = came * (8 if model.traits.swiglu_limit else 3 * model.halves) * item * model.expert_size
     if kernels.expert_swiglu:
@@ -426,8 +389,7 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
 def plan_memory(model: ModelConfig, parallel: ParallelConfig, *, media_numbers: float = 0, **sizes: Any) -> Memory:
     """Return the memory of the fullest rank; further arguments are those of `plan_stage_memory` without `stage`.
 
-    Args:
-        media_numbers: that the encoder keeps for the media of a row, or has at a time if it is frozen.
+    The encoder keeps `media_numbers` for the media of a row, or has them at a time if it is frozen.
     """
     stages = range(parallel.pipeline_parallel_size)
     first, *others = (plan_stage_memory(model, parallel, stage=stage, **sizes) for stage in stages)
@@ -458,18 +420,15 @@ def plan_stage_memory(
         microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
     """
-    item, stages, tp = DTYPE_BYTES[model.number], parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    item = DTYPE_BYTES[model.number]
     weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
-    # Neither the embedding nor the output matrix is in 8 bits.
-    words = padded_vocab_size(vocab_size) * model.hidden_size // tp
-    adapters = count_adapters(model, parallel, stage=stage)
-    trained = adapters if model.lora_rank else weights - frozen_weights(model, stage=stage)
     gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
-    state, moved = _divided_state(state_bytes(model, optimizer), gradient, optimizer.offload)
-    own_bytes = partial(_own_bytes, model, parallel, stage=stage, trained=trained, dp_size=dp_size)
-    all_parts = model.all_parts
-    chunks = [[all_parts[layer] for layer in chunk] for chunk in chunks_of_stage(model, parallel, stage)]
-    count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, expert_load=expert_load)
+    state, moved = float(state_bytes(model, optimizer)), 0.0
+    if share := optimizer.offload:
+        # Megatron's optimizer keeps float32 gradients: on the host copies of all, on the GPU copies of bfloat16 ones.
+        state, moved = (1 - share) * (state + (4 if gradient == 2 else 0)), share * (state + 4)
+    chunks = parts_of_stage(model, parallel, stage)
+    count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, load=expert_load)
     plain = model.with_recompute("selective" if "core_attn" in model.recomputed else "none")
     kinds = {parts for chunk in chunks for parts in chunk}
     whole, kept = ({parts: count(one, parts=parts) for parts in kinds} for one in (plain, model))
@@ -479,15 +438,15 @@ def plan_stage_memory(
     once = max(again for _, again in of_chunks)
     most, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     most += _waiting(sizes, parallel, stage, microbatches)
-    sent = math.ceil(max_tokens_per_rank * uneven_load(parallel, expert_load))
-    fp8 = 0 if model.fp8 == "off" else weights - words * _count_matrices(model, stage, stages)
+    sent = math.ceil(max_tokens_per_rank * parallel.uneven_load(expert_load))
+    fp8 = 0 if model.fp8 == "off" else weights.whole - weights.words  # of layers alone
     parts = dp_size if kernels.sharded else 1
     return Memory(
         stage=stage,
-        weights=item * (weights + adapters - (fp8 if kernels.fp8_weights else 0)) // parts,
-        gradients=gradient * trained // parts,
-        optimizer=own_bytes(state),
-        host=own_bytes(moved),
+        weights=item * (weights.whole + weights.adapters - (fp8 if kernels.fp8_weights else 0)) // parts,
+        gradients=gradient * weights.trained // parts,
+        optimizer=_own_bytes(weights, parallel, state, dp_size),
+        host=_own_bytes(weights, parallel, moved, dp_size),
         activations=math.ceil(most * max_tokens_per_rank),
         fp8=(kernels.fp8_weights or 2) * fp8 // parts,
         logits=math.ceil(logits * max_tokens_per_rank),
@@ -500,8 +459,7 @@ def plan_stage_memory(
 def _chunk_bytes(model: ModelConfig, whole: list[float], kept: list[float]) -> tuple[float, float]:
     """Return the bytes per token that the layers of a model chunk keep, and those that are computed again at a time.
 
-    Args:
-        whole, kept: of each layer, without and with the model's recomputation.
+    Each layer has `whole` bytes without the model's recomputation, and `kept` with it.
     """
     num = len(whole) if model.recompute_layers is None else model.recompute_layers
     kept = kept[:num] + whole[num:]
@@ -512,19 +470,10 @@ def _chunk_bytes(model: ModelConfig, whole: list[float], kept: list[float]) -> t
     return sum(kept), max([0.0, *more])
 
 
-def _divided_state(state: int, gradient: int, offload: float) -> tuple[float, float]:
-    """Return the bytes of a weight's optimizer state on the GPU and on the host."""
-    if not offload:
-        return state, 0.0
-    # Megatron's optimizer keeps float32 gradients: on the host copies of all, on the GPU copies of bfloat16 ones.
-    return (1 - offload) * (state + (4 if gradient == 2 else 0)), offload * (state + 4)
-
-
 def _waiting(sizes: list[float], parallel: ParallelConfig, stage: int, microbatches: int) -> float:
     """Return the most that a stage keeps of microbatches whose backward pass is to come, as Megatron-Core orders them.
 
-    Args:
-        sizes: of a microbatch, by model chunk. As many microbatches as there are stages pass a chunk before the next.
+    `sizes` are of a microbatch, by model chunk. As many microbatches as there are stages pass a chunk before the next.
     """
     stages, passes = parallel.pipeline_parallel_size, microbatches * len(sizes)
     if len(sizes) == 1:
@@ -552,8 +501,13 @@ def _loss_bytes(
     logits = item * words / tp if item < 4 else 0.0
     # What the loss keeps is gone before the first layer is computed again; layers of MTP come while it is there.
     if model.mtp_layers:
-        further = model.mtp_layers * mtp_activation_bytes(model, parallel, vocab_size=vocab_size)
-        return further + once + last, logits
+        # Two norms before the matrix (with full recomputation the embedding instead) and one after the layer, the
+        # matrix's input, and that of the output matrix.
+        hidden = model.hidden_size
+        norms = item * hidden if model.recompute == "full" else 2 * (8 * hidden + 4) + 2 * item * hidden
+        further = (norms + 8 * hidden + 4 + item * hidden) / (tp if parallel.sequence_parallel else 1)
+        # The token that is joined, its label, and the mask of its loss.
+        return model.mtp_layers * (further + 4 * words / tp + 17 + 12) + once + last, logits
     return max(once, last), max(once, last + logits) - max(once, last)
 
 
@@ -562,29 +516,23 @@ def state_bytes(model: ModelConfig, optimizer: OptimizerConfig) -> int:
     return 2 * DTYPE_BYTES[optimizer.moments_dtype] + (0 if model.number == "float32" else 4)
 
 
-def _own_bytes(
-    model: ModelConfig, parallel: ParallelConfig, each: float, *, stage: int, trained: int, dp_size: int
-) -> int:
-    """Return the bytes of optimizer state that a rank has if each of the `trained` weights of its stage has `each`."""
-    experts = count_experts(model, parallel, stage=stage)
-    if model.lora_rank:
-        experts = count_adapters(model, parallel, stage=stage, experts_only=True)
+def _own_bytes(weights: StageWeights, parallel: ParallelConfig, each: float, dp_size: int) -> int:
+    """Return the bytes of optimizer state that a rank has if each of the trained weights of its stage has `each`."""
     shares = expert_shares = 1
     if parallel.distributed_optimizer:
         shares = dp_size * parallel.context_parallel_size
         expert_shares = parallel.expert_copies(dp_size * parallel.model_ranks)
-    return math.ceil(each * (trained - experts) / shares) + math.ceil(each * experts / expert_shares)
+    others = each * (weights.trained - weights.trained_experts)
+    return math.ceil(others / shares) + math.ceil(each * weights.trained_experts / expert_shares)
 
 
 def plan_checkpoint(
     model: ModelConfig,
     parallel: ParallelConfig,
     memory: Memory,
-    *,
-    dp_size: int,
+    optimizer: OptimizerConfig,
     ranks: int,
     vocab_size: int,
-    optimizer: OptimizerConfig = _PLAIN,
 ) -> Checkpoint:
     """Return the size of a checkpoint: weights and optimizer state, once each, without a gather.
 
@@ -592,14 +540,11 @@ def plan_checkpoint(
     not.
     """
     item, state = DTYPE_BYTES[model.number], state_bytes(model, optimizer)
-    weights = count_weights(model, ParallelConfig(), stage=0, vocab_size=vocab_size)
-    adapters = count_adapters(model, ParallelConfig(), stage=0)
-    trained = adapters if model.lora_rank else weights - frozen_weights(model, stage=0)
+    whole = count_weights(model, ParallelConfig(), stage=0, vocab_size=vocab_size)
+    here = count_weights(model, parallel, stage=memory.stage, vocab_size=vocab_size)
+    dp_size, expert_weights = parallel.dp_size(ranks), item * here.experts
     copies = dp_size * parallel.context_parallel_size
-    expert_weights = item * count_experts(model, parallel, stage=memory.stage)
     own = math.ceil((memory.weights - expert_weights) / copies) + expert_weights // parallel.expert_copies(ranks)
-    here = count_adapters if model.lora_rank else partial(count_weights, vocab_size=vocab_size)
-    numbers = here(model, parallel, stage=memory.stage) - frozen_weights(model, stage=memory.stage)
-    saved = _own_bytes(model, parallel, state, stage=memory.stage, trained=numbers, dp_size=dp_size)
+    saved = _own_bytes(here, parallel, state, dp_size)
     own += saved if parallel.distributed_optimizer else math.ceil(saved / copies)
-    return Checkpoint(item * (weights + adapters) + state * trained, own)
+    return Checkpoint(item * (whole.whole + whole.adapters) + state * whole.trained, own)

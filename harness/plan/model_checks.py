@@ -7,7 +7,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from harness.checks import NOT_SET, SET, Rule, check_rules, includes, other_than, show_value
+from harness.checks import SET, Rule, check_rules, includes, other_than, read_rules, show_value
 from harness.errors import ConfigError
 from harness.plan.encoders import MROPE, read_encoder
 from harness.plan.layout import FP8_BLOCKS, LORA_TARGETS, ON_EVERY_RANK, VOCAB_MULTIPLE, ParallelConfig, sizes_on_rank
@@ -19,66 +19,36 @@ if TYPE_CHECKING:
 _TP = "parallel.tensor_parallel_size"
 # Beginnings of the names of settings that only models with experts use.
 _OF_EXPERTS = ("expert", "shared_", "dense_layers", "router_", "aux_loss", "z_loss", "freeze_router", "grouped_gemm")
-_MTP, _HYBRID = {"model.mtp_layers": SET}, {"model.layer_pattern": SET}
-_MEDIA = {"model.encoder": SET}
 # Every released mamba-ssm (2.3.2 is the last) adds `chunk * chunk_size * stride_seqlen` to its pointers in 32 bits; x,
 # B, C and the steps are views of the projection, whose stride is all of it (state-spaces/mamba issue 1015).
 _OFFSETS = 2**31
-RULES = (
-    Rule(
-        {"model.kv_lora_rank": SET, "model.rope_scaling": other_than("none", "yarn")},
-        "Megatron-Core does not support this scaling with latent attention",
-        "model.rope_scaling=none or yarn",
-    ),
-    Rule(
-        {"model.num_experts": SET, "model.expert_bias": True, "model.router_score": other_than("sigmoid")},
-        "Megatron-Core supports an expert bias only with a sigmoid router",
-        "model.router_score=sigmoid, or model.expert_bias=false",
-    ),
-    Rule(
-        {"model.num_experts": SET, "model.aux_loss_scope": "sequence", "model.aux_loss": 0},
-        "the load-balancing loss is disabled",
-        "model.aux_loss=0.001, or model.aux_loss_scope=row",
-    ),
-    Rule(
-        {"model.aux_loss_scope": "sequence", "model.recompute_modules": includes("moe")},
-        "recomputed routers do not know the sequences of their row",
-        "model.recompute=full, or model.aux_loss_scope=row",
-    ),
-    Rule(
-        {
-            "model.num_experts": SET,
-            "model.experts_per_token": 1,
-            "model.router_score": "softmax",
-            "model.router_normalize": True,
-        },
-        "the weight of a single expert would always be 1, so the router would not be trained",
-        "model.router_normalize=false",
-    ),
-    Rule({**_MEDIA, **_MTP}, "MTP layers do not read media", "model.mtp_layers=0"),
-    Rule({**_MEDIA, **_HYBRID}, "hybrid models support only text", "model.encoder=null"),
-    Rule({**_MEDIA, "model.fp8": other_than("off")}, "FP8 is not supported with an encoder", "model.fp8=off"),
-    Rule({"model.encoder": NOT_SET, "model.train_encoder": True}, "there is no encoder", "model.train_encoder=false"),
-    Rule(
-        {"model.train_encoder": True, "model.lora_rank": SET},
-        "LoRA trains only adapters of the text model",
-        "model.train_encoder=false, or model.lora_rank=0",
-    ),
-    Rule({**_MTP, "model.lora_rank": SET}, "LoRA does not support MTP layers", "model.mtp_layers=0"),
-    Rule({**_MTP, "model.fp8": other_than("off")}, "FP8 is not supported with MTP layers", "model.mtp_layers=0"),
-    Rule({**_MTP, "model.recompute_layers": SET}, "with MTP, all layers are recomputed", "model.recompute_layers=null"),
-    Rule(
-        {"model.recompute_layers": SET, "model.recompute": other_than("full")},
-        "this number applies only if whole layers are recomputed",
-        "model.recompute=full, or model.recompute_layers=null",
-    ),
-    Rule({**_MTP, "model.tie_embeddings": True}, "MTP layers do not support tied embeddings", "model.mtp_layers=0"),
-    Rule({**_HYBRID, "model.fp8": other_than("off")}, "FP8 is not supported with hybrid models", "model.fp8=off"),
-    Rule(
-        {**_HYBRID, "model.rope_scaling": other_than("none")}, "hybrid models cannot have it", "model.rope_scaling=none"
-    ),
-    Rule({**_HYBRID, "model.dense_layers": SET}, "hybrid models cannot have it", "model.dense_layers=0"),
-)
+RULES = read_rules("""
+    model.kv_lora_rank, model.rope_scaling!=none/yarn
+      | Megatron-Core does not support this scaling with latent attention | model.rope_scaling=none or yarn
+    model.num_experts, model.expert_bias=true, model.router_score!=sigmoid | Megatron-Core supports an expert bias only
+      with a sigmoid router | model.router_score=sigmoid, or model.expert_bias=false
+    model.num_experts, model.aux_loss_scope=sequence, model.aux_loss=0 | the load-balancing loss is disabled
+      | model.aux_loss=0.001, or model.aux_loss_scope=row
+    model.aux_loss_scope=sequence, model.recompute_modules~moe
+      | recomputed routers do not know the sequences of their row | model.recompute=full, or model.aux_loss_scope=row
+    model.num_experts, model.experts_per_token=1, model.router_score=softmax, model.router_normalize=true | the weight
+      of a single expert would always be 1, so the router would not be trained | model.router_normalize=false
+    model.encoder, model.mtp_layers | MTP layers do not read media | model.mtp_layers=0
+    model.encoder, model.layer_pattern | hybrid models support only text | model.encoder=null
+    model.encoder, model.fp8!=off | FP8 is not supported with an encoder | model.fp8=off
+    !model.encoder, model.train_encoder=true | there is no encoder | model.train_encoder=false
+    model.train_encoder=true, model.lora_rank | LoRA trains only adapters of the text model
+      | model.train_encoder=false, or model.lora_rank=0
+    model.mtp_layers, model.lora_rank | LoRA does not support MTP layers | model.mtp_layers=0
+    model.mtp_layers, model.fp8!=off | FP8 is not supported with MTP layers | model.mtp_layers=0
+    model.mtp_layers, model.recompute_layers | with MTP, all layers are recomputed | model.recompute_layers=null
+    model.recompute_layers, model.recompute!=full | this number applies only if whole layers are recomputed
+      | model.recompute=full, or model.recompute_layers=null
+    model.mtp_layers, model.tie_embeddings=true | MTP layers do not support tied embeddings | model.mtp_layers=0
+    model.layer_pattern, model.fp8!=off | FP8 is not supported with hybrid models | model.fp8=off
+    model.layer_pattern, model.rope_scaling!=none | hybrid models cannot have it | model.rope_scaling=none
+    model.layer_pattern, model.dense_layers | hybrid models cannot have it | model.dense_layers=0
+""")
 # Of a model and its layout.
 LAYOUT_RULES = tuple(
     Rule({f"parallel.{choice}": True, f"model.{name}": refused}, why, f"parallel.{choice}=false")
@@ -122,7 +92,11 @@ def check_fields(model: ModelConfig) -> None:
     if model.num_experts:
         _check_experts(model)
     else:
-        _check_unused(model)
+        of_experts = (one for one in fields(model) if one.name.startswith(_OF_EXPERTS))
+        if unused := [one.name for one in of_experts if getattr(model, one.name) != one.default]:
+            what = f"the model has no experts, so {', '.join(unused)} would have no effect"
+            fix = "use the defaults, or set model.num_experts"
+            raise ConfigError(what, where=", ".join(f"model.{name}" for name in unused), fix=fix)
     _check_recomputed(model)
 
 
@@ -156,12 +130,11 @@ def _check_heads(model: ModelConfig) -> None:
         _check_multiple("hidden_size", model.hidden_size, "model.num_attention_heads", model.num_attention_heads)
     _check_multiple("num_attention_heads", model.num_attention_heads, "model.num_query_groups", model.num_query_groups)
     if model.rotated_size % 2 or (model.head_size % 2 and not model.kv_lora_rank):
-        raise ConfigError(
-            f"the rotary embedding rotates {model.rotated_size} of the {model.head_size} numbers of a head "
-            f"(hidden_size {model.hidden_size}, {model.num_attention_heads} attention heads): both must be even",
-            where="model.hidden_size, model.num_attention_heads, model.head_dim, model.qk_rope_head_dim",
-            fix="choose values that result in even numbers, such as a head size that is a multiple of 8",
-        )
+        what = f"the rotary embedding rotates {model.rotated_size} of the {model.head_size} numbers of a head "
+        what += f"(hidden_size {model.hidden_size}, {model.num_attention_heads} attention heads): both must be even"
+        where = "model.hidden_size, model.num_attention_heads, model.head_dim, model.qk_rope_head_dim"
+        fix = "choose values that result in even numbers, such as a head size that is a multiple of 8"
+        raise ConfigError(what, where=where, fix=fix)
 
 
 def _check_family(model: ModelConfig) -> None:
@@ -216,11 +189,11 @@ def _check_pattern(model: ModelConfig) -> None:
     if pattern is None:
         return
     if len(pattern) != model.num_layers or set(pattern) - set(letters):
-        raise ConfigError(
-            f"layer_pattern has {len(pattern)} letters ({''.join(sorted(set(pattern)))}) for {model.num_layers} layers",
-            where=f"{where}, model.num_layers",
-            fix="a letter per layer: " + ", ".join(_LETTERS[letter] for letter in letters),
+        what = (
+            f"layer_pattern has {len(pattern)} letters ({''.join(sorted(set(pattern)))}) for {model.num_layers} layers"
         )
+        fix = f"a letter per layer: {', '.join(_LETTERS[letter] for letter in letters)}"
+        raise ConfigError(what, where=f"{where}, model.num_layers", fix=fix)
     if "E" in letters and bool(model.num_experts) != ("E" in pattern):
         what = f"num_experts is {model.num_experts}, and the pattern has {pattern.count('E')} layers with experts"
         raise ConfigError(what, where=f"{where}, model.num_experts", fix="set both, or neither")
@@ -241,11 +214,9 @@ def _check_scan_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
         _check_multiple(name, getattr(model, name), _TP, tp)
     heads, groups = model.scan_num_heads // tp, model.scan_num_groups // tp
     if heads % cp or (groups % cp and cp % groups):
-        raise ConfigError(
-            f"{cp} context-parallel ranks cannot share {heads} heads in {groups} groups of a tensor-parallel rank",
-            where="model.scan_num_heads, model.scan_num_groups, parallel.context_parallel_size",
-            fix="a context_parallel_size that divides both",
-        )
+        what = f"{cp} context-parallel ranks cannot share {heads} heads in {groups} groups of a tensor-parallel rank"
+        where = "model.scan_num_heads, model.scan_num_groups, parallel.context_parallel_size"
+        raise ConfigError(what, where=where, fix="a context_parallel_size that divides both")
 
 
 def scan_numbers(model: ModelConfig, tp: int, ranks: int) -> int:
@@ -264,15 +235,6 @@ def check_scan_offsets(tokens: int, numbers: int) -> None:
             fix=f"rows of at most {(_OFFSETS - 1) // numbers:,} tokens over context-parallel ranks (lower "
             "schedule.max_tokens_per_rank or the pack size), more tensor-parallel ranks, or trainer.deterministic=true",
         )
-
-
-def _check_unused(model: ModelConfig) -> None:
-    of_experts = [one for one in fields(model) if one.name.startswith(_OF_EXPERTS)]
-    unused = [one.name for one in of_experts if getattr(model, one.name) != one.default]
-    if unused:
-        what = f"the model has no experts, so {', '.join(unused)} would have no effect"
-        fix = "use the defaults, or set model.num_experts"
-        raise ConfigError(what, where=", ".join(f"model.{name}" for name in unused), fix=fix)
 
 
 def _check_experts(model: ModelConfig) -> None:
@@ -328,11 +290,9 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
         # Without Transformer Engine, Megatron-Core makes them divided; they are then replaced by whole ones.
         outputs = model.attention_sizes.get(name, (0, 0))[1]
         if outputs % tp:
-            raise ConfigError(
-                f"the {outputs} outputs of {name} are not a multiple of tensor_parallel_size {tp}",
-                where="model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim, parallel.tensor_parallel_size",
-                fix=f"a tensor_parallel_size that divides {outputs}",
-            )
+            what = f"the {outputs} outputs of {name} are not a multiple of tensor_parallel_size {tp}"
+            where = f"model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim, {_TP}"
+            raise ConfigError(what, where=where, fix=f"a tensor_parallel_size that divides {outputs}")
     _check_scan_layout(model, parallel)
     _check_expert_layout(model, parallel)
     _check_fp8_sizes(model, parallel)

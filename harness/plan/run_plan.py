@@ -15,22 +15,12 @@ from harness.loader import DataConfig, RunData, open_datasets
 from harness.plan.encoders import EncoderWork, encoder_work
 from harness.plan.hf_config import find_config, read_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import (
-    ROOM,
-    Checkpoint,
-    Kernels,
-    Memory,
-    count_idle,
-    count_weights,
-    kernels_on_gpu,
-    plan_checkpoint,
-    plan_memory,
-)
+from harness.plan.memory import ROOM, Checkpoint, Kernels, Memory, count_weights, plan_checkpoint, plan_memory
 from harness.plan.settings import PretrainConfig, RunConfig, SftConfig
 from harness.plan.waves import PlacedBatch
 from harness.plan.work import Machine, Work, count_microbatches, estimate_step, plan_work, sequence_cost
 from harness.printing import count_of, duration
-from harness.records import Float64Array, Int64Array, Schedule
+from harness.records import Int64Array, Schedule
 from harness.schedule import DYNAMIC, SequenceCost, schedule
 from harness.schedule.batch import GlobalBatch, largest_share, row_costs
 from harness.schedule.dynamic_context import place_alike, place_dynamic_context
@@ -98,11 +88,7 @@ class RunPlan:
     batch: PlacedBatch | None = None
 
     def render(self, *, gpu_bytes: float | None, file_system_bytes_per_s: float | None = None) -> RenderableType:
-        """Return the plan as a table.
-
-        Args:
-            file_system_bytes_per_s: that all ranks together write; None to leave the time out.
-        """
+        """Return the plan as a table, with the time of a checkpoint where the rate of all ranks together is given."""
         rows = [*self._memory_rows(gpu_bytes, file_system_bytes_per_s), *(("assumed", note) for note in self.notes)]
         return Table((), [*rows, *self._time_rows()]).to_terminal()
 
@@ -198,6 +184,23 @@ class Inputs:
         share = np.clip((self.config.max_tokens_per_row - tokens) / self.lengths[order] + 1, 0.0, 1.0)
         return float((numbers[order] * share).sum())
 
+    def check_longest(self, ranks: int) -> None:
+        """Raise ConfigError, with a size that suffices, if a sequence of data that is here fits no row."""
+        assert self.lengths is not None
+        held, parallel = self.config.max_tokens_per_rank, self.config.parallel
+        cp, multiple = parallel.context_parallel_size, 1
+        if self.config.shares_rows:
+            cp = largest_share(parallel.dp_size(ranks), _cost_of(self.config).most_ranks)
+            multiple = shared_multiple(parallel.pad_to_multiple, 2) // 2
+        longest = int(padded_lengths(self.lengths.max(initial=0) + 1, parallel.pad_to_multiple))
+        if longest > held * cp:
+            what = f"the longest sequence has {longest:,} model tokens after padding, more than the {held:,} * {cp} of "
+            what += "rows"
+            least = -(-longest // (cp * multiple)) * multiple
+            more = "share rows between more ranks (parallel.context_parallel_size, or schedule=dynamic_context)"
+            fix = f"raise it to {least:,} or more, {more}, or plan shorter sequences"
+            raise ConfigError(what, where="schedule.max_tokens_per_rank", fix=fix)
+
 
 def fine_tuning(config: RunConfig) -> SftConfig:
     """Return these settings; raise ConfigError for those of another recipe, which are not planned."""
@@ -208,11 +211,7 @@ def fine_tuning(config: RunConfig) -> SftConfig:
 
 
 def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
-    """Open the data of these settings, unless `packs` are assumed in its place.
-
-    Raises:
-        ConfigError: the vocabulary size is unknown and no packs are assumed.
-    """
+    """Open the data of these settings, or assume `packs`; raise ConfigError for data of an unknown vocabulary size."""
     config = fine_tuning(config)
     model, (data, why) = config.model, _open(config.data) if packs is None else (None, "")
     vocab_size = model.vocab_size
@@ -255,16 +254,13 @@ def plan_run(
     expert_load: float = 1.0,
     places: bool = False,
 ) -> RunPlan:
-    """Plan the run with these settings.
+    """Plan the run with these settings; raise ConfigError for ranks that cannot train it or leave a part of a node.
 
     Args:
         ranks: None for the settings' own number, or 8.
         mfu: share of the peak that a step reaches; None for an estimate.
         expert_load: tokens that the experts of the busiest rank get, over an even share.
         places: also place a batch, whatever the schedule is.
-
-    Raises:
-        ConfigError: the run could not train on so many ranks, or they leave a part of a node empty.
     """
     machine, ranks = machine or Machine(), ranks or config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)
@@ -272,12 +268,19 @@ def plan_run(
     inputs = open_inputs(config, packs)
     work = batch = None
     if inputs.lengths is not None:
-        check_longest(inputs.config, inputs.lengths, ranks)
+        inputs.check_longest(ranks)
         batch = _place_batch(inputs, ranks) if places or inputs.config.shares_rows else None
         work = plan_rows(inputs.work, inputs, ranks, batch)
     options: dict[str, Any] = {"mfu": mfu, "expert_load": expert_load, "compares_engine": True}
     planned = plan_layout(inputs, ranks=ranks, machine=machine, work=work, **options)
-    return replace(planned, context=_context_sizes(inputs, ranks, machine), batch=batch)
+    parallel, context = inputs.config.parallel, dict[str, float]()
+    if inputs.lengths is not None and (inputs.config.shares_rows or parallel.context_parallel_size > 1):
+        sizes: dict[str, Any] = {"sequences": inputs.batch_sequences, "cost": _cost_of(inputs.config)}
+        sizes |= {"max_tokens_per_rank": inputs.config.max_tokens_per_rank, "parallel": parallel}
+        near = machine.ranks // parallel.tensor_parallel_size
+        shared = planned.dp_size * parallel.context_parallel_size
+        context = compare_context_sizes(inputs.lengths, ranks=shared, near=near, **sizes)
+    return replace(planned, context=context, batch=batch)
 
 
 def _draw(lengths: Int64Array, sequences: int) -> Int64Array:
@@ -293,32 +296,12 @@ def _place_batch(inputs: Inputs, ranks: int) -> PlacedBatch | None:
     if config.schedule.name == "as_packed" or inputs.lengths is None:
         return None
     lengths = _draw(inputs.lengths, inputs.batch_sequences)
-    placed = schedule(
-        config.schedule.name,
-        padded_lengths(lengths + 1, parallel.pad_to_multiple),
-        dp_size=parallel.dp_size(ranks),
-        cp_size=parallel.context_parallel_size,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        group_size=parallel.group_size,
-        pad_to_multiple=parallel.pad_to_multiple,
-        cost=cost,
-    )
+    padded = padded_lengths(lengths + 1, parallel.pad_to_multiple)
+    sizes: dict[str, Any] = {"dp_size": parallel.dp_size(ranks), "cp_size": parallel.context_parallel_size}
+    sizes |= {"group_size": parallel.group_size, "pad_to_multiple": parallel.pad_to_multiple}
+    sizes |= {"max_tokens_per_rank": config.max_tokens_per_rank}
+    placed = schedule(config.schedule.name, padded, **sizes, cost=cost)
     return PlacedBatch(config.name, lengths, placed, cost)
-
-
-def _context_sizes(inputs: Inputs, ranks: int, machine: Machine) -> dict[str, float]:
-    config, parallel, lengths = inputs.config, inputs.config.parallel, inputs.lengths
-    if lengths is None or (not config.shares_rows and parallel.context_parallel_size == 1):
-        return {}
-    return compare_context_sizes(
-        lengths,
-        sequences=inputs.batch_sequences,
-        ranks=parallel.dp_size(ranks) * parallel.context_parallel_size,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        cost=_cost_of(config),
-        near=machine.ranks // parallel.tensor_parallel_size,
-        parallel=parallel,
-    )
 
 
 def compare_context_sizes(
@@ -345,6 +328,7 @@ def compare_context_sizes(
     """
     drawn, longest, size = _draw(lengths, sequences), int(lengths.max()), 1
     parallel = parallel or ParallelConfig()
+    stages = parallel.pipeline_parallel_size
     batch = GlobalBatch(drawn, ranks, max_tokens_per_rank, parallel.group_size, None, cost)
     even, found = float(cost.of(drawn).sum()) / ranks, dict[str, float]()
     in_node = replace(cost, exchange=cost.exchange / _NODE_SPEED)
@@ -352,7 +336,10 @@ def compare_context_sizes(
     def step_of(placed: Schedule) -> float:
         works = (row_costs(placed, drawn, cost=one) for one in (in_node, cost))
         is_near = True if placed.shared_by is None else (placed.shared_by <= near).reshape(-1, ranks)
-        return _step_cost(np.where(is_near, *works), parallel) / even
+        work = np.where(is_near, *works)  # [microbatches, dp_size]
+        if stages == 1:
+            return float(work.sum(axis=0).max()) / even
+        return float(work.max(axis=1).sum()) * (1 + (stages - 1) / (parallel.num_chunks // stages * len(work))) / even
 
     while size <= largest_share(ranks, cost.most_ranks):
         # Of a shared sequence each rank has two chunks of the same length.
@@ -364,12 +351,12 @@ def compare_context_sizes(
     return found
 
 
-def _step_cost(work: Float64Array, parallel: ParallelConfig) -> float:
-    """Return the cost of a step from that of each rank's rows, float64 [microbatches, dp_size]."""
-    stages, chunks = parallel.pipeline_parallel_size, parallel.virtual_pipeline_parallel_size or 1
-    if stages == 1:
-        return float(work.sum(axis=0).max())
-    return float(work.max(axis=1).sum()) * (1 + (stages - 1) / (chunks * len(work)))
+def _fullest_rank(config: RunConfig, dp_size: int, **further: Any) -> Memory:
+    sizes: dict[str, Any] = {
+        "vocab_size": config.model.vocab_size or 1,
+        "max_tokens_per_rank": config.max_tokens_per_rank,
+    }
+    return plan_memory(config.model, config.parallel, **sizes, dp_size=dp_size, optimizer=config.optimizer, **further)
 
 
 def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
@@ -377,18 +364,11 @@ def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
     if config.trainer.device == "cpu":
         return None
     config = config.planned()
-    model, dp_size = config.model, config.parallel.dp_size(ranks)
-    samples_a_row = config.data.micro_batch_size if isinstance(config, PretrainConfig) else 1
-    return plan_memory(
-        model,
-        config.parallel,
-        vocab_size=model.vocab_size or 1,
-        dp_size=dp_size,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        microbatches=-(-config.loader.global_batch_size // (dp_size * samples_a_row)),
-        kernels=kernels_on_gpu(model, config.parallel),
-        optimizer=config.optimizer,
-    )
+    dp_size = config.parallel.dp_size(ranks)
+    samples = dp_size * (config.data.micro_batch_size if isinstance(config, PretrainConfig) else 1)
+    microbatches = -(-config.loader.global_batch_size // samples)
+    kernels = Kernels.on_gpu(config.model, config.parallel)
+    return _fullest_rank(config, dp_size, microbatches=microbatches, kernels=kernels)
 
 
 def plan_rows(work: Work, inputs: Inputs, ranks: int, batch: PlacedBatch | None = None) -> Work:
@@ -407,22 +387,6 @@ def plan_rows(work: Work, inputs: Inputs, ranks: int, batch: PlacedBatch | None 
     return replace(work, microbatches=microbatches, padding=max(0.0, padding))
 
 
-def check_longest(config: SftConfig, lengths: Int64Array, ranks: int) -> None:
-    """Raise ConfigError, with a size that suffices, if a sequence of these model tokens fits no row."""
-    held, parallel = config.max_tokens_per_rank, config.parallel
-    cp, multiple = parallel.context_parallel_size, 1
-    if config.shares_rows:
-        cp = largest_share(parallel.dp_size(ranks), _cost_of(config).most_ranks)
-        multiple = shared_multiple(parallel.pad_to_multiple, 2) // 2
-    longest = int(padded_lengths(lengths.max(initial=0) + 1, parallel.pad_to_multiple))
-    if longest > held * cp:
-        what = f"the longest sequence has {longest:,} model tokens after padding, more than the {held:,} * {cp} of rows"
-        least = -(-longest // (cp * multiple)) * multiple
-        more = "share rows between more ranks (parallel.context_parallel_size, or schedule=dynamic_context)"
-        fix = f"raise it to {least:,} or more, {more}, or plan shorter sequences"
-        raise ConfigError(what, where="schedule.max_tokens_per_rank", fix=fix)
-
-
 def plan_layout(
     inputs: Inputs,
     *,
@@ -439,39 +403,34 @@ def plan_layout(
     assert model.vocab_size is not None
     dp_size, notes = parallel.dp_size(ranks), inputs.notes
     if kernels is None:
-        kernels = kernels_on_gpu(model, parallel) if config.trainer.device != "cpu" else Kernels()
+        kernels = Kernels.on_gpu(model, parallel) if config.trainer.device != "cpu" else Kernels()
     if config.optimizer.offload:
         notes += ("no time for the copies and the CPU's updates of optimizer.offload",)
-    sizes: dict[str, Any] = {"dp_size": dp_size, "vocab_size": model.vocab_size}
     memory_with = partial(
-        plan_memory,
-        model,
-        parallel,
-        **sizes,
-        max_tokens_per_rank=config.max_tokens_per_rank,
+        _fullest_rank,
+        config,
+        dp_size,
         microbatches=work.microbatches if work is not None else 1_000_000,
         expert_load=expert_load,
-        optimizer=config.optimizer,
         media_numbers=inputs.media_numbers,
     )
     memory = memory_with(kernels=kernels)
     parts = {}
     if work is not None and mfu is None:
-        parts = estimate_step(
-            model, parallel, work, ranks=ranks, machine=machine, kernels=kernels, expert_load=expert_load
-        )
+        on: dict[str, Any] = {"ranks": ranks, "machine": machine, "kernels": kernels, "expert_load": expert_load}
+        parts = estimate_step(model, parallel, work, **on)
         mfu = work.mfu(sum(parts.values()), ranks=ranks, peak_flops=machine.peak_flops)
-    total = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
+    whole = count_weights(model, ParallelConfig(), stage=0, vocab_size=model.vocab_size)
     has_choice = compares_engine and kernels.engine and model.fp8 == "off"
     return RunPlan(
         name=config.name,
         ranks=ranks,
         dp_size=dp_size,
-        weights=total,
-        active_weights=total - count_idle(model),
+        weights=whole.whole,
+        active_weights=whole.used_by_token(model),
         memory=memory,
         without_engine=memory_with(kernels=replace(kernels, engine=False, grouped=False)) if has_choice else None,
-        checkpoint=plan_checkpoint(model, parallel, memory, ranks=ranks, optimizer=config.optimizer, **sizes),
+        checkpoint=plan_checkpoint(model, parallel, memory, config.optimizer, ranks, model.vocab_size),
         machine=machine,
         work=work,
         mfu=mfu if work is not None else None,

@@ -14,29 +14,29 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from harness.checks import show_value
 from harness.errors import ConfigError
 from harness.plan.layout import ParallelConfig, fp8_rank_multiple
 from harness.plan.memory import ROOM
 from harness.plan.model import ModelConfig
 from harness.plan.model_checks import balanced_layout
-from harness.plan.run_plan import (
-    AssumedPacks,
-    RunPlan,
-    check_longest,
-    memory_without_data,
-    open_inputs,
-    plan_layout,
-    plan_rows,
-)
+from harness.plan.run_plan import AssumedPacks, RunPlan, memory_without_data, open_inputs, plan_layout, plan_rows
 from harness.plan.settings import RunConfig, SftConfig
 from harness.plan.work import Machine
 from harness.printing import count_of
 from harness.tables import Table
 
+# Settings of a layout that a search chooses.
+_SEARCHED = (
+    *("tensor_parallel_size", "sequence_parallel", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
+    *("pipeline_layout", "context_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size"),
+    *("distributed_optimizer", "ranks"),
+)
 _RECOMPUTE = ("none", "selective", "full")
 # Settings that save memory and change no layout, the cheapest in time first.
 _SAVINGS: tuple[tuple[str, object], ...] = (
@@ -63,22 +63,13 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        parallel = self.parallel
-        values = {
-            "parallel.tensor_parallel_size": parallel.tensor_parallel_size,
-            "parallel.sequence_parallel": str(parallel.sequence_parallel).lower(),
-            "parallel.pipeline_parallel_size": parallel.pipeline_parallel_size,
-            "parallel.virtual_pipeline_parallel_size": parallel.virtual_pipeline_parallel_size or "null",
-            "parallel.pipeline_layout": f"'{parallel.pipeline_layout}'" if parallel.pipeline_layout else "null",
-            "parallel.context_parallel_size": parallel.context_parallel_size,
-            "parallel.expert_parallel_size": parallel.expert_parallel_size,
-            "parallel.expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-            "parallel.distributed_optimizer": "true",
-            "parallel.ranks": self.plan.ranks,
-            "model.recompute": self.config.model.recompute,
-            "model.recompute_modules": "[core_attn]",
+        values = {f"parallel.{name}": show_value(getattr(self.parallel, name)) for name in _SEARCHED}
+        if self.parallel.pipeline_layout:
+            values["parallel.pipeline_layout"] = f"'{self.parallel.pipeline_layout}'"
+        values |= {"model.recompute": self.config.model.recompute, "model.recompute_modules": "[core_attn]"}
+        values |= {
             "model.recompute_layers": "null",
-            "schedule.max_tokens_per_rank": self.config.max_tokens_per_rank,
+            "schedule.max_tokens_per_rank": str(self.config.max_tokens_per_rank),
         }
         return [f"{name}={value}" for name, value in values.items()]
 
@@ -113,40 +104,23 @@ class LayoutSearch:
             plan, parallel = one.plan, one.parallel
             assert plan.work is not None
             waits = sum(plan.parts[name] for name in ("tensor", "context", "expert", "pipeline", "data", "launches"))
-            row = (
-                str(parallel.tensor_parallel_size),
-                f"{parallel.pipeline_parallel_size}{' uneven' if parallel.pipeline_layout else ''}",
-                str(parallel.virtual_pipeline_parallel_size or "-"),
-                str(parallel.context_parallel_size),
-                str(parallel.expert_parallel_size),
-                str(plan.dp_size),
-                one.config.model.recompute,
-                f"{one.config.max_tokens_per_rank:,}",
-                str(plan.work.microbatches),
-                f"{plan.memory.total / gib:,.1f}",
-                f"{plan.mfu:.1%}",
-                f"{plan.step_s:,.3g}",
-                f"{waits / plan.step_s:.0%}",
-            )
-            rows.append(row)
+            sizes: list[object] = [parallel.tensor_parallel_size]
+            sizes += [f"{parallel.pipeline_parallel_size}{' uneven' if parallel.pipeline_layout else ''}"]
+            sizes += [parallel.virtual_pipeline_parallel_size or "-", parallel.context_parallel_size]
+            sizes += [parallel.expert_parallel_size, plan.dp_size, one.config.model.recompute]
+            sizes += [f"{one.config.max_tokens_per_rank:,}", plan.work.microbatches, f"{plan.memory.total / gib:,.1f}"]
+            sizes += [f"{plan.mfu:.1%}", f"{plan.step_s:,.3g}", f"{waits / plan.step_s:.0%}"]
+            rows.append(list(map(str, sizes)))
         return Group(Text(title), Table(head, rows, "r").to_terminal())
 
 
 def search_layouts(
-    config: RunConfig,
-    *,
-    machine: Machine,
-    packs: AssumedPacks | None,
-    gpu_bytes: float | None,
-    expert_load: float = 1.0,
+    config: RunConfig, *, machine: Machine, packs: AssumedPacks | None, gpu_bytes: float | None, expert_load: float = 1
 ) -> LayoutSearch:
     """Plan the run with these settings on every layout of its ranks (8 by default) that they accept.
 
-    Args:
-        gpu_bytes: memory of a GPU; None for any.
-
-    Raises:
-        ConfigError: there is no data to plan for, or no layout divides the model over so many ranks.
+    GPUs have `gpu_bytes` of memory, None for any. Raises ConfigError without data to plan for, and where no layout
+    divides the model over so many ranks.
     """
     ranks = config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)
@@ -164,11 +138,10 @@ def search_layouts(
             schedule = replace(base.schedule, max_tokens_per_rank=tokens)
             run = replace(base, model=as_recomputed(recompute), parallel=parallel, schedule=schedule)
             (run := run.planned()).check(ranks)
-            check_longest(run, inputs.lengths, ranks)
+            (one := replace(inputs, config=run)).check_longest(ranks)
         except ConfigError as error:
             refused.append(error)
             continue
-        one = replace(inputs, config=run)
         work = plan_rows(whole, one, ranks)
         planned = plan_layout(one, ranks=ranks, machine=machine, work=work, expert_load=expert_load)
         found.append(Candidate(run, parallel, planned))
@@ -208,10 +181,8 @@ def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
 def suggest_settings(config: RunConfig, fits: Callable[[RunConfig], bool]) -> list[str]:
     """Return changes to a run that does not fit its GPUs, each a line of settings with which it does.
 
-    The fewest savings that suffice on the same layout, and LoRA adapters with as few.
-
-    Args:
-        fits: returns True if a run with these settings fits; ConfigError counts as False.
+    The fewest savings that suffice on the same layout, and LoRA adapters with as few. A run for which `fits` raises
+    ConfigError does not fit.
     """
     lines = []
     for first in ((), (_ADAPTERS,)) if config.model.init_from and not config.model.lora_rank else ((),):
@@ -263,23 +234,11 @@ def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[Para
         chunks = [None, *counts] if pp > 1 else [None]
         shares = [size for size in sizes if experts % size == 0 and ranks // pp % size == 0] if experts else [1]
         for vpp, ep in itertools.product(chunks, shares):
-            uneven = layers % (pp * (vpp or 1)) > 0
+            num_chunks = pp * (vpp or 1)
+            layout = balanced(num_chunks) if layers % num_chunks else None
+            own: tuple[Any, ...] = (tp, tp > 1, pp, vpp, layout, cp, ep, 1, True, ranks)
             try:
-                found.append(
-                    replace(
-                        asked,
-                        tensor_parallel_size=tp,
-                        sequence_parallel=tp > 1,
-                        pipeline_parallel_size=pp,
-                        virtual_pipeline_parallel_size=vpp,
-                        pipeline_layout=balanced(pp * (vpp or 1)) if uneven else None,
-                        context_parallel_size=cp,
-                        expert_parallel_size=ep,
-                        expert_tensor_parallel_size=1,
-                        distributed_optimizer=True,
-                        ranks=ranks,
-                    )
-                )
+                found.append(replace(asked, **dict(zip(_SEARCHED, own, strict=True))))
             except ConfigError as error:  # of a dispatcher that does not divide experts over so many
                 refused = refused or error
     if refused is not None and not found:

@@ -25,6 +25,7 @@ from harness.checks import (
     includes,
     one_of,
     other_than,
+    read_rules,
     require_bounds,
     show_value,
 )
@@ -98,11 +99,10 @@ class OptimizerConfig(CheckedSettings, section="optimizer"):
             )
             for beta in ("beta1", "beta2")
         ),
-        Rule(
-            {"optimizer.moments_dtype": "bfloat16", "optimizer.offload": SET},
-            "Megatron-Core keeps the moments of an optimizer on the host in float32",
-            "optimizer.moments_dtype=float32, or optimizer.offload=0",
-        ),
+        *read_rules("""
+            optimizer.moments_dtype=bfloat16, optimizer.offload | Megatron-Core keeps the moments of an optimizer on the
+              host in float32 | optimizer.moments_dtype=float32, or optimizer.offload=0
+        """),
     )
 
     def resolved(self, model: ModelConfig, steps: int | None) -> OptimizerConfig:
@@ -195,13 +195,10 @@ class TrainerConfig(CheckedSettings, section="trainer"):
     sample_prompts: list[str] = field(default_factory=list)
     sample_tokens: int = bounded(48, lowest=1)
 
-    rules = (
-        Rule(
-            {"trainer.steps": SET, "trainer.epochs": SET},
-            "both define the length of the run",
-            "omit one, or override it with null if a file sets it, such as trainer.steps=null",
-        ),
-    )
+    rules = read_rules("""
+        trainer.steps, trainer.epochs | both define the length of the run
+          | omit one, or override it with null if a file sets it, such as trainer.steps=null
+    """)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,21 +219,14 @@ class TrainerConfig(CheckedSettings, section="trainer"):
 
 _FLOAT32, _ON_CPU = {"model.dtype": "float32"}, {"trainer.device": "cpu"}
 _ENGINE = Condition("a kernel of Transformer Engine", lambda attention: attention not in ("auto", "torch"))
-_DTYPES = (
-    Rule(
-        {"parallel.gradient_dtype": "bfloat16", "model.dtype": other_than("bfloat16")},
-        "gradients cannot have lower precision than weights",
-        "model.dtype=bfloat16, or parallel.gradient_dtype=float32",
-    ),
-    *(
-        Rule(
-            {**_FLOAT32, "model.attention": kernel},
-            "this kernel does not support float32",
-            "model.dtype=bfloat16, or model.attention=torch",
-        )
-        for kernel in ("flash", "fused")
-    ),
-)
+_DTYPES = read_rules("""
+    parallel.gradient_dtype=bfloat16, model.dtype!=bfloat16 | gradients cannot have lower precision than weights
+      | model.dtype=bfloat16, or parallel.gradient_dtype=float32
+    model.dtype=float32, model.attention=flash | this kernel does not support float32
+      | model.dtype=bfloat16, or model.attention=torch
+    model.dtype=float32, model.attention=fused | this kernel does not support float32
+      | model.dtype=bfloat16, or model.attention=torch
+""")
 # Of the optimizer, whose settings are the model's and the layout's too.
 _OF_DISTRIBUTED = tuple(
     Rule(
@@ -256,20 +246,17 @@ _FP8 = tuple(
     for other in (_FLOAT32, {"model.attention": "torch"}, _ON_CPU, {"model.lora_rank": SET})
 )
 _ON_A_GPU = (
-    Rule(
-        {"optimizer.moments_dtype": "bfloat16", **_ON_CPU},
-        "Transformer Engine's Adam requires a GPU",
-        "optimizer.moments_dtype=float32",
-    ),
-    Rule({"parallel.cuda_graphs": True, **_ON_CPU}, "CUDA graphs require a GPU", "parallel.cuda_graphs=false"),
-    *(
-        Rule(
-            {"parallel.overlap_tensor_parallel": True, **other},
-            "it requires a GPU and bfloat16, and excludes sample prompts, which can be longer than a row",
-            "parallel.overlap_tensor_parallel=false, or the other setting",
-        )
-        for other in (_ON_CPU, _FLOAT32, {"trainer.sample_prompts": SET})
-    ),
+    *read_rules("""
+        optimizer.moments_dtype=bfloat16, trainer.device=cpu | Transformer Engine's Adam requires a GPU
+          | optimizer.moments_dtype=float32
+        parallel.cuda_graphs=true, trainer.device=cpu | CUDA graphs require a GPU | parallel.cuda_graphs=false
+        parallel.overlap_tensor_parallel=true, trainer.device=cpu | it requires a GPU and bfloat16, and excludes sample
+          prompts, which can be longer than a row | parallel.overlap_tensor_parallel=false, or the other setting
+        parallel.overlap_tensor_parallel=true, model.dtype=float32 | it requires a GPU and bfloat16, and excludes sample
+          prompts, which can be longer than a row | parallel.overlap_tensor_parallel=false, or the other setting
+        parallel.overlap_tensor_parallel=true, trainer.sample_prompts | it requires a GPU and bfloat16, and excludes
+          sample prompts, which can be longer than a row | parallel.overlap_tensor_parallel=false, or the other setting
+    """),
     Rule(
         {"model.attention": _ENGINE, **_ON_CPU},
         "Transformer Engine requires a GPU",
@@ -307,21 +294,16 @@ class RunConfig(CheckedSettings, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.resume = str(self.resume).lower()
-        if self.trainer.epochs is not None and not self.has_epochs:
+        if self.trainer.epochs is not None and self.data_ends_with != "epochs":
             what = f"trainer.epochs is {self.trainer.epochs:,}, but only packed datasets support epochs"
             raise ConfigError(what, where="trainer.epochs", fix="trainer.steps=N trainer.epochs=null")
         if self.parallel.ranks is not None:
             self.check_layout(self.parallel.ranks)
 
     @property
-    def ends_with_data(self) -> bool:
-        """True where the data has an end of its own, so that a run without a number of steps ends there."""
-        return False
-
-    @property
-    def has_epochs(self) -> bool:
-        """True where the data has epochs, so that a run may be as long as some of them."""
-        return False
+    def data_ends_with(self) -> str:
+        """The end of the data: that of its `epochs`, of its `stream`, or none ("")."""
+        return ""
 
     @property
     def shares_rows(self) -> bool:
@@ -331,8 +313,9 @@ class RunConfig(CheckedSettings, ABC):
     def with_steps(self) -> Self:
         """Return a copy with the number of steps that null stands for, or with that of epochs."""
         trainer, length = self.trainer, dict[str, Any]()
-        if trainer.steps is None and trainer.epochs is None and not self.ends_with_data:
-            length = {"epochs": 1} if self.has_epochs and self.model.init_from is not None else {"steps": _USUAL_STEPS}
+        if trainer.steps is None and trainer.epochs is None and self.data_ends_with != "stream":
+            is_one_epoch = self.data_ends_with == "epochs" and self.model.init_from is not None
+            length = {"epochs": 1} if is_one_epoch else {"steps": _USUAL_STEPS}
         return replace(self, trainer=replace(trainer, **length))
 
     def on(self, device: str) -> Self:
@@ -391,14 +374,12 @@ class RunConfig(CheckedSettings, ABC):
         self.check_dtypes()
 
 
-_BALANCED = tuple(
-    Rule(
-        {f"data.live.{name}": SET, "schedule.name": "as_packed"},
-        "this schedule trains each pack on the rank that reads it",
-        "schedule=dp_balanced or schedule=cost_balanced",
-    )
-    for name in ("window_sequences", "blend")
-)
+_BALANCED = read_rules("""
+    data.live.window_sequences, schedule.name=as_packed | this schedule trains each pack on the rank that reads it
+      | schedule=dp_balanced or schedule=cost_balanced
+    data.live.blend, schedule.name=as_packed | this schedule trains each pack on the rank that reads it
+      | schedule=dp_balanced or schedule=cost_balanced
+""")
 _UNTESTED = "no test covers it with rows that ranks share"
 _UNKNOWN = "the lengths of sequences that are still being generated are unknown"
 _SHARED = (
@@ -415,11 +396,11 @@ _SHARED = (
             ("model.recompute_modules", includes("moe"), "[core_attn]", _UNTESTED),
         )
     ),
-    Rule(
-        {"schedule.name": DYNAMIC, "model.aux_loss": SET, "model.aux_loss_scope": "row"},
-        "the tokens of a row, which are balanced together, depend on the number of ranks that share it",
-        "model.aux_loss_scope=sequence, model.aux_loss=0, or schedule=cost_balanced",
-    ),
+    *read_rules(f"""
+        schedule.name={DYNAMIC}, model.aux_loss, model.aux_loss_scope=row
+          | the tokens of a row, which are balanced together, depend on the number of ranks that share it
+          | model.aux_loss_scope=sequence, model.aux_loss=0, or schedule=cost_balanced
+    """),
 )
 
 
@@ -438,12 +419,8 @@ class SftConfig(RunConfig):
     job_rules = (*RunConfig.job_rules, *_BALANCED, *_SHARED)
 
     @property
-    def ends_with_data(self) -> bool:
-        return bool(self.data.live.folders)
-
-    @property
-    def has_epochs(self) -> bool:
-        return not self.data.live.folders
+    def data_ends_with(self) -> str:
+        return "stream" if self.data.live.folders else "epochs"
 
     @property
     def shares_rows(self) -> bool:
@@ -505,29 +482,17 @@ class SftConfig(RunConfig):
             raise ConfigError(what, where="data.live.window_sequences", fix="use a larger window or fewer ranks")
 
 
-_CORPUS = (
-    Rule(
-        {"data.reset_position_ids": True, "data.reset_attention_mask": False},
-        "rotary positions follow the bounds of attention, so this setting alone would have no effect",
-        "add data.reset_attention_mask=true, or omit both",
-    ),
-    Rule(
-        {"data.reset_attention_mask": True, "parallel.static_rows": True},
-        "the maximum row size is unknown if each document in a row is padded",
-        "parallel.static_rows=false, or data.reset_attention_mask=false",
-    ),
-    Rule({"trainer.loss_average": other_than("token")}, "a corpus has no conversations", "trainer.loss_average=token"),
-    Rule(
-        {"model.vocab_size": None, "model.init_from": None},
-        "the vocabulary size is unknown, because a corpus does not store it",
-        "model.vocab_size=N, the vocabulary size of the corpus's tokenizer",
-    ),
-    Rule(
-        {"trainer.sample_prompts": SET},
-        "sample prompts require a tokenizer, which a corpus does not specify",
-        "omit them; export the run with `harness export` and generate with transformers",
-    ),
-)
+_CORPUS = read_rules("""
+    data.reset_position_ids=true, data.reset_attention_mask=false | rotary positions follow the bounds of attention, so
+      this setting alone would have no effect | add data.reset_attention_mask=true, or omit both
+    data.reset_attention_mask=true, parallel.static_rows=true | the maximum row size is unknown if each document in a
+      row is padded | parallel.static_rows=false, or data.reset_attention_mask=false
+    trainer.loss_average!=token | a corpus has no conversations | trainer.loss_average=token
+    model.vocab_size=null, model.init_from=null | the vocabulary size is unknown, because a corpus does not store it
+      | model.vocab_size=N, the vocabulary size of the corpus's tokenizer
+    trainer.sample_prompts | sample prompts require a tokenizer, which a corpus does not specify
+      | omit them; export the run with `harness export` and generate with transformers
+""")
 
 
 @dataclass

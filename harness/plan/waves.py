@@ -32,10 +32,7 @@ class PlacedBatch:
     def waves(self, width: int = _WIDTH) -> Float64Array:
         """Return the ranks that share the row of each rank at each moment, as powers of 2, NaN while it waits.
 
-        Ranks wait in every microbatch for the costliest row, as in pipelines.
-
-        Returns:
-            float64 [dp_size, width].
+        Ranks wait in every microbatch for the costliest row, as in pipelines. The array is float64 [dp_size, width].
         """
         work, shared = row_costs(self.placed, self.lengths, cost=self.cost), self.placed.shared_by
         sizes = np.log2(np.ones_like(work) if shared is None else shared.reshape(work.shape))

@@ -18,22 +18,8 @@ import numpy as np
 from harness.errors import ConfigError
 from harness.plan.encoders import EncoderWork, encoder_work
 from harness.plan.families.base import has_scan
-from harness.plan.layout import (
-    DIVIDED_BY_COLUMNS,
-    DTYPE_BYTES,
-    ON_EVERY_RANK,
-    ParallelConfig,
-    padded_vocab_size,
-    uneven_load,
-)
-from harness.plan.memory import (
-    Kernels,
-    count_adapters,
-    count_experts,
-    count_weights,
-    layer_activation_bytes,
-    layers_of_stage,
-)
+from harness.plan.layout import DIVIDED_BY_COLUMNS, DTYPE_BYTES, ON_EVERY_RANK, ParallelConfig, padded_vocab_size
+from harness.plan.memory import Kernels, count_weights, layer_activation_bytes, parts_of_stage
 from harness.plan.model import ModelConfig
 from harness.plan.model_checks import scan_numbers
 from harness.records import Float64Array, Int64Array
@@ -417,13 +403,6 @@ class _RankStep:
         rate = machine.peak_flops * share * self.ranks / self.parallel.pipeline_parallel_size
         return (_ATTENTION_PASSES + again) * flops / rate
 
-    def loss(self) -> dict[str, float]:
-        """Return the times of a microbatch in the output matrix and the loss."""
-        words = padded_vocab_size(self.model.vocab_size or 0) / self.parallel.tensor_parallel_size
-        product_s = self.product_s(_Product(self.tokens, self.model.hidden_size, words, 0.0), in_8_bits=False)
-        # Logits are written, and read and written by the loss and its gradient, in four bytes each.
-        return {"matrix products": product_s, "memory": 20 * words * self.tokens / self.machine.memory_bytes_per_s}
-
     def exchange(self, parts: str, computed: dict[str, float]) -> dict[str, float]:
         """Return the times of a microbatch in which a rank waits for others in one layer."""
         model, parallel, machine, passes = self.model, self.parallel, self.machine, 2 + self.again
@@ -504,10 +483,11 @@ class _RankStep:
 
     def update(self, busy: float) -> dict[str, float]:
         model, parallel, machine = self.model, self.parallel, self.machine
-        count = count_adapters if model.lora_rank else partial(count_weights, vocab_size=model.vocab_size or 0)
-        stages = range(parallel.pipeline_parallel_size)
-        weights, stage = max((count(model, parallel, stage=stage), stage) for stage in stages)
-        expert_weights = 0 if model.lora_rank else count_experts(model, parallel, stage=stage)
+        count = partial(count_weights, model, parallel, vocab_size=model.vocab_size or 0)
+        # The largest, of several the last.
+        stages = (count(stage=stage) for stage in reversed(range(parallel.pipeline_parallel_size)))
+        most = max(stages, key=lambda one: one.adapters if model.lora_rank else one.whole)
+        weights, expert_weights = (most.adapters, 0) if model.lora_rank else (most.whole, most.experts)
         shares = parallel.dp_size(self.ranks) * parallel.context_parallel_size
         copies = parallel.expert_copies(self.ranks)
         ring = (shares - 1) / shares / machine.link(shares, parallel.tensor_parallel_size)
@@ -551,12 +531,14 @@ def estimate_step(
         `pipeline` (waiting for its slowest stage, its start and its end, and its sends), the communication of `data`
         parallelism that is not overlapped, and the `optimizer`.
     """
-    step = _RankStep(model, parallel, work, ranks, machine, kernels, uneven_load(parallel, expert_load))
-    all_parts = model.all_parts
-    kinds = {parts: step.layer(parts) for parts in set(all_parts)}
-    loss, stages = step.loss(), []
+    step = _RankStep(model, parallel, work, ranks, machine, kernels, parallel.uneven_load(expert_load))
+    kinds = {parts: step.layer(parts) for parts in set(model.all_parts)}
+    words, stages = padded_vocab_size(model.vocab_size or 0) / parallel.tensor_parallel_size, []
+    output_s = step.product_s(_Product(step.tokens, model.hidden_size, words, 0.0), in_8_bits=False)
+    # Logits are written, and read and written by the loss and its gradient, in four bytes each.
+    loss = {"matrix products": output_s, "memory": 20 * words * step.tokens / machine.memory_bytes_per_s}
     for stage in range(parallel.pipeline_parallel_size):
-        layers = [all_parts[layer] for layer in layers_of_stage(model, parallel, stage)]
+        layers = [parts for chunk in parts_of_stage(model, parallel, stage) for parts in chunk]
         outputs = (1 + model.mtp_layers) * (stage == parallel.pipeline_parallel_size - 1)
         parts = {name: sum(kinds[one][name] for one in layers) for name in next(iter(kinds.values()))}
         busy = sum(parts.values())

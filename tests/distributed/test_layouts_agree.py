@@ -54,7 +54,7 @@ from parity_reports import read_report
 from small_packs import write_small_packs
 from torch.distributed import PrefixStore
 
-from harness.checks import choices_of
+from harness.checks import CHOICES
 from harness.formats import open_dataset
 from harness.loader import Loader, RankLayout, RunData
 from harness.megatron import prepare_process
@@ -481,7 +481,7 @@ def test_every_setting_of_a_step_has_all_its_values_or_another_test_that_compare
         for field in fields(getattr(configs[0], part)):
             name = f"{part}.{field.name}"
             tried = {repr(getattr(getattr(config, part), field.name)) for config in configs}
-            choices = choices_of(field) or ((True, False) if field.type in ("bool", "bool | None") else ())
+            choices = field.metadata.get(CHOICES) or ((True, False) if field.type in ("bool", "bool | None") else ())
             if len(tried) == 1:
                 untried.add(name)
             else:

@@ -79,7 +79,7 @@ def _text_of(gpu: ElementTree.Element, path: str) -> str:
 
 def _gpu_faults(gpu: ElementTree.Element) -> list[str]:
     words = [text for text in map(str.strip, gpu.itertext()) if _LOST_GPU.fullmatch(text)]
-    words += [text for text in [_text_of(gpu, "fb_memory_usage/used")] if _NO_ANSWER.fullmatch(text)]
+    words += filter(_NO_ANSWER.fullmatch, [_text_of(gpu, "fb_memory_usage/used")])
     faults = [f"it does not answer: nvidia-smi prints {word!r}" for word in dict.fromkeys(words)]
     # Those of earlier days (aggregate) were repaired by a reset; one that is volatile was not.
     for entry in gpu.iterfind("ecc_errors/volatile/*"):
@@ -184,11 +184,9 @@ def read_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
         is_named = port[0] == want[0] if in_full else port[0].startswith(want[0])
         return is_named and want[1] in ("", port[1])
 
-    faults, rates = [], []
-    for want in wanted:
-        if not any(matches(port, want, in_full=is_exact) for port in ports):
-            faults.append(f"{':'.join(filter(None, want))} is missing")
-    down: list[str] = []
+    missing = (want for want in wanted if not any(matches(port, want, in_full=is_exact) for port in ports))
+    faults = [f"{':'.join(filter(None, want))} is missing" for want in missing]
+    down, rates = list[str](), list[str]()
     for port in ports:
         if wanted and not any(matches(port, want, in_full=is_exact) for want in wanted):
             continue

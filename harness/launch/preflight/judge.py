@@ -72,21 +72,16 @@ class Fault:
     what: str
     fix: str = ""
 
-    @property
-    def is_own(self) -> bool:
-        """True if the job can run on other nodes."""
-        return "," not in self.node and not self.what.startswith(_NOT_ITS_OWN)
-
     def __str__(self) -> str:
         return f"{self.node}: {self.what}" + (f"\n  fix:   {self.fix}" if self.fix else "")
 
 
 def culprits(faults: Sequence[Fault], nodes: Sequence[str]) -> dict[str, str]:
     """Return the nodes that a job can do without, and why; none if most are faulty, or a fault has no clear cause."""
-    own = {fault.node: fault.what for fault in reversed(faults) if fault.is_own}
     # Ranks that fail or wait because of a faulty node report that, too.
-    of_several = [fault for fault in faults if "," in fault.node and not fault.what.startswith(_NOT_ITS_OWN)]
-    is_clear = all(set(fault.node.split(",")) & own.keys() for fault in of_several)
+    caused = [fault for fault in faults if not fault.what.startswith(_NOT_ITS_OWN)]
+    own = {fault.node: fault.what for fault in reversed(caused) if "," not in fault.node}
+    is_clear = all(set(fault.node.split(",")) & own.keys() for fault in caused if "," in fault.node)
     return own if own and is_clear and 2 * len(own) <= len(nodes) else {}
 
 
@@ -105,7 +100,7 @@ def judge_nodes(
     Of the lines, those of `run_checks` are read. The code of every node must have the digest `code`, if any; errors of
     the srun that ran the step tell why a node has not answered.
     """
-    answers, errors, timeouts = _read(lines)
+    answers, reported = _read(lines)
     causes, was_stopped = read_srun(srun, [node for node in nodes for _ in range(tasks_per_node)])
     facts = {node: answers[node] for node in nodes if node in answers}
     silent = [node for node in nodes if node not in answers]
@@ -115,21 +110,20 @@ def judge_nodes(
     # Where srun ended the step because of one node, the others were not asked.
     if not (faults and was_stopped):
         faults += [Fault(node, "no answer from the node", fix.format(node)) for node in silent if node not in causes]
-    faults += [fault for node in facts for fault in errors if fault.node == node]
+    faults += [fault for node in facts for fault, is_late in reported.items() if fault.node == node and not is_late]
     faults += [Fault(node, *fault) for node in facts for fault in _below_limits(facts[node], limits, gpus, code)]
     faults += _differences(facts)
     measured: dict[str, Any] = next((found["all-reduce"] for found in facts.values() if "all-reduce" in found), {})
     faults += _slow_links(measured, limits)
     faults += _slow_ranks(measured.get("ranks_s", []), limits)
-    faults += [fault for node in facts for fault in timeouts if fault.node == node]
+    faults += [fault for node in facts for fault, is_late in reported.items() if fault.node == node and is_late]
     return faults, "\n".join([_summary(list(facts.values())), *_notes(facts)])
 
 
-def _read(lines: Iterable[str]) -> tuple[dict[str, dict[str, Any]], list[Fault], list[Fault]]:
-    """Return facts by node and check, those of the last rank where several answer; errors of all; and timeouts."""
+def _read(lines: Iterable[str]) -> tuple[dict[str, dict[str, Any]], dict[Fault, bool]]:
+    """Return facts by node and check, of several ranks the last, and the faults of all: True for a timeout."""
     answers: dict[str, dict[str, Any]] = {}
-    errors: list[Fault] = []
-    timeouts: list[Fault] = []
+    faults: dict[Fault, bool] = {}
     for line in lines:
         try:
             entry = json.loads(re.sub(r"^\s*\d+: ?", "", line))
@@ -143,10 +137,8 @@ def _read(lines: Iterable[str]) -> tuple[dict[str, dict[str, Any]], list[Fault],
         where = f" ({entry['where']})" if entry.get("where") else ""
         rank = f"rank {entry['rank']}, " if "rank" in entry else ""
         fault = Fault(node, f"{rank}{check}: {entry['error']}{where}", entry.get("fix", ""))
-        faults = timeouts if entry.get("late") else errors
-        if fault not in faults:
-            faults.append(fault)
-    return answers, errors, timeouts
+        faults.setdefault(fault, bool(entry.get("late")))
+    return answers, faults
 
 
 def _below_limits(
@@ -154,18 +146,13 @@ def _below_limits(
 ) -> Iterable[tuple[str, str]]:
     there = facts.get("gpus", {}).get("gpus", [])
     if "gpus" in facts and len(there) < gpus:
-        yield (
-            f"gpus: nvidia-smi shows {len(there)}, the job asks for {gpus}",
-            f"set cluster.gpus_per_node={len(there)}, or drain the node: a GPU has fallen off the bus",
-        )
+        fix = f"set cluster.gpus_per_node={len(there)}, or drain the node: a GPU has fallen off the bus"
+        yield f"gpus: nvidia-smi shows {len(there)}, the job asks for {gpus}", fix
     # Only on a node that the job has to itself; on a shared node the other GPUs belong to other jobs.
-    if gpus and len(there) == gpus:
-        for number, gpu in enumerate(there):
-            if gpu["used_mib"] > _UNUSED_GPU_MIB:
-                yield (
-                    f"gpus: {gpu['used_mib']:,} MiB of GPU {number} are in use before the job has begun",
-                    "end the process that an earlier job left there, or drain the node",
-                )
+    for number, gpu in enumerate(there if gpus and len(there) == gpus else ()):
+        if gpu["used_mib"] > _UNUSED_GPU_MIB:
+            what = f"gpus: {gpu['used_mib']:,} MiB of GPU {number} are in use before the job has begun"
+            yield what, "end the process that an earlier job left there, or drain the node"
     for check, name, lowest, what, fix in (
         ("shm", "mib", limits.min_shm_mib, "/dev/shm has {:,} MiB, loader workers need {:,}", _SHM_FIX),
         ("disk", "gib", limits.min_disk_gib, "{:.1f} GiB are free for the run's folder, {:g} are required", _DISK_FIX),
@@ -176,17 +163,13 @@ def _below_limits(
             if place.startswith(check) and found.get(name, lowest) < lowest:
                 yield f"{place}: {what.format(found[name], lowest)}", fix
     if code and facts.get("versions", {}).get("code", code) != code:
-        yield (
-            f"versions: the code or configs of the container differ from those that submitted the job ({code})",
-            "build the image again (docker/build.sh), mount the checkout over it (cluster.mounts, "
-            "DIR:/opt/harness), or run the image's own code: cluster.preflight.same_code=false",
-        )
+        fix = "build the image again (docker/build.sh), mount the checkout over it (cluster.mounts, DIR:/opt/harness), "
+        fix += "or run the image's own code: cluster.preflight.same_code=false"
+        yield f"versions: the code or configs of the container differ from those that submitted the job ({code})", fix
     offset_s = facts.get("first node", {}).get("offset_s", 0.0)
     if abs(offset_s) > limits.max_clock_offset_s:
-        yield (
-            f"clock: {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} that of the first node",
-            "start chronyd or ntpd on it: logs, file times and Kerberos tickets depend on the clock",
-        )
+        what = f"clock: {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} that of the first node"
+        yield what, "start chronyd or ntpd on it: logs, file times and Kerberos tickets depend on the clock"
 
 
 def _slow_links(facts: dict[str, Any], limits: PreflightConfig) -> Iterable[Fault]:
@@ -199,9 +182,7 @@ def _slow_links(facts: dict[str, Any], limits: PreflightConfig) -> Iterable[Faul
 
     within, pairs = facts.get("node_rates_s", {}), facts.get("pair_rates_s", {})
     least = _least(within.values(), limits.min_node_gb_s)
-    for node, rate in within.items():
-        if rate < least:
-            yield fault(node, "links within the node", rate, least)
+    yield from (fault(node, "links within the node", rate, least) for node, rate in within.items() if rate < least)
     least = _least(pairs.values(), limits.min_pair_gb_s)
     slow = {name: rate for name, rate in pairs.items() if rate < least}
     met = Counter(node for name in pairs for node in name.split(" "))
@@ -269,13 +250,10 @@ def _comparable(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _notes(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[str]:
     """Yield what is worth knowing about nodes and no fault, once for all nodes that have it in common."""
-    having: dict[str, list[str]] = {}
-    for node, of_node in facts.items():
-        for note in of_node.get("gpus", {}).get("notes", []):
-            having.setdefault(note, []).append(node)
-    for note, nodes in having.items():
-        others = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-        yield f"  note: {nodes[0]}{others}: {note}"
+    noted = [(note, node) for node, of_node in facts.items() for note in of_node.get("gpus", {}).get("notes", [])]
+    for note, count in Counter(note for note, _ in noted).items():
+        others = f" and {count - 1} more" if count > 1 else ""
+        yield f"  note: {dict(reversed(noted))[note]}{others}: {note}"
 
 
 def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:

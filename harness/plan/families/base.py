@@ -74,11 +74,7 @@ def count_experts(values: Mapping[str, Any]) -> int:
 def read_softmax(
     values: Mapping[str, Any], *, normalize: bool, inner: int | None = None, dense_layers: int = 0
 ) -> dict[str, Any]:
-    """Return the settings of experts that a softmax router chooses.
-
-    Args:
-        inner: size of an expert; None for config.json's `intermediate_size`.
-    """
+    """Return settings of experts of this inner size, None for `intermediate_size`, that a softmax router chooses."""
     return {
         "num_experts": count_experts(values),
         "experts_per_token": int(values["num_experts_per_tok"]),

@@ -15,16 +15,8 @@ from harness.plan.families.base import ExpertNames, Family, Refuse, require_know
 # Letters of `model.layer_pattern` by the words of transformers 5.
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 # What Megatron-Core's layers compute, whatever the settings; a model with other values is refused.
-_CONSTANTS = {
-    "mlp_hidden_act": "relu2",
-    "mamba_hidden_act": "silu",
-    "conv_kernel": 4,
-    "use_conv_bias": True,
-    "use_bias": False,
-    "mamba_proj_bias": False,
-    "residual_in_fp32": False,
-    "layer_norm_epsilon": 1e-5,
-}
+_CONSTANTS = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4, "layer_norm_epsilon": 1e-5}
+_CONSTANTS |= {"use_conv_bias": True, "use_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False}
 # Limits of a step, infinity as an object. Transformers has that of all published models, 0.001; NVIDIA's code has none.
 _LIMITS = {"time_step_limit": 0, "mamba_dt_limit": 0, "time_step_min": 0.001, "mamba_dt_min": 0.001}
 _SIZES = {

@@ -197,7 +197,8 @@ def find_wrong(settings: list[Setting], settings_with: Callable[[str], Any], sha
             except Exception as error:
                 wrong.append(f"{text}: {type(error).__name__}: {error}")
                 continue
-            held = attrgetter(above)(config)
+            places = {one.metadata.get("key"): one.name for one in config.__dataclass_fields__.values()}
+            held = attrgetter(places.get(above, above))(config)
             held = getattr(held[0], name) if is_record else held
             if not is_held(setting, value, held):
                 wrong.append(f"{text} is {held!r}")

@@ -28,7 +28,7 @@ def test_every_family_and_every_preset_is_listed_and_every_refused_family_with_i
     listed = json.loads(printed)
     assert code == 0
     assert [family["name"] for family in listed["families"]] == [*FAMILIES, *MEDIA_MODELS]
-    presets = [preset for family in list_families() for preset in family.presets]
+    presets = [preset for family in list_families() for preset in family["presets"]]
     assert sorted(presets) == sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
     assert {name: need for need, names in list_missing().items() for name in names} == MISSING
     code, printed, _ = harness("models")

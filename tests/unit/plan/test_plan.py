@@ -231,24 +231,23 @@ def test_a_run_that_no_vocabulary_makes_fit_is_refused_on_gpus_alone(vocab_size)
 
 def test_parts_of_a_divided_model_count_once_except_those_on_every_rank() -> None:
     whole = model_of(num_layers=4, num_attention_heads=4, head_dim=None, tie_embeddings=False)
-    words = 384 * 64
-    total = count_weights(whole, ONE, stage=0, vocab_size=VOCAB)
-    halves = [count_weights(whole, ParallelConfig(pipeline_parallel_size=2), stage=s, vocab_size=VOCAB) for s in (0, 1)]
+    total = count_weights(whole, ONE, stage=0, vocab_size=VOCAB).whole
+    two = ParallelConfig(pipeline_parallel_size=2)
+    halves = [count_weights(whole, two, stage=s, vocab_size=VOCAB).whole for s in (0, 1)]
     assert sum(halves) == total
     assert halves[1] - halves[0] == 64  # the last norm
     # Norms are on both ranks.
     norms = 4 * 2 * 64 + 64
-    half = count_weights(whole, ParallelConfig(tensor_parallel_size=2), stage=0, vocab_size=VOCAB)
+    half = count_weights(whole, ParallelConfig(tensor_parallel_size=2), stage=0, vocab_size=VOCAB).whole
     assert 2 * half == total + norms
     tied = model_of(num_layers=4, head_dim=None)
-    assert count_weights(tied, ONE, stage=0, vocab_size=VOCAB) == total - words
-    ends = [count_weights(tied, ParallelConfig(pipeline_parallel_size=2), stage=s, vocab_size=VOCAB) for s in (0, 1)]
-    assert sum(ends) == total
+    assert count_weights(tied, ONE, stage=0, vocab_size=VOCAB).whole == total - 384 * 64  # the words
+    assert sum(count_weights(tied, two, stage=s, vocab_size=VOCAB).whole for s in (0, 1)) == total
 
 
 def test_the_weights_of_a_published_mixture_of_experts_are_exact_and_most_of_them_idle() -> None:
     model = compose_config("sft", SftConfig, ["model=qwen3_30b_a3b"]).model
-    assert count_weights(model, ONE, stage=0, vocab_size=151936) == 30_532_122_624  # of its published safetensors
+    assert count_weights(model, ONE, stage=0, vocab_size=151936).whole == 30_532_122_624  # of its published safetensors
     config = compose_config("sft", SftConfig, ["experiment=qwen3_30b_a3b_1node"])
     planned = plan_run(config, packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))
     assert (planned.weights, planned.active_weights) == (30_532_122_624, 3_353_032_704)
@@ -275,7 +274,7 @@ def test_a_mixture_of_experts_has_the_tensors_that_transformers_makes_of_its_siz
 def test_products_in_8_bits_keep_two_copies_of_the_layers_weights() -> None:
     config = compose_config("sft", SftConfig, ["experiment=llama3_8b_fp8_1node"])
     planned = plan_run(config, packs=AssumedPacks(1000, pack_size=8192, sequence_tokens=1024))
-    half = count_weights(config.model, config.parallel, stage=0, vocab_size=128256)
+    half = count_weights(config.model, config.parallel, stage=0, vocab_size=128256).whole
     assert planned.memory.fp8 == 2 * (half - 128256 * 4096)
     assert planned.without_engine is None
 
