@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import lru_cache
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -107,11 +107,16 @@ class Receipt:
 
 
 def do_shard(job: ShardJob, number: int, shard: SourceShard) -> Receipt | HarnessError:
-    """Make a shard unless it exists. Errors are returned, not raised: they cross processes and machines."""
+    """Make a shard unless it is there, intact. Errors are returned, not raised: they cross processes and machines."""
+    folder = job.shard_folder(number)
     fix = "free disk space, or set data.path to another folder; finished shards are kept"
     try:
-        with os_errors_as(PrepError, "the shard cannot be written", where=job.shard_folder(number), fix=fix):
-            return _find_receipt(job, number, shard) or _make(job, number, shard)
+        with os_errors_as(PrepError, "the shard cannot be written", where=folder, fix=fix):
+            with suppress(OSError):
+                receipt = _read_receipt(folder / RECEIPT, job, shard)
+                if receipt is not None and digest_files(folder, _FILES) == receipt.output:
+                    return replace(receipt, was_there=True)
+            return _make(job, folder, shard)
     except HarnessError as error:
         return error
 
@@ -137,16 +142,6 @@ def refuse(bad: list[BadRecord]) -> None:
     raise PrepError(f"there are bad records: {reasons}", where="\n         ".join(shown), fix=fix)
 
 
-def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | None:
-    """Return the receipt of an intact shard; None if it is missing, damaged, or of other input or settings."""
-    folder = job.shard_folder(number)
-    with suppress(OSError):
-        receipt = _read_receipt(folder / RECEIPT, job, shard)
-        if receipt is not None and digest_files(folder, _FILES) == receipt.output:
-            return replace(receipt, was_there=True)
-    return None
-
-
 def _read_receipt(path: Path, job: ShardJob, shard: SourceShard) -> Receipt | None:
     """Return a receipt, whole or partial; None if it is missing, damaged, or of other input or settings."""
     with suppress(OSError, FormatError):
@@ -163,15 +158,27 @@ def _load_tokenizer(config: str, content: str, today: str) -> ChatTokenizer:
     return ChatTokenizer(TokenizerConfig(**json.loads(config)), today=date.fromisoformat(today) if today else None)
 
 
-def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
+def _make(job: ShardJob, final: Path, shard: SourceShard) -> Receipt:
     tokenizer = _load_tokenizer(json.dumps(asdict(job.tokenizer)), job.content, job.today)
-    final = job.shard_folder(number)
     folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
     try:
         stamp = stamp_of(parse_place(shard.path))
         receipt = _resume(job, final, folder, shard) or Receipt(asdict(shard), job.settings, stamp)
-        _write(job, folder, shard, tokenizer, receipt)
+        with ExitStack() as stack:
+            files = {name: stack.enter_context((folder / name).open("ab")) for name in _FILES}
+            writer = _ShardWriter(job, files, receipt, num_done=receipt.counts.records)
+            done, saved = 0, time.monotonic()
+            for chunk in read_shard(shard):
+                for share in writer.add(chunk, tokenizer):
+                    (folder / _PROGRESS).write_text(str(done + int(share * chunk.num_bytes)))
+                    if not writer.refused and time.monotonic() - saved >= _SAVE_S:
+                        writer.sync()
+                        receipt.output = [StoredFile(name, file.tell(), "") for name, file in files.items()]
+                        write_atomically(folder / PARTIAL, json.dumps(to_plain(receipt)).encode())
+                        saved = time.monotonic()
+                done += chunk.num_bytes
+            writer.sync()
         # Here too: the next shard begins where the file was cut, and would name bad records.
         if stamp_of(parse_place(shard.path)) != stamp:
             fix = "prepare it when no program writes to it"
@@ -211,24 +218,6 @@ def _resume(job: ShardJob, final: Path, folder: Path, shard: SourceShard) -> Rec
         shutil.copyfile(old / file.path, folder / file.path)
         os.truncate(folder / file.path, file.num_bytes)
     return receipt
-
-
-def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatTokenizer, receipt: Receipt) -> None:
-    """Write the sequences and bad records of a shard that its receipt does not count yet, and save progress."""
-    with ExitStack() as files:
-        opened = {name: files.enter_context((folder / name).open("ab")) for name in _FILES}
-        writer = _ShardWriter(job, opened, receipt, num_done=receipt.counts.records)
-        done, saved = 0, time.monotonic()
-        for chunk in read_shard(shard):
-            for share in writer.add(chunk, tokenizer):
-                (folder / _PROGRESS).write_text(str(done + int(share * chunk.num_bytes)))
-                if not writer.refused and time.monotonic() - saved >= _SAVE_S:
-                    writer.sync()
-                    receipt.output = [StoredFile(name, file.tell(), "") for name, file in opened.items()]
-                    write_atomically(folder / PARTIAL, json.dumps(to_plain(receipt)).encode())
-                    saved = time.monotonic()
-            done += chunk.num_bytes
-        writer.sync()
 
 
 @dataclass
@@ -297,16 +286,16 @@ class _ShardWriter:
         if not fitted.is_split:
             lengths = [len(piece) for piece in fitted.pieces]
             counts.repeated_tokens += sum(lengths) - max(lengths)
-        for kind, found in (
-            ("partial", fitted.is_partial),
-            ("truncated", fitted.is_cut),
-            ("split", fitted.is_split),
-            ("media", conversation.dropped_media is not None),
-            ("user_last", bool(conversation.messages) and conversation.messages[-1].role == "user"),
-            ("tagged_calls", any(tag in turn.text for turn in conversation.messages for tag in _CALL_TAGS)),
-        ):
-            if found:
-                counts.count(kind, where)
+        found = {
+            "partial": fitted.is_partial,
+            "truncated": fitted.is_cut,
+            "split": fitted.is_split,
+            "media": conversation.dropped_media is not None,
+            "user_last": any(turn.role == "user" for turn in conversation.messages[-1:]),
+            "tagged_calls": any(tag in turn.text for turn in conversation.messages for tag in _CALL_TAGS),
+        }
+        for kind in compress(found, found.values()):
+            counts.count(kind, where)
         digest = conversation.hash()
         for medium in conversation.media:
             counts.media_by_kind[medium.kind] += 1
