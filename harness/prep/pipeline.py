@@ -33,9 +33,8 @@ from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, Stage, Stages, choose_samples, render_page, render_report, to_markdown
 from harness.prep.shards import PARTIAL, VERSION, Receipt, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import PreparedSource, find_sources
+from harness.prep.sources.finding import PreparedSource, find_schema, find_sources
 from harness.prep.sources.reading import SourceFiles, SourceShard, is_compressed
-from harness.prep.sources.schema import find_schema
 from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import count_of, open_console

@@ -34,9 +34,6 @@ _LISTING_S, _ANSWER_S = 60, 10
 _FIX_OFFLINE = "download it where there is a network (`hf download NAME --repo-type dataset --local-dir DIR`), "
 _FIX_OFFLINE += "and set source.path to the folder"
 
-# Files to read, and the subset and split that they are if there are several.
-Chosen = tuple[list[str], dict[str, str]]
-
 
 @dataclass(frozen=True)
 class HubName:
@@ -97,9 +94,7 @@ def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None
     if not (data := data_files(sizes, suffixes)):
         fix = f"try hf://datasets/{place.name}@refs/convert/parquet, the hub's own Parquet conversion"
         raise PrepError(f"the dataset has no files that end in {' '.join(sorted(suffixes))}", where=str(place), fix=fix)
-    wanted = place.inner or split  # an address that no file matches ends with a split
-    by_card = partial(_by_card, place, data, info, wanted, subset)
-    chosen, named = _by_path(place, data, split) or by_card() or _by_names(place, data, wanted)
+    chosen, named = _choose(place, data, info, split, subset)
     kinds = sorted({PurePosixPath(name).suffix.lower() for name in chosen})
     if len(kinds) > 1:
         what = f"the files are of several kinds ({' '.join(kinds)}), which may contain the same records twice"
@@ -135,51 +130,52 @@ def _download(api: Any, place: HubName, name: str, revision: str) -> Path:
         return Path(hf_hub_download(place.name, name, repo_type="dataset", revision=revision, **settings))
 
 
-def _by_path(place: HubName, data: Sequence[str], split: str) -> Chosen | None:
-    """Choose what the address names; None if it names all files, or none and may end with the name of a split."""
-    where, inner = str(place), place.inner
-    if not inner:
-        return None
-    pattern = glob_pattern(inner)
-    if matching := [name for name in data if (pattern.fullmatch(name) if glob.has_magic(inner) else name == inner)]:
-        return matching, {}
-    if below := [name for name in data if name.startswith(f"{inner}/")]:
-        return _by_names(place, below, split)
-    if glob.has_magic(inner) or "/" in inner or "." in inner or (split and split != inner):
+def _choose(place: HubName, data: list[str], info: Any, split: str, subset: str) -> tuple[list[str], dict[str, str]]:
+    """Return the files to read, and the subset and split that they are if there are several.
+
+    These are what the address names, or else a split: of a subset of the dataset's card, or by the names of files.
+    """
+    where, inner, below, config = str(place), place.inner, data, None
+    facts: dict[str, str] = {}
+    if inner:
+        pattern = glob_pattern(inner)
+        if matching := [name for name in data if (pattern.fullmatch(name) if glob.has_magic(inner) else name == inner)]:
+            return matching, {}
+        below = [name for name in data if name.startswith(f"{inner}/")]
+    if not below and (glob.has_magic(inner) or "/" in inner or "." in inner or (split and split != inner)):
         what = f"no file of the dataset matches {inner}; there are {', '.join(data[:5])}"
         raise PrepError(what + (", ..." if len(data) > 5 else ""), where=where, fix="check the address")
-    return None
+    if not inner or not below:
+        split, below = inner or split, data  # an address that no file matches ends with a split
+        config, facts = _config_of(info, subset, where)
+    if config is not None:
+        chosen, named = choose_named(_card_splits(config, data), split, where=where)
+        return chosen, facts | {"split": named}
+    chosen, named = choose_split(below, split, where=where, loosely=True)
+    return chosen, {"split": named} if named else {}
 
 
-def _by_card(place: HubName, data: Sequence[str], info: Any, split: str, subset: str) -> Chosen | None:
-    """Choose a subset of the dataset's card and its split; None if the card defines none and none is wanted."""
+def _config_of(info: Any, subset: str, where: str) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
+    """Return a subset of the dataset's card, None if it defines none and none is wanted, with its name if several."""
     card = getattr(info, "card_data", None)
     listed = card.get("configs") if card is not None else None
     configs = [one for one in listed or [] if isinstance(one, dict) and "config_name" in one]
     configs = [one for one in configs if "data_files" in one or "data_dir" in one]
-    where, by_name = str(place), {str(one["config_name"]): one for one in reversed(configs)}
     if not configs and subset:
         fix = "omit source.subset, or specify a folder"
         raise PrepError("the dataset's card defines no subsets", where=where, fix=fix)
     if not configs:
-        return None
+        return None, {}
     names = [str(one["config_name"]) for one in configs]
-    if subset and subset not in by_name:
+    if subset and subset not in names:
         what = f"subset {subset!r} does not exist, only {', '.join(names)}"
         raise PrepError(what, where=where, fix="change source.subset")
     defaults = [one for one in configs if one.get("default") or one["config_name"] == "default"]
     if len(configs) > 1 and not defaults and not subset:
         what = f"the dataset has the subsets {', '.join(names)}"
         raise PrepError(what, where=where, fix=f"select one, such as source.subset={names[0]}")
-    config = by_name[subset] if subset else [*defaults, *configs][0]
-    facts = {"subset": str(config["config_name"])} if len(configs) > 1 else {}
-    chosen, named = choose_named(_card_splits(config, data), split, where=where)
-    return chosen, facts | {"split": named}
-
-
-def _by_names(place: HubName, data: Sequence[str], split: str) -> Chosen:
-    chosen, named = choose_split(data, split, where=str(place), loosely=True)
-    return chosen, {"split": named} if named else {}
+    config = configs[names.index(subset)] if subset else [*defaults, *configs][0]
+    return config, {"subset": str(config["config_name"])} if len(configs) > 1 else {}
 
 
 def _card_splits(config: Mapping[str, Any], data: Sequence[str]) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -196,22 +196,18 @@ def _pieces(whole: SourceShard, shard_bytes: int) -> Iterator[tuple[SourceShard,
     """
     piece, size, counted = whole, 0, 0
     try:
-        for first, records, position in _read_packed(parse_place(whole.path), whole.unit):
+        for first, records, position in _read_text(parse_place(whole.path), whole.unit):
             if size >= shard_bytes:
                 yield replace(piece, end=position, records=first - piece.first), counted
                 piece, size, counted = replace(whole, first=first, start=position), 0, 0
-            size += sum(_size_of(record) for record in records)
-            counted += sum(not is_blank(record) for record in records)
+            for record in records:
+                parts = record.values() if isinstance(record, dict) else [record] if isinstance(record, bytes) else []
+                size += sum(map(len, parts)) + isinstance(record, bytes)
+                counted += not is_blank(record)
     except (OSError, EOFError, PrepError):
         yield piece, None
     else:
         yield piece, counted
-
-
-def _size_of(record: object) -> int:
-    if isinstance(record, dict):
-        return sum(map(len, record.values()))
-    return len(record) + 1 if isinstance(record, bytes) else 0
 
 
 def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
@@ -331,10 +327,8 @@ def _open(shard: SourceShard) -> Iterator[SourceChunk]:
     before = shard.start
     if shard.is_piece:
         read = _packed_file(path, stamp_of(file), shard.unit).read(shard.first, shard.records)
-    elif is_compressed(file):
-        read = _read_packed(file, shard.unit)
     else:
-        read = _read_plain(file, shard)
+        read = _read_text(file, shard.unit, *(() if is_compressed(file) else (shard.first, shard.start, shard.end)))
     for first, lines, position in read:
         # A list is read ahead of its items, beyond the end of the shard.
         at = max(before, min(position, shard.end))
@@ -342,25 +336,36 @@ def _open(shard: SourceShard) -> Iterator[SourceChunk]:
         before = at
 
 
-def _read_plain(file: Place, shard: SourceShard) -> Iterator[tuple[int, list[Any], int]]:
-    with open_stream(file) as stream:
-        stream.seek(shard.start)
-        for first, records in _records(file, stream, shard.unit, shard.first, shard.end):
-            yield first, records, stream.tell()
-
-
-def _read_packed(file: Place, unit: str) -> Iterator[tuple[int, list[Any], int]]:
-    """Yield first numbers and records of a compressed file, and the bytes of it that were read."""
+def _read_text(
+    file: Place, unit: str, first: int | None = None, start: int = 0, end: int | None = None
+) -> Iterator[tuple[int, list[Any], int]]:
+    """Yield first numbers and records of a file, or of its bytes `start:end`, and how far the file was read."""
+    first = (0 if unit == ITEM else 1) if first is None else first
     with open_text(file) as (stream, source):
-        for first, records in _records(file, stream, unit, 0 if unit == ITEM else 1, None):
-            yield first, records, source.tell()
+        if start:
+            stream.seek(start)
+        if separator := SEPARATORS.get(suffix_of(file)):
+            reader = DelimitedReader(file, stream, separator, first, end)
+            if first == 1:
+                names = reader.header()
+            else:
+                with open_text(file) as (beginning, _):
+                    names = DelimitedReader(file, beginning, separator).header()
+            groups: Iterator[tuple[int, list[Any]]] = ((line, rows) for line, _, rows in reader.rows(names))
+        elif unit == ITEM:
+            items = read_items(file, stream, first, None if end == stamp_of(file).num_bytes else end)
+            groups = ((number, [item for _, item in group]) for number, group in items)
+        else:
+            groups = read_lines(file, stream, first, end)
+        for number, records in groups:
+            yield number, records, source.tell()
 
 
 class _PackedFile:
     """A compressed file whose pieces are read one after the other: its stream cannot be entered in the middle."""
 
     def __init__(self, file: Place, unit: str) -> None:
-        self._begin = partial(_read_packed, file, unit)
+        self._begin = partial(_read_text, file, unit)
         self._groups: Iterator[tuple[int, list[Any], int]] = iter(())
         self._at: float = math.inf
 
@@ -384,18 +389,3 @@ class _PackedFile:
 def _packed_file(path: str, stamp: Stamp, unit: str) -> _PackedFile:
     """Return the file that this process reads piece after piece; `stamp` opens one that was written again."""
     return _PackedFile(parse_place(path), unit)
-
-
-def _records(file: Place, stream: BinaryIO, unit: str, first: int, end: int | None) -> Iterator[tuple[int, list[Any]]]:
-    if separator := SEPARATORS.get(suffix_of(file)):
-        reader = DelimitedReader(file, stream, separator, first, end)
-        if first == 1:
-            names = reader.header()
-        else:
-            with open_text(file) as (beginning, _):
-                names = DelimitedReader(file, beginning, separator).header()
-        return ((line, records) for line, _, records in reader.rows(names))
-    if unit == ITEM:
-        groups = read_items(file, stream, first, None if end == stamp_of(file).num_bytes else end)
-        return ((number, [item for _, item in group]) for number, group in groups)
-    return read_lines(file, stream, first, end)

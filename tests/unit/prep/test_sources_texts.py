@@ -13,9 +13,8 @@ from harness.errors import PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.sources import delimited, text
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import find_files, list_files
+from harness.prep.sources.finding import find_files, find_schema, list_files
 from harness.prep.sources.reading import read_chunks
-from harness.prep.sources.schema import find_schema
 
 BOND = b'prompt,completion\r\n007,"James ""Bond"",\r\nof MI6"\r\n\r\n1e5,NaN\r\n'
 
