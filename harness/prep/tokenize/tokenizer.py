@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,7 +85,13 @@ class ChatTokenizer:
         self._token_bytes = TokenBytes.of(self._backend, added)
         if config.chat_template:
             self.hf.chat_template = load_template(config.chat_template)
-            self._check_tokens(config.chat_template)
+            tokens = BUILT_IN.get(config.chat_template)
+            # One that the tokenizer spells would not be in the models' format.
+            for token in (*tokens.ends, *tokens.marks) if tokens else ():
+                if len(self._backend.encode(token, add_special_tokens=False)) != 1:
+                    what = f"the chat template {config.chat_template!r} writes {token}, which is not a token of the "
+                    fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or to an empty "
+                    raise ConfigError(f"{what}tokenizer", where=self.name, fix=f"{fix}value")
         try:
             self.chat_template: str = self.hf.get_chat_template(None, None)
         except ValueError as error:
@@ -102,16 +108,6 @@ class ChatTokenizer:
         where = config.chat_template or self.name
         variables = self.hf.special_tokens_map
         self._renderer = Renderer(self.chat_template, variables, config, special, today=today, where=where)
-
-    def _check_tokens(self, template: str) -> None:
-        """Refuse a built-in template whose special tokens this tokenizer spells: it would not be the models' format."""
-        tokens = BUILT_IN.get(template)
-        needed = (*tokens.ends, *tokens.marks) if tokens else ()
-        missing = [token for token in needed if len(self._backend.encode(token, add_special_tokens=False)) != 1]
-        if missing:
-            what = f"the chat template {template!r} writes {missing[0]}, which is not a token of the tokenizer"
-            fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or to an empty value"
-            raise ConfigError(what, where=self.name, fix=fix)
 
     @property
     def mask_rule(self) -> str:
@@ -263,13 +259,20 @@ class ChatTokenizer:
         unknown = [
             cast(Conversation, one).without_data() for one, made in zip(parsed, known, strict=True) if made is None
         ]
-        rendered = iter(self._renderer.sequences(unknown))
-        made = (next(rendered) if one is None else one for one in known)
-        return [_bounded(record.where, one) for record, one in zip(parsed, made, strict=True)]
+        rendered, results = iter(self._renderer.sequences(unknown)), list[list[Rendered] | BadRecord]()
+        for record, one in zip(parsed, known, strict=True):
+            made = next(rendered) if one is None else one
+            longest = 0 if isinstance(made, BadRecord) else max((len(sequence.text) for sequence in made), default=0)
+            if longest > _MAX_CHARACTERS:
+                detail = f"has {longest:,} characters, and may have {_MAX_CHARACTERS:,}, each of which takes up to 600 "
+                detail += "bytes of memory while it is tokenized; divide the record"
+                made = BadRecord(record.where, BadReason.TOO_LONG, detail)
+            results.append(made)
+        return results
 
     def _known(self, conversation: Conversation) -> list[Rendered] | BadRecord | None:
         """Return what does not depend on the template."""
-        for place, text in chain(texts_of(conversation), _other_texts(conversation)):
+        for place, text in texts_of(conversation, has_names=True):
             if found := self._control.search(text):
                 detail = f"{place} contains the control token {found.group()!r}"
                 return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
@@ -280,14 +283,6 @@ class ChatTokenizer:
             return None
         whole = conversation.text + (self.hf.eos_token or "")
         return [Rendered(whole, [(0, len(whole))])]
-
-
-def _bounded(where: str, made: list[Rendered] | BadRecord) -> list[Rendered] | BadRecord:
-    longest = 0 if isinstance(made, BadRecord) else max((len(sequence.text) for sequence in made), default=0)
-    if longest <= _MAX_CHARACTERS:
-        return made
-    detail = f"has {longest:,} characters, and may have {_MAX_CHARACTERS:,}, each of which takes up to 600 bytes of "
-    return BadRecord(where, BadReason.TOO_LONG, f"{detail}memory while it is tokenized; divide the record")
 
 
 class _Media:
@@ -337,8 +332,12 @@ class _Media:
         return SequenceView(np.repeat(view.input_ids, repeats), mask, media)
 
 
-def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """Yield every text of a conversation that a template may write, with its place in words."""
+def texts_of(conversation: Conversation, *, has_names: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield every text of a conversation that a template may write, with its place in words.
+
+    Args:
+        has_names: yield names, ids, decoded arguments and variables, too.
+    """
     if conversation.text is not None:
         yield "the text", conversation.text
     for number, message in enumerate(conversation.messages, start=1):
@@ -350,21 +349,16 @@ def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
             arguments = call.arguments
             spelled = arguments if isinstance(arguments, str) else _JSON.encode(arguments)
             yield f"a tool call of {place}", f"{call.name} {spelled}"
+            if has_names and isinstance(arguments, str):  # which may spell a character by its number
+                yield f"a tool call of {place}", _JSON.encode(as_object(arguments))
+            if has_names:
+                yield f"the id of a tool call of {place}", call.id
+        if has_names:
+            yield f"the name of {place}", message.name
+            yield f"the id of {place}", message.tool_call_id
     if conversation.tools:
         yield "a tool", _JSON.encode(list(conversation.tools))
-
-
-def _other_texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """Yield the names, ids, decoded arguments and variables of a conversation, which a template may write, too."""
-    for number, message in enumerate(conversation.messages, start=1):
-        place = f"turn {number} ({message.role})"
-        yield f"the name of {place}", message.name
-        yield f"the id of {place}", message.tool_call_id
-        for call in message.tool_calls:
-            yield f"the id of a tool call of {place}", call.id
-            if isinstance(call.arguments, str):  # which may spell a character by its number
-                yield f"a tool call of {place}", _JSON.encode(as_object(call.arguments))
-    if conversation.template_kwargs:
+    if has_names and conversation.template_kwargs:
         yield "`chat_template_kwargs`", _JSON.encode(dict(conversation.template_kwargs))
 
 
