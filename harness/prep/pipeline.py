@@ -24,14 +24,13 @@ from harness.formats import Manifest, Provenance, open_dataset, open_writer
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord, RecordReader
-from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, settings_hash
 from harness.prep.media import MediaLimits
 from harness.prep.packing import PackingConfig, PackPlan, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, Stage, Stages, choose_samples, render_page, render_report, to_markdown
-from harness.prep.shards import PARTIAL, VERSION, Receipt, ShardJob, bytes_in_progress, refuse
+from harness.prep.shards import PARTIAL, VERSION, Receipt, Sample, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import PreparedSource, find_schema, find_sources
 from harness.prep.sources.reading import SourceFiles, SourceShard, is_compressed

@@ -18,9 +18,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from harness.errors import PrepError
-from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
-from harness.prep.shards import SAMPLES, Receipt
+from harness.prep.shards import SAMPLES, Counts, Receipt, Sample
 from harness.prep.spool import Split
 from harness.printing import count_of, duration, escape_markdown, one_line
 from harness.records import Int32Array
