@@ -216,48 +216,40 @@ class StreamPacker(Generic[Key]):
     def __init__(self, pack_size: int, *, max_open: int) -> None:
         self._pack_size = pack_size
         self._max_open = max_open
-        self._open: list[list[Member[Key]]] = []
-        self._free: list[int] = []
+        # Of each, the room that is left and the members.
+        self._open: list[tuple[int, list[Member[Key]]]] = []
 
     @property
     def open_keys(self) -> list[list[Key]]:
         """Keys of the members of every open pack, the oldest pack first."""
-        return [[member.key for member in members] for members in self._open]
+        return [[member.key for member in members] for _, members in self._open]
 
     def add(self, member: Member[Key]) -> list[Member[Key]] | None:
         """Place a member of at most `pack_size`; return the members of a pack that is full or has to leave."""
-        fitting = [(free, place) for place, free in enumerate(self._free) if free >= member.size]
-        place = min(fitting)[1] if fitting else self._begin()
-        self._put(place, member)
-        if self._free[place] < MIN_SEQUENCE_TOKENS:
-            return self._take(place)
-        return self._take(0) if not fitting and len(self._open) > self._max_open else None
+        fitting = [(free, place) for place, (free, _) in enumerate(self._open) if free >= member.size]
+        place = min(fitting)[1] if fitting else len(self._open)
+        if self._put(place, member) < MIN_SEQUENCE_TOKENS:
+            return self._open.pop(place)[1]
+        return self.flush() if not fitting and len(self._open) > self._max_open else None
 
     def flush(self) -> list[Member[Key]] | None:
         """Return the oldest open pack once the stream has ended; None when all have left."""
-        return self._take(0) if self._open else None
+        return self._open.pop(0)[1] if self._open else None
 
     def restore(self, packs: Iterable[Sequence[Member[Key]]]) -> None:
         """Reopen packs saved as `open_keys`; one that is too large by the current sizes becomes several."""
         for members in packs:
-            place = self._begin()
+            place, free = len(self._open), self._pack_size
             for member in members:
-                if self._free[place] < member.size:
-                    place = self._begin()
-                self._put(place, member)
+                place = place if member.size <= free else len(self._open)
+                free = self._put(place, member)
 
-    def _begin(self) -> int:
-        self._open.append([])
-        self._free.append(self._pack_size)
-        return len(self._open) - 1
-
-    def _put(self, place: int, member: Member[Key]) -> None:
-        self._open[place].append(member)
-        self._free[place] -= member.size
-
-    def _take(self, place: int) -> list[Member[Key]]:
-        self._free.pop(place)
-        return self._open.pop(place)
+    def _put(self, place: int, member: Member[Key]) -> int:
+        """Add a member to an open pack, or to a new one past the last; return the room that is left."""
+        free, members = self._open[place] if place < len(self._open) else (self._pack_size, [])
+        members.append(member)
+        self._open[place : place + 1] = [(free - member.size, members)]
+        return free - member.size
 
 
 def pack_of(members: Sequence[Member[Key]]) -> Pack:
