@@ -8,44 +8,41 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, PrepError
 from harness.prep.chat.records import BadReason
 from harness.prep.chat.values import BadRecordError, show
 
 SCHEMA = "source.schema"
 
 
-@dataclass(frozen=True)
-class RecordFunction:
-    """A user's function: takes a record and returns one with `messages`, or None to leave it out."""
+def call_function(name: str, digest: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the record that a user's function makes; raise BadRecordError where it makes none.
 
-    name: str
-    digest: str
-    call: Callable[[dict[str, Any]], object]
-
-    def record_of(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the record that the function makes; raise BadRecordError where it fails or returns something else."""
-        try:
-            made = self.call(dict(record))
-        except (Exception, SystemExit) as error:
-            detail = f"{self.name} raised {type(error).__name__}: {error}"
-            raise BadRecordError(BadReason.FUNCTION_FAILED, detail) from error
-        if made is None:
-            raise BadRecordError(BadReason.OMITTED, f"{self.name} returned None")
-        if not isinstance(made, Mapping):
-            detail = f'{self.name} returned {show(made)}, expected {{"messages": [...]}}'
-            raise BadRecordError(BadReason.FUNCTION_FAILED, detail)
-        return made
+    It takes a record and returns one with `messages`, or None to leave it out; PrepError if it is of another digest.
+    """
+    call, found = load_function(name)
+    if found != digest:
+        what = f"the source file of {name} changed after the preparation started"
+        raise PrepError(what, where=SCHEMA, fix="start again with the same, unchanged copy on all machines")
+    try:
+        made = call(dict(record))
+    except (Exception, SystemExit) as error:
+        raise BadRecordError(BadReason.FUNCTION_FAILED, f"{name} raised {type(error).__name__}: {error}") from error
+    if made is None:
+        raise BadRecordError(BadReason.OMITTED, f"{name} returned None")
+    if not isinstance(made, Mapping):
+        detail = f'{name} returned {show(made)}, expected {{"messages": [...]}}'
+        raise BadRecordError(BadReason.FUNCTION_FAILED, detail)
+    return made
 
 
 @lru_cache(maxsize=8)
-def load_function(name: str) -> RecordFunction:
-    """Import a function, once a process; modules in the working folder are found too."""
+def load_function(name: str) -> tuple[Callable[[dict[str, Any]], object], str]:
+    """Import a function, once a process, also from the working folder; return it and the digest of its source file."""
     module_name, _, function = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.append(here)  # where a program that pip installs does not look
@@ -63,4 +60,4 @@ def load_function(name: str) -> RecordFunction:
     if not file or not os.path.isfile(file):  # noqa: PTH113 - a text of Python's
         what = f"{module_name} has no source file, whose hash identifies the function"
         raise ConfigError(what, where=SCHEMA, fix="write a module that calls the function")
-    return RecordFunction(name, hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16], call)
+    return call, hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]

@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
-from harness.prep.chat.functions import SCHEMA, RecordFunction, load_function
+from harness.prep.chat.functions import SCHEMA, call_function, load_function
 from harness.prep.chat.hermes import lift_calls
 from harness.prep.chat.media import is_media, with_media, without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
@@ -72,7 +72,7 @@ class RecordReader:
         object.__setattr__(self, "columns", dict(self.columns))
         object.__setattr__(self, "ignore_fields", tuple(self.ignore_fields))
         if self._is_function:
-            object.__setattr__(self, "function_digest", load_function(self.schema).digest)
+            object.__setattr__(self, "function_digest", load_function(self.schema)[1])
             if self.columns:
                 fix = f"omit it: {self.schema} receives each record unchanged and reads the fields itself"
                 raise ConfigError("column names cannot be set for a function", where="source.columns", fix=fix)
@@ -98,8 +98,9 @@ class RecordReader:
         try:
             if not isinstance(record, Mapping):
                 raise BadRecordError(BadReason.NOT_AN_OBJECT, f"a JSON {type(record).__name__}, expected an object")
-            record = self._function.record_of(record) if self._is_function else unwrapped(record)
-            record = self._rewritten(record)
+            if self._is_function:
+                record = call_function(self.schema, self.function_digest, record)
+            record = self._rewritten(record if self._is_function else unwrapped(record))
             dropped = None
             if self.drop_media:
                 record, dropped = without_media(record)
@@ -155,13 +156,6 @@ class RecordReader:
         return ":" in self.schema
 
     @property
-    def _function(self) -> RecordFunction:
-        if (found := load_function(self.schema)).digest != self.function_digest:
-            what = f"the source file of {self.schema} changed after the preparation started"
-            raise PrepError(what, where=SCHEMA, fix="start again with the same, unchanged copy on all machines")
-        return found
-
-    @property
     def _fields(self) -> frozenset[str]:
         if self._is_function:
             return SCHEMAS["messages"].fields
@@ -173,10 +167,6 @@ class RecordReader:
 
     def _used_by(self, fields: Iterable[str]) -> frozenset[str]:
         return _UNREAD_FIELDS.union((self.columns.get(name, name) for name in fields), self.ignore_fields)
-
-    @cached_property
-    def _turn_columns(self) -> dict[str, str]:
-        return {inner: column for name, column in self.columns.items() if (inner := _turn_field(name))}
 
     def _rewritten(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a record with the names of our fields, and without those that are ignored."""
@@ -221,7 +211,8 @@ class RecordReader:
         return [self._renamed(part, {}) if isinstance(part, Mapping) else part for part in kept]
 
     def _turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
-        turn = self._renamed(turn, self._turn_columns)
+        inside = {inner: column for name, column in self.columns.items() if (inner := _turn_field(name))}
+        turn = self._renamed(turn, inside)
         for name in ("content", "tool_calls", "function_call", "value", "parts") if self.ignore_fields else ():
             value = turn.get(name)
             is_call = name in ("tool_calls", "function_call") or turn.get("from", turn.get("role")) in CALL_ROLES
