@@ -52,10 +52,8 @@ class HubName:
     is_id: bool = False
 
     def __str__(self) -> str:
-        revision = f"@{self.revision}" if self.revision else ""
-        if self.is_id:
-            return f"{self.name}{revision}"
-        return f"{_SCHEME}datasets/{self.name}{revision}" + (f"/{self.inner}" if self.inner else "")
+        revision, inner = f"@{self.revision}" * bool(self.revision), f"/{self.inner}" * bool(self.inner)
+        return f"{'' if self.is_id else 'hf://datasets/'}{self.name}{revision}{inner}"
 
 
 def parse_name(path: str) -> HubName | None:
@@ -85,7 +83,15 @@ def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None
         PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
         ConfigError: huggingface_hub is not installed.
     """
-    api = _client(place)
+    try:
+        import huggingface_hub
+        from tqdm import tqdm
+    except ImportError as error:
+        what = "there is no such local path, and " * place.is_id + f"{error.name} is not installed"
+        fix = "check the path, or pip install 'megatron-sft-harness[tokenize]'"
+        raise ConfigError(what, where=str(place), fix=fix) from error
+    # Read by huggingface_hub when it is first imported, which may have been before it was set.
+    api = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     with _errors(place):
         revision = place.revision or None
         info = api.dataset_info(place.name, revision=revision, files_metadata=True, timeout=_LISTING_S)
@@ -103,31 +109,20 @@ def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None
     parts = "".join(f", {key} {named[key]}" for key in ("subset", "split") if key in named)
     size = f"{count_of(len(chosen), 'file')}, {total / 1e6:,.1f} MB"
     show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {size}")
-    paths = tuple(_download(api, place, name, revision) for name in chosen)
+    # The stage has lines of its own.
+    settings: dict[str, Any] = {
+        "endpoint": api.endpoint,
+        "etag_timeout": _ANSWER_S,
+        "tqdm_class": partial(tqdm, disable=True),
+    }
+    paths = []
+    for name in chosen:
+        with _errors(place, name):
+            file = huggingface_hub.hf_hub_download(place.name, name, repo_type="dataset", revision=revision, **settings)
+            paths.append(Path(file))
     facts = {"dataset": place.name, "revision": revision, **named}
     unread = tuple(f"hf://datasets/{place.name}/{name}" for name in data if name not in set(chosen))
-    return SourceFiles(paths, tuple(map(stamp_of, paths)), unread, facts, tuple(chosen))
-
-
-def _client(place: HubName) -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        what = "there is no such local path, and " * place.is_id + f"{error.name} is not installed"
-        fix = "check the path, or pip install 'megatron-sft-harness[tokenize]'"
-        raise ConfigError(what, where=str(place), fix=fix) from error
-    # Read by huggingface_hub when it is first imported, which may have been before it was set.
-    return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
-
-
-def _download(api: Any, place: HubName, name: str, revision: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from tqdm import tqdm
-
-    # The stage has lines of its own.
-    settings = {"endpoint": api.endpoint, "etag_timeout": _ANSWER_S, "tqdm_class": partial(tqdm, disable=True)}
-    with _errors(place, name):
-        return Path(hf_hub_download(place.name, name, repo_type="dataset", revision=revision, **settings))
+    return SourceFiles(tuple(paths), tuple(map(stamp_of, paths)), unread, facts, tuple(chosen))
 
 
 def _choose(place: HubName, data: list[str], info: Any, split: str, subset: str) -> tuple[list[str], dict[str, str]]:

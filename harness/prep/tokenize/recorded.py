@@ -33,16 +33,15 @@ def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[in
     recorded, where = (mask or {}).get("end_tokens", "[]"), "manifest.json, provenance.mask.end_tokens"
     what, fix = "the dataset records no list of end tokens", "copy the dataset again, or prepare it again"
     texts = load(list[str], recorded, where=where, fix=fix, what=what, error=ConfigError) or _template_ends(tokenizer)
-    return sorted({_token_id(tokenizer, text) for text in texts} | ({tokenizer.eos_token_id} - {None}))
-
-
-def _token_id(tokenizer: Any, text: str) -> int:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    known = tokenizer.get_added_vocab().get(text, ids[0] if len(ids) == 1 else None)
-    if known is None:
-        what = f"the end token {text!r} is {len(ids)} tokens of this tokenizer"
-        raise ConfigError(what, where=str(tokenizer.name_or_path), fix="use the tokenizer of the dataset")
-    return int(known)
+    found = {tokenizer.eos_token_id} - {None}
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        known = tokenizer.get_added_vocab().get(text, ids[0] if len(ids) == 1 else None)
+        if known is None:
+            what = f"the end token {text!r} is {len(ids)} tokens of this tokenizer"
+            raise ConfigError(what, where=str(tokenizer.name_or_path), fix="use the tokenizer of the dataset")
+        found.add(int(known))
+    return sorted(found)
 
 
 def _template_ends(tokenizer: Any) -> list[str]:
