@@ -33,8 +33,8 @@ from harness.prep.chat import BadReason, BadRecord, Conversation
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
 from harness.prep.media import AudioSize, draw_medium, measure
-from harness.prep.sources.delimited import BadRow
 from harness.prep.sources.reading import SourceChunk, SourceShard, is_blank, read_shard
+from harness.prep.sources.text import BadRow
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, MEDIA, MEDIA_DATA, MEDIUM, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.printing import count_of
@@ -111,19 +111,16 @@ class Counts:
             getattr(self, kind)[reason] += 1
         else:
             setattr(self, kind, getattr(self, kind) + 1)
-        self._keep(f"{kind} {reason}".rstrip(), place)
+        self._keep(f"{kind} {reason}".rstrip(), [place])
 
-    def _keep(self, kind: str, place: str) -> None:
-        places = self.examples.setdefault(kind, [])
-        if len(places) < _MAX_EXAMPLES:
-            places.append(place)
+    def _keep(self, kind: str, places: list[str]) -> None:
+        self.examples[kind] = [*self.examples.get(kind, []), *places][:_MAX_EXAMPLES]
 
     def add(self, other: Counts) -> None:
         for name in (entry.name for entry in fields(Counts) if entry.name != "examples"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for kind, places in other.examples.items():
-            for place in places:
-                self._keep(kind, place)
+            self._keep(kind, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +135,9 @@ class SequenceSample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation.
+    """One conversation, of no messages if it is plain text, and its first sequences.
 
-    Attributes:
-        num_messages: of the conversation; 0 for plain text.
-        sequences: the first of them.
-        pictures: of the first media of the first sequence, as data URIs.
+    `pictures` are those of the first media of the first sequence, as data URIs.
     """
 
     where: str

@@ -17,7 +17,6 @@ from harness.paths import explain_path, is_run, is_there, near_paths
 from harness.prep.chat import NUM_DETECTION_RECORDS, RecordReader, detect_schema, record_of_row
 from harness.prep.sources import hub
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.delimited import SEPARATORS
 from harness.prep.sources.reading import (
     JSON,
     SUFFIXES,
@@ -33,7 +32,7 @@ from harness.prep.sources.reading import (
     suffix_of,
 )
 from harness.prep.sources.splits import SPLITS_FILE, STATE_FILE, choose_split, data_files, split_of
-from harness.prep.sources.text import COMPRESSED
+from harness.prep.sources.text import COMPRESSED, SEPARATORS
 from harness.storage import ObjectPath, Place, is_uri, natural_key, stamp_of
 from harness.storage.files import Stamp
 from harness.storage.inputs import list_objects, match_objects, open_stream
@@ -86,9 +85,8 @@ def list_files(path: str) -> list[Place]:
 def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> SourceFiles:
     """Find the files of a source, and download those of a dataset on the hub.
 
-    Raises:
-        PrepError: there are no files, a file has a compression that is not supported, or what to read is ambiguous.
-        FormatError: object storage refuses the request.
+    Raises PrepError if there are no files, a file has a compression that is not supported, or what to read is
+    ambiguous, and FormatError if object storage refuses the request.
     """
     if not source.path:
         return SourceFiles((), ())

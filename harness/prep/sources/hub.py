@@ -37,13 +37,10 @@ _FIX_OFFLINE += "and set source.path to the folder"
 
 @dataclass(frozen=True)
 class HubName:
-    """A dataset of the hub, or a part of it.
+    """A dataset of the hub, `ORG/NAME`, or a part of it.
 
-    Attributes:
-        name: `ORG/NAME`.
-        revision: branch, tag or commit; empty for the newest.
-        inner: file, folder, glob or split in it; empty for all.
-        is_id: it was written without `hf://`, and may have been meant as a local path.
+    Its `revision` is a branch, tag or commit, empty for the newest; `inner` a file, folder, glob or split in it, empty
+    for all. `is_id`: it was written without `hf://`, and may have been meant as a local path.
     """
 
     name: str
@@ -79,9 +76,7 @@ def parse_name(path: str) -> HubName | None:
 def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None]) -> SourceFiles:
     """Choose the data files of one split, and download those that are not in the cache.
 
-    Raises:
-        PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
-        ConfigError: huggingface_hub is not installed.
+    Raises PrepError if there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
     """
     try:
         import huggingface_hub

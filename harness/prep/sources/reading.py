@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from harness.errors import PrepError
 from harness.prep.chat import BadRecord, Conversation, RecordReader, record_of_row
-from harness.prep.sources.delimited import SEPARATORS, DelimitedReader
+from harness.prep.sources import text
 from harness.prep.sources.tables import ROW, cut_parquet, open_arrow, open_parquet, read_arrow, read_parquet
-from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
+from harness.prep.sources.text import COMPRESSED, ITEM, LINE, SEPARATORS
 from harness.storage import ObjectPath, Place, parse_place, stamp_of
 from harness.storage.files import Stamp
 from harness.storage.inputs import open_stream
@@ -68,12 +68,10 @@ def is_compressed(file: Place) -> bool:
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Files of a source.
+    """Files of a source, and those beside them that are not read, `skipped`.
 
-    Attributes:
-        skipped: files beside them that are not read.
-        facts: their origin where the path does not show it: dataset, revision and split.
-        names: names of the files under which the source is recognized on another machine; empty for their places.
+    `facts` are their origin where the path does not show it: dataset, revision and split. By `names`, the source is
+    recognized on another machine; empty for the places of the files.
     """
 
     files: tuple[Place, ...]
@@ -178,15 +176,13 @@ def cut_shards(
     for whole in (replace(shard, reader=reader) for shards in cut for shard in shards):
         is_packed = whole.unit != ROW and is_compressed(parse_place(whole.path))
         for shard, counted in _pieces(whole, shard_bytes) if is_packed else [(whole, None)]:
-            count = 0 if not limit else _count(shard) if counted is None else counted
+            count = counted or 0
+            if limit and counted is None:
+                count = sum(not is_blank(record) for chunk in read_shard(shard) for record in chunk.records)
             yield shard if not limit or count <= left else replace(shard, limit=left)
             left -= count
             if limit and left <= 0:
                 return
-
-
-def _count(shard: SourceShard) -> int:
-    return sum(not is_blank(record) for chunk in read_shard(shard) for record in chunk.records)
 
 
 def _pieces(whole: SourceShard, shard_bytes: int) -> Iterator[tuple[SourceShard, int | None]]:
@@ -221,7 +217,7 @@ def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
         if suffix == ARROW:
             yield SourceShard(str(file), 0, 0, size, ROW)
             return
-        unit = find_unit(file, is_json=suffix == JSON)
+        unit = text.find_unit(file, is_json=suffix == JSON)
         if is_compressed(file) or size <= shard_bytes:
             yield SourceShard(str(file), 0 if unit == ITEM else 1, 0, size, unit)
         elif suffix in SEPARATORS or unit == ITEM:
@@ -252,10 +248,10 @@ def _cut_records(file: Place, size: int, shard_bytes: int, unit: str) -> Iterato
     start, first = 0, 0 if unit == ITEM else 1
     with open_stream(file) as source:
         if unit == ITEM:
-            groups = read_items(file, source, 0)
+            groups = text.read_items(file, source, 0)
             places = ((number + at, offset) for number, items in groups for at, (offset, _) in enumerate(items))
         else:
-            reader = DelimitedReader(file, source, SEPARATORS[suffix_of(file)])
+            reader = text.DelimitedReader(file, source, SEPARATORS[suffix_of(file)])
             places = ((line, offset) for line, offset, _ in reader.rows(reader.header()))
         for number, offset in places:
             if number > first and offset - start >= shard_bytes:
@@ -341,22 +337,22 @@ def _read_text(
 ) -> Iterator[tuple[int, list[Any], int]]:
     """Yield first numbers and records of a file, or of its bytes `start:end`, and how far the file was read."""
     first = (0 if unit == ITEM else 1) if first is None else first
-    with open_text(file) as (stream, source):
+    with text.open_text(file) as (stream, source):
         if start:
             stream.seek(start)
         if separator := SEPARATORS.get(suffix_of(file)):
-            reader = DelimitedReader(file, stream, separator, first, end)
+            reader = text.DelimitedReader(file, stream, separator, first, end)
             if first == 1:
                 names = reader.header()
             else:
-                with open_text(file) as (beginning, _):
-                    names = DelimitedReader(file, beginning, separator).header()
+                with text.open_text(file) as (beginning, _):
+                    names = text.DelimitedReader(file, beginning, separator).header()
             groups: Iterator[tuple[int, list[Any]]] = ((line, rows) for line, _, rows in reader.rows(names))
         elif unit == ITEM:
-            items = read_items(file, stream, first, None if end == stamp_of(file).num_bytes else end)
+            items = text.read_items(file, stream, first, None if end == stamp_of(file).num_bytes else end)
             groups = ((number, [item for _, item in group]) for number, group in items)
         else:
-            groups = read_lines(file, stream, first, end)
+            groups = text.read_lines(file, stream, first, end)
         for number, records in groups:
             yield number, records, source.tell()
 

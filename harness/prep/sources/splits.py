@@ -38,8 +38,7 @@ def data_files(names: Iterable[str], suffixes: tuple[str, ...]) -> list[str]:
 def split_of(name: str, *, loosely: bool = False) -> str | None:
     """Return the split that a file's name, or one of the folders that it is in, stands for; None if none.
 
-    Args:
-        loosely: the split's name may be a part of the file's: `train_sft-00000-of-00002.parquet`, `chat-test.jsonl`.
+    If `loosely`, the split's name may be a part of the file's: `train_sft-00000-of-00002.parquet`, `chat-test.jsonl`.
     """
     path = PurePosixPath(name.lower())
     part = _PART.fullmatch(path.name)

@@ -47,9 +47,7 @@ _OPTIONS = dict.fromkeys({"arrow_extensions_enabled"} & set(inspect.signature(pq
 def open_parquet(place: Place, *, as_dictionaries: Sequence[str] = ()) -> Iterator[Any]:
     """Open a Parquet file; raises OSError, FormatError or pyarrow.ArrowException.
 
-    Args:
-        as_dictionaries: leaf columns of text to read as dictionaries, one row group at a time: Arrow cannot join those
-            of several inside lists.
+    Leaf columns `as_dictionaries` are read one row group at a time: Arrow cannot join those of several inside lists.
     """
     with (
         contextlib.closing(open_source(place)) as source,
@@ -161,9 +159,7 @@ def read_parquet(
 ) -> Iterator[tuple[int, list[Any], int]]:
     """Yield number of the first row, rows, and their even share of the file's bytes.
 
-    Args:
-        groups: first and past-the-end row group; None reads all.
-        first: number of the first row of the first group.
+    `groups` are the first and past-the-end row group, None for all, and `first` is the number of their first row.
     """
     with open_parquet(place) as parquet:
         schema, metadata = parquet.schema_arrow, parquet.metadata
@@ -348,12 +344,8 @@ def _is_in(path: str, name: str) -> bool:
 def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Sequence[str], where: str) -> None:
     """Refuse lists that a few bytes of run lengths expand to gigabytes, and long values that no text can be.
 
-    Args:
-        size: bytes of the file, of which its footer can claim more.
-        groups, columns: row groups and top-level columns that are read.
-
-    Raises:
-        PrepError: a column has more values than the bytes of its row group justify, or is of long binary numbers.
+    Raises PrepError if one of the top-level `columns` has more values in one of `groups` than the bytes of that row
+    group justify, or is of long binary numbers. `size` is that of the file, of which its footer can claim more.
     """
     schema = parquet.schema
     for leaf in map(schema.column, range(len(schema))):

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.errors import ConfigError, PrepError
-from harness.prep.sources import delimited, reading, text
+from harness.prep.sources import reading, text
 from harness.prep.sources.config import MixedSource, SourceConfig
 from harness.prep.sources.finding import find_files, find_schema, find_sources, list_files
 from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
@@ -120,7 +120,7 @@ def parsed(shards):
     ],
 )
 def test_shards_of_any_size_hold_every_record_once_with_its_number(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(delimited, "_CHUNK_BYTES", 1 << 18 if name in PACKED else 300)
+    monkeypatch.setattr(text, "_CHUNK_BYTES", 1 << 18 if name in PACKED else 300)
     monkeypatch.setattr(text, "_WINDOW_BYTES", 1 << 20 if name in PACKED else 64)
     file, records = tmp_path / name, RECORDS if name in PACKED else RECORDS[:1000]
     file.write_bytes(content_of(name, records))
