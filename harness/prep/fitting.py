@@ -22,14 +22,11 @@ _SYSTEM = ("system", "developer")
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The sequences of one conversation that are stored.
+    """The stored sequences of one conversation, each of at most a pack, with something to train.
 
-    Attributes:
-        pieces: each of at most a pack, with something to train; empty if the conversation is left out.
-        reason: for leaving it out: `over_long`, `over_long_media` (media are neither cut nor split), or `untrained`
-            where the part that fits has no trained token.
-        is_cut: a piece ends in the middle of a turn, and the rest of the turn is left out.
-        num_lost: trained tokens of the conversation that no piece trains.
+    Without any, `reason` is `over_long`, `over_long_media` (media are neither cut nor split), or `untrained` where the
+    part that fits has no trained token. `is_cut`: a piece ends in the middle of a turn, and the rest of the turn is
+    left out. `num_lost` are the trained tokens that no piece trains.
     """
 
     pieces: tuple[SequenceView, ...]

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
@@ -346,11 +346,10 @@ class Preparation:
         """Tokenize everything, and divide the sequences among the splits."""
         source, data, report = self.config.source, self.config.data, self.report
         saved = self.path / layout.TOKENIZER
-        names = sorted(file.name for file in saved.iterdir() if file.is_file())
         job = ShardJob(
             folder=str(self.path / layout.SHARDS),
             tokenizer=replace(self.config.tokenizer, name=str(saved), chat_template=""),
-            content=_digest_tokenizer(saved, names),
+            content=_digest_tokenizer(saved),
             today=self.today.isoformat() if tokenizer.uses_date else "",
             pack_size=data.pack_size,
             over_long=data.over_long,
@@ -508,8 +507,9 @@ def repack_store(
     )
 
 
-def _digest_tokenizer(saved: Path, names: Sequence[str]) -> str:
+def _digest_tokenizer(saved: Path) -> str:
     """Return a digest of the files of a saved tokenizer, without what only says from where it was loaded."""
+    names = sorted(file.name for file in saved.iterdir() if file.is_file())
     digests = {file.path: file.xxh3 for file in digest_files(saved, names)}
     if (name := "tokenizer_config.json") in digests:
         values = json.loads((saved / name).read_bytes())

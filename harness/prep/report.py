@@ -49,10 +49,8 @@ _KINDS = {
 class SplitReport:
     """Counts of one dataset: conversations, the sequences made from them, tokens, trained tokens, and packs.
 
-    Attributes:
-        fill: share of the packs' room that holds tokens.
-        length_counts: histogram of sequences by tokens; keys are upper bounds.
-        fill_counts: histogram of packs by fill in percent; keys are upper bounds.
+    `fill` is the share of the packs' room that holds tokens; the histograms of sequences by tokens, and of packs by
+    fill in percent, have upper bounds as keys.
     """
 
     conversations: int = 0

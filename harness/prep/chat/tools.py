@@ -50,11 +50,10 @@ _PARAMETERS = (
 
 
 def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return descriptions of tools in the form that templates take.
+    """Return descriptions of tools in the form that templates take, with JSON Schema as their parameters.
 
-    Args:
-        value: a list, or its JSON text, of `{"type": "function", "function": {...}}` or of the functions themselves;
-            each of them may be JSON text too. Their parameters become JSON Schema.
+    `value` is a list, or its JSON text, of `{"type": "function", "function": {...}}` or of the functions themselves;
+    each of them may be JSON text too.
     """
     items = decoded_list(value, "`tools`")
     try:

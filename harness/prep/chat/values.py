@@ -145,11 +145,9 @@ def _problem_of(value: object, depth: int) -> str:
 
 
 def parse_calls(value: object, what: str) -> tuple[ToolCall, ...]:
-    """Return tool calls.
+    """Return the calls of a list, or of its JSON text.
 
-    Args:
-        value: a list of calls, or its JSON text; each a `{"function": {"name", "arguments"}}`, or flat without
-            `function`, or JSON text of it.
+    Each is a `{"function": {"name", "arguments"}}`, or flat without `function`, or JSON text of it.
     """
     items = decoded_list(value, what)
     return tuple(parse_call(item, f"call {number} of {what}") for number, item in enumerate(items, start=1))

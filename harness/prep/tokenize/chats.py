@@ -31,10 +31,8 @@ Turns = Sequence[Mapping[str, Any]]
 class Form:
     """One way to hand conversations to a template.
 
-    Attributes:
-        content: `given`, `text` (parts joined, nothing as empty text), `null` (empty content of tool calls as null) or
-            `parts`.
-        arguments: of tool calls: `given`, `object` or `text`.
+    Content is `given`, `text` (parts joined, nothing as empty text), `null` (empty content of tool calls as null) or
+    `parts`; arguments of tool calls are `given`, `object` or `text`.
     """
 
     content: str = "given"

@@ -54,11 +54,9 @@ _TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "pa
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One sequence to train on.
+    """One sequence to train on: its text, and first and past-the-end character of each trained part, in order.
 
-    Attributes:
-        spans: first and past-the-end character of each trained part, in order.
-        weights: of each part in the loss, in hundredths; empty where `tokenizer.train_on` is not `weighted`.
+    `weights` are those of the parts in the loss, in hundredths; empty where `tokenizer.train_on` is not `weighted`.
     """
 
     text: str
@@ -67,11 +65,7 @@ class Rendered:
 
 
 class Masker:
-    """Renders conversations and finds their trained spans.
-
-    Attributes:
-        rule: `marks`, `stock`, `served`, `assistant_turns` or `all`.
-    """
+    """Renders conversations and finds their trained spans by one `rule`: those above, `assistant_turns` or `all`."""
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
         self._template, self._config = template, config

@@ -60,10 +60,8 @@ class _StoppedError(Exception):
 class Renderer:
     """A chat template with a mask rule (`Masker`), in the process that renders.
 
-    Args:
-        variables: texts that the template may read by name, such as `bos_token`.
-        special: texts of the tokenizer's special tokens.
-        today: date that the template writes; None is the date of each rendering.
+    The template may read `variables`, such as `bos_token`, by name, and writes the date `today`, None for that of each
+    rendering; `special` are the texts of the tokenizer's special tokens.
     """
 
     def __init__(

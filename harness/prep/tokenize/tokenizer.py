@@ -39,11 +39,10 @@ _MAX_CHARACTERS = 6 << 20
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One sequence of a conversation.
+    """One sequence of a conversation: input_ids int32 [L] and loss_mask uint8 [L], and what they are made of.
 
-    Attributes:
-        view: input_ids int32 [L] and loss_mask uint8 [L], label-aligned: shifted left by one from the trained tokens.
-        spans: first and past-the-end character of each trained part of the text.
+    The mask is label-aligned: shifted left by one from the tokens of the trained parts of the text, whose first and
+    past-the-end characters are `spans`.
     """
 
     view: SequenceView
@@ -58,17 +57,14 @@ class ChatTokenizer:
     each token: transformers looks up the token of a span's last character, finds none where a tokenizer leaves white
     space out of its offsets, and then trains everything up to the end of the conversation.
 
-    Attributes:
-        hf: tokenizer of transformers; its own templates are never rendered in this process.
-        media_rules: of the model whose folder this is; None where it takes no media.
+    `hf` is the tokenizer of transformers, whose own templates are never rendered in this process, and `media_rules` are
+    those of the model whose folder this is, None where it takes no media.
     """
 
     def __init__(self, config: TokenizerConfig, folder: str = "", *, today: date | None = None) -> None:
         """Load from `folder` if given, or from `config.name`; `today` is for templates that write the date.
 
-        Raises:
-            ConfigError: it cannot be loaded, is not a fast tokenizer, or its template is not valid Jinja or does not
-                fit the mask rule.
+        Raises ConfigError if it is not a fast tokenizer that loads, or has no valid Jinja that fits the mask rule.
         """
         self.name = folder or config.name
         self._config = config
@@ -181,9 +177,8 @@ class ChatTokenizer:
     def encode(self, conversations: Sequence[Conversation]) -> list[SequenceView | BadRecord]:
         """Tokenize conversations; their sequences, or reasons why there are none, come in the same order.
 
-        Most conversations make one sequence; `encode_each` keeps those of one conversation together. A sequence has
-        input_ids int32 [L] and loss_mask uint8 [L], with L at least 2 and something to train. The mask is
-        label-aligned: shifted left by one from the tokens that the assistant wrote.
+        Most conversations make one sequence; `encode_each` keeps those of one conversation together. A sequence, as in
+        `Encoded`, has L of at least 2 and something to train.
         """
         results: list[SequenceView | BadRecord] = []
         for made in self.encode_each(conversations):
@@ -335,8 +330,7 @@ class _Media:
 def texts_of(conversation: Conversation, *, has_names: bool = False) -> Iterator[tuple[str, str]]:
     """Yield every text of a conversation that a template may write, with its place in words.
 
-    Args:
-        has_names: yield names, ids, decoded arguments and variables, too.
+    `has_names` adds names, ids, decoded arguments and variables.
     """
     if conversation.text is not None:
         yield "the text", conversation.text
