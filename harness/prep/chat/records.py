@@ -119,6 +119,12 @@ class Message:
     def media(self) -> tuple[MediaPart, ...]:
         return tuple(part for part in self.parts if isinstance(part, MediaPart))
 
+    def with_texts(self, change: Callable[[str], str]) -> Message:
+        """Return the turn with each text of its content changed; an empty one stays."""
+        if isinstance(self.content, tuple):
+            return replace(self, content=tuple(change(one) if isinstance(one, str) else one for one in self.content))
+        return replace(self, content=change(self.content)) if self.content else self
+
     def as_dict(self) -> dict[str, Any]:
         """Return the turn in the form that chat templates take."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}

@@ -360,8 +360,8 @@ def _read_text(
 class _PackedFile:
     """A compressed file whose pieces are read one after the other: its stream cannot be entered in the middle."""
 
-    def __init__(self, file: Place, unit: str) -> None:
-        self._begin = partial(_read_text, file, unit)
+    def __init__(self, path: str, stamp: Stamp, unit: str) -> None:
+        self._begin = partial(_read_text, parse_place(path), unit)
         self._groups: Iterator[tuple[int, list[Any], int]] = iter(())
         self._at: float = math.inf
 
@@ -381,7 +381,5 @@ class _PackedFile:
                 yield max(first, number), kept, position
 
 
-@lru_cache(maxsize=1)
-def _packed_file(path: str, stamp: Stamp, unit: str) -> _PackedFile:
-    """Return the file that this process reads piece after piece; `stamp` opens one that was written again."""
-    return _PackedFile(parse_place(path), unit)
+# The one that this process reads piece after piece; another stamp opens a file that was written again.
+_packed_file = lru_cache(maxsize=1)(_PackedFile)

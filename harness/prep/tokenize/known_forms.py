@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
@@ -249,22 +249,13 @@ def with_unique_words(
 
     turns = []
     for number, message in enumerate(conversation.messages):
-        content = message.content
-        turns.append(
-            replace(
-                message,
-                reasoning=word(number, "reasoning") if message.reasoning.strip() else message.reasoning,
-                content=tuple(text(number, part) if isinstance(part, str) else part for part in content)
-                if isinstance(content, tuple)
-                else text(number, content)
-                if content
-                else content,
-                tool_calls=tuple(
-                    replace(call, name=word(number, "tool call's name"), arguments=arguments(number, call.arguments))
-                    for call in message.tool_calls
-                ),
-            )
+        reasoning = word(number, "reasoning") if message.reasoning.strip() else message.reasoning
+        turn = message.with_texts(partial(text, number))
+        calls = tuple(
+            replace(call, name=word(number, "tool call's name"), arguments=arguments(number, call.arguments))
+            for call in message.tool_calls
         )
+        turns.append(replace(turn, reasoning=reasoning, tool_calls=calls))
     tools = tuple(_with_words(tool, lambda name: word(None, name)) for tool in conversation.tools)
     return replace(conversation, messages=tuple(turns), tools=tools), words
 

@@ -76,11 +76,9 @@ class Renderer:
     ) -> None:
         self._settings = pickle.dumps((template, dict(variables), config, tuple(special), today, where))
         self._where = where
-        self.rule: str
-        self.why: str
-        self.uses_date: bool
-        self.rule, self.why, self.uses_date, ends = self._ask("facts")
-        self.end_tokens: tuple[str, ...] = tuple(ends)
+        facts: tuple[str, str, bool, list[str]] = self._ask("facts")
+        self.rule, self.why, self.uses_date, ends = facts
+        self.end_tokens = tuple(ends)
 
     def sequences(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | BadRecord]:
         """Return the sequences of each conversation, or the reason why it has none."""

@@ -66,7 +66,8 @@ class ChatTokenizer:
     space out of its offsets, and then trains everything up to the end of the conversation.
 
     `hf` is the tokenizer of transformers, whose own templates are never rendered in this process, and `media_rules` are
-    those of the model whose folder this is, None where it takes no media.
+    those of the model whose folder this is, None where it takes no media. `chat_template_hash` has 16 hex digits.
+    `mask_rule` finds trained tokens, for a reason in `mask_facts`; if `uses_date`, the text depends on the day.
     """
 
     def __init__(self, config: TokenizerConfig, folder: str = "", *, today: date | None = None) -> None:
@@ -112,16 +113,8 @@ class ChatTokenizer:
         where = config.chat_template or self.name
         variables = self.hf.special_tokens_map
         self._renderer = Renderer(self.chat_template, variables, config, special, today=today, where=where)
-
-    @property
-    def mask_rule(self) -> str:
-        """Rule by which trained tokens are found; `mask_facts` has the reason."""
-        return self._renderer.rule
-
-    @property
-    def uses_date(self) -> bool:
-        """The chat template writes the date, so that its text depends on the day."""
-        return self._renderer.uses_date
+        self.chat_template_hash = _digest(self.chat_template)
+        self.mask_rule, self.uses_date = self._renderer.rule, self._renderer.uses_date
 
     def mask_facts(self, schema: str = "") -> dict[str, str]:
         """Return how masks are made, for a dataset's manifest; of the schema `text`, everything is trained."""
@@ -153,11 +146,6 @@ class ChatTokenizer:
     def tokenizer_hash(self) -> str:
         """16 hex digits over every token with its id and the roles of special tokens."""
         return _hash_tokens(self.hf)
-
-    @property
-    def chat_template_hash(self) -> str:
-        """16 hex digits over the template's text."""
-        return _digest(self.chat_template)
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder with the template in use, and the rules and the processor of media."""
