@@ -13,6 +13,8 @@ import xxhash
 
 from harness.records import HUNDREDTHS
 
+# One of any schema, decoded.
+Record = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.records import BadReason, Conversation, Record, Schema
 from harness.prep.chat.schemas.blocks import without_blocks
 from harness.prep.chat.turns import CHAT_FIELDS, chat, turns_or_text
 from harness.prep.chat.values import BadRecordError, check_text, ignoring, is_empty, refuse_others, show
@@ -23,7 +23,7 @@ _READ = {
 _KNOWN = {kind: frozenset(("type", "id", "status", *read)) for kind, read in _READ.items()}
 
 
-def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+def _parse(record: Record, where: str) -> Conversation:
     if record.get("status") == "incomplete":
         raise BadRecordError(BadReason.UNWANTED, "`status` is 'incomplete'")
     turns: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ def _blocks(item: Mapping[str, Any], kind: str, what: str) -> list[Any]:
     return [{"type": "thinking", "thinking": check_text(text, f"the text of {what}")} for text in texts]
 
 
-def _fits(record: Mapping[str, Any]) -> bool:
+def _fits(record: Record) -> bool:
     for name in ("output", "input"):
         items = record.get(name)
         if isinstance(items, list) and items and isinstance(items[0], Mapping):
