@@ -81,6 +81,14 @@ def load_json(text: str) -> Any:
     return _DECODER.decode(text)
 
 
+def json_or(text: str | bytes, default: Any) -> Any:
+    """Decode JSON that may have keys twice; return another value for text that is none."""
+    try:
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except (ValueError, RecursionError):
+        return default
+
+
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):

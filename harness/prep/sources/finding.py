@@ -15,6 +15,7 @@ from typing import Any
 from harness.errors import ConfigError, PrepError
 from harness.paths import explain_path, is_run, is_there, near_paths
 from harness.prep.chat import NUM_DETECTION_RECORDS, RecordReader, detect_schema, record_of_row
+from harness.prep.chat.values import json_or
 from harness.prep.sources import hub
 from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.reading import (
@@ -99,13 +100,14 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
         raise ConfigError("only datasets of the hub have subsets", where="source.subset", fix=fix)
     else:
         found = _find_objects(path, source) if is_uri(path) else _find_local(path, source)
-    if not found.files and name is None and not is_uri(path) and not glob.has_magic(path) and not is_there(Path(path)):
-        fix = near_paths(Path(path)) or "check the path and the working folder"
-        raise PrepError("the file or folder does not exist", where=path, fix=fix)
     if not found.files:
+        what = "there are no chat files"
         fix = f"specify a file, a glob or a folder with files that end in {' '.join(SUFFIXES)}"
         fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
-        raise PrepError("there are no chat files", where=path, fix=fix)
+        if name is None and not is_uri(path) and not glob.has_magic(path) and not is_there(Path(path)):
+            what = "the file or folder does not exist"
+            fix = near_paths(Path(path)) or "check the path and the working folder"
+        raise PrepError(what, where=path, fix=fix)
     if source.split and not found.facts:
         fix = "omit it: the path already selects the files"
         raise ConfigError(f"{source.split!r} would not be used", where="source.split", fix=fix)
@@ -283,8 +285,5 @@ def _first_chunk(file: Place, reader: RecordReader, limit: int) -> SourceChunk |
 def _decoded(raw: Any) -> Any:
     """Return a record as an object; None for what is not JSON."""
     if isinstance(raw, bytes):
-        try:
-            return json.loads(raw.decode("utf-8-sig"))
-        except (ValueError, RecursionError):
-            return None
+        return json_or(raw, None)
     return record_of_row(raw) if isinstance(raw, Mapping) else None

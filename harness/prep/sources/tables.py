@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 from harness.errors import FormatError, PrepError
 from harness.formats.layouts.parquet_pages import Chunk, read_pages
 from harness.prep.chat import MEDIA_FIELDS, BadReason, BadRecord, RecordReader, is_media_column
+from harness.prep.chat.values import json_or
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.storage import Place
 from harness.storage.inputs import open_source, open_stream
@@ -421,10 +421,7 @@ def _plain(value: Any, kind: Any) -> Any:
     if value is None or not _is_coded(kind):
         return value
     if _is_json(kind):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
+        return json_or(value, value)
     if pa.types.is_map(kind):
         return {key: _plain(item, kind.item_type) for key, item in value}
     if pa.types.is_struct(kind):

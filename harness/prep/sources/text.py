@@ -19,6 +19,7 @@ import pyarrow as pa
 from harness.errors import PrepError
 from harness.paths import text_to_records
 from harness.prep.chat import BadReason, BadRecord
+from harness.prep.chat.values import json_or
 from harness.storage import Place
 from harness.storage.inputs import open_stream
 
@@ -81,25 +82,18 @@ def find_unit(place: Place, *, is_json: bool) -> str:
             raise PrepError("the file is plain text, expected records", where=str(place), fix=fix)
         line = head.partition(b"\n")
         if not is_json:
-            if head.startswith(b"[") and line[1] and not _is_json(line[0]):
+            if head.startswith(b"[") and line[1] and json_or(line[0], ...) is ...:
                 what = "the file contains one JSON list, but its name indicates one record per line"
                 raise PrepError(what, where=str(place), fix=f"rename it to .json, or {_TO_LINES}")
             return LINE
         if head.startswith(b"["):
             return ITEM
-        if head.startswith(b"{") and line[1] and not _is_json(line[0]) and line[0].rstrip()[-1:] in (b"{", b"[", b","):
+        is_begun = line[1] and line[0].rstrip()[-1:] in (b"{", b"[", b",")
+        if head.startswith(b"{") and is_begun and json_or(line[0], ...) is ...:
             what = "the file contains one JSON object over several lines, expected a list or one record per line"
             fix = "if the records are a list in it, such as `data`: jq -c '.data[]' FILE.json > FILE.jsonl"
             raise PrepError(what, where=str(place), fix=fix)
         return LINE
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> Iterator[tuple[int, list[bytes]]]:

@@ -9,7 +9,6 @@ out. So each rendered conversation is checked for the texts of its messages, too
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
 from harness.prep.chat.tools import map_schemas
 from harness.prep.chat.turns import REASONING_FIELDS
+from harness.prep.chat.values import json_or
 from harness.prep.tokenize.chats import FORMS, Form, RenderedChat, as_object, template_failure
 
 if TYPE_CHECKING:
@@ -362,8 +362,7 @@ def _find_arguments(text: str, arguments: Any, start: int) -> tuple[int, str]:
     if isinstance(arguments, str):
         if (found := text.find(arguments, start)) >= 0:
             return found + len(arguments), ""
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+        arguments = json_or(arguments, arguments)
     end = start
     for leaf in _leaves(arguments):
         found = _find(text, leaf.strip(), start)

@@ -84,20 +84,14 @@ def as_prepared(config: TokenizerConfig, folder: str = "") -> tuple[TokenizerCon
         manifest = load_manifest(dataset)
         origin = manifest.provenance if manifest is not None else None
         if origin is not None and origin.mask and (dataset / origin.tokenizer).resolve() == tokenizer.resolve():
-            return replace(config, **_settings(origin.mask, dataset)), dataset
+            mask = origin.mask
+            settings: dict[str, Any] = {name: mask[name] for name in _TEXTS if name in mask}
+            settings |= {"mask": _RULES[mask["rule"]]} if mask.get("rule") in _RULES else {}
+            try:
+                untrained = json.loads(mask.get("untrained", "[]"))
+                settings |= {f"train_{part}": part not in untrained for part in PARTS}
+                return replace(config, **settings), dataset
+            except (ValueError, TypeError, RecursionError, HarnessError) as error:
+                what, fix = f"the dataset uses an unknown mask: {error}", "use the version of the program that wrote it"
+                raise FormatError(what, where=str(dataset), fix=fix) from None
     return config, None
-
-
-def _settings(mask: Mapping[str, str], dataset: Path) -> dict[str, Any]:
-    """Return the settings that make a mask with these facts."""
-    settings: dict[str, Any] = {name: mask[name] for name in _TEXTS if name in mask}
-    if mask.get("rule") in _RULES:
-        settings["mask"] = _RULES[mask["rule"]]
-    try:
-        untrained = json.loads(mask.get("untrained", "[]"))
-        settings |= {f"train_{part}": part not in untrained for part in PARTS}
-        TokenizerConfig(**settings)
-    except (ValueError, TypeError, RecursionError, HarnessError) as error:
-        what = f"the dataset uses an unknown mask: {error}"
-        raise FormatError(what, where=str(dataset), fix="use the version of the program that wrote it") from None
-    return settings
