@@ -323,8 +323,10 @@ def _open(shard: SourceShard) -> Iterator[SourceChunk]:
     before = shard.start
     if shard.is_piece:
         read = _packed_file(path, stamp_of(file), shard.unit).read(shard.first, shard.records)
+    elif is_compressed(file):
+        read = _read_text(file, shard.unit)
     else:
-        read = _read_text(file, shard.unit, *(() if is_compressed(file) else (shard.first, shard.start, shard.end)))
+        read = _read_text(file, shard.unit, shard.first, shard.start, shard.end)
     for first, lines, position in read:
         # A list is read ahead of its items, beyond the end of the shard.
         at = max(before, min(position, shard.end))

@@ -79,11 +79,9 @@ def _blocks(item: Mapping[str, Any], kind: str, what: str) -> list[Any]:
 
 
 def _fits(record: Record) -> bool:
-    for name in ("output", "input"):
-        items = record.get(name)
-        if isinstance(items, list) and items and isinstance(items[0], Mapping):
-            return "type" in items[0] or "role" in items[0]
-    return False
+    lists = (items for name in ("output", "input") if isinstance(items := record.get(name), list) and items)
+    first: Record = next((items[0] for items in lists if isinstance(items[0], Mapping)), {})
+    return "type" in first or "role" in first
 
 
 RESPONSES = Schema(
