@@ -178,9 +178,34 @@ def _best_fit_decreasing(lengths: Int64Array, pack_size: int, seed: int) -> Pack
 
 
 def _first_fit(lengths: Int64Array, pack_size: int, seed: int, *, is_decreasing: bool = False) -> PackPlan:
+    """Place each sequence, in random or decreasing order, into the first opened pack with room for it.
+
+    Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree.
+    """
     random_order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
     order = _by_length(lengths, pack_size, random_order) if is_decreasing else random_order
-    packs = _first_packs(lengths[order], pack_size)
+    leaves, tree = 1, [pack_size, pack_size]
+    places = []
+    for length in lengths[order].tolist():
+        if tree[1] < length:
+            # Every pack is too full: double the tree, with the old one as the left half.
+            doubled, width = [pack_size, pack_size], 1
+            while width <= leaves:
+                doubled += tree[width : 2 * width] + [pack_size] * width
+                width *= 2
+            tree, leaves = doubled, 2 * leaves
+        node = 1
+        while node < leaves:
+            node *= 2
+            if tree[node] < length:
+                node += 1
+        places.append(node - leaves)
+        tree[node] -= length
+        while node > 1:
+            node //= 2
+            left, right = tree[2 * node], tree[2 * node + 1]
+            tree[node] = left if left > right else right
+    packs = np.array(places, np.int64)
     num_packs = int(packs.max(initial=-1)) + 1
     # Renumbered at random: otherwise the emptiest packs, opened last, would all come last.
     numbers = shuffled(num_packs, seed=seed, stream=_STREAM_PACKS)
@@ -279,8 +304,8 @@ def _ramps(counts: Int64Array) -> Int64Array:
     return np.asarray(np.arange(ends[-1]) - np.repeat(ends - counts, counts))
 
 
-def _next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
-    """Start a new pack wherever the next sequence does not fit; return the first of each, int64 [packs + 1]."""
+def _next_fit(lengths: Int64Array, pack_size: int, _: int) -> PackPlan:
+    """Start a new pack wherever the next sequence does not fit."""
     ends = np.cumsum(lengths)
     # For every sequence: the first later one that does not fit into a pack starting with it.
     nexts = np.searchsorted(ends, ends - lengths + pack_size, side="right").tolist()
@@ -289,45 +314,14 @@ def _next_fit(lengths: Int64Array, pack_size: int) -> Int64Array:
     while at < len(nexts):
         at = nexts[at]
         offsets.append(at)
-    return np.array(offsets, np.int64)
-
-
-def _first_packs(lengths: Int64Array, pack_size: int) -> Int64Array:
-    """Place each sequence, in order, into the first opened pack with room for it.
-
-    Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree. Returns the
-    pack of each sequence, int64 [sequences].
-    """
-    leaves = 1
-    tree = [pack_size, pack_size]
-    packs = []
-    for length in lengths.tolist():
-        if tree[1] < length:
-            # Every pack is too full: double the tree, with the old one as the left half.
-            doubled, width = [pack_size, pack_size], 1
-            while width <= leaves:
-                doubled += tree[width : 2 * width] + [pack_size] * width
-                width *= 2
-            tree, leaves = doubled, 2 * leaves
-        node = 1
-        while node < leaves:
-            node *= 2
-            if tree[node] < length:
-                node += 1
-        packs.append(node - leaves)
-        tree[node] -= length
-        while node > 1:
-            node //= 2
-            left, right = tree[2 * node], tree[2 * node + 1]
-            tree[node] = left if left > right else right
-    return np.array(packs, np.int64)
+    return PackPlan(np.array(offsets, np.int64), np.arange(len(lengths)))
 
 
 PACKERS: dict[str, Callable[[Int64Array, int, int], PackPlan]] = {
     "best_fit_decreasing": _best_fit_decreasing,
     "first_fit_decreasing": partial(_first_fit, is_decreasing=True),
     "first_fit": _first_fit,
-    "next_fit": lambda lengths, pack_size, _: PackPlan(_next_fit(lengths, pack_size), np.arange(len(lengths))),
+    "next_fit": _next_fit,
 }
 
 
