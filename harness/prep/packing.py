@@ -214,15 +214,15 @@ def _first_fit(lengths: Int64Array, pack_size: int, seed: int, *, is_decreasing:
     return PackPlan(offsets, order[np.argsort(packs, kind="stable")])
 
 
+# Items of equal size are interchangeable, so all of one size are placed in one step over *runs*: bins with consecutive
+# numbers, the same history and so the same free space. The work grows with the number of distinct sizes; each splits at
+# most one run, so runs stay few for any number of items.
 def _place(sizes: Int64Array, counts: Int64Array, pack_size: int) -> tuple[Int64Array, int]:
     """Place every item into the fullest bin that has room for it, longest items first.
 
-    Items of equal size are interchangeable, so all of one size are placed in one step over *runs*: bins with
-    consecutive numbers, the same history and so the same free space. The work grows with the number of distinct sizes;
-    each splits at most one run, so runs stay few for any number of items. Uses exactly as many bins as best-fit
-    decreasing item by item: after an item of length s went into the bin with the least sufficient room r, that bin
-    remains the tightest while it has room, so it takes r // s of them. `sizes` are decreasing and at most `pack_size`,
-    and `counts` are the items of each, int64 [distinct].
+    Uses exactly as many bins as best-fit decreasing item by item: after an item of length s went into the bin with the
+    least sufficient room r, that bin remains the tightest while it has room, so it takes r // s of them. `sizes` are
+    decreasing and at most `pack_size`, and `counts` are the items of each, int64 [distinct].
 
     Returns the columns of the placement, int64 [4, columns], and the number of bins. A column (first_bin, num_bins,
     per_bin, before) puts `per_bin` equal items into each of the bins `first_bin ... first_bin + num_bins - 1`, after
