@@ -479,14 +479,9 @@ def repack_store(
 ) -> Manifest:
     """Write a dataset with other packs over the sequences of a store, or of another plan; no token is copied.
 
-    Args:
-        store: a dataset in the format `virtual`.
-        destination: a new or empty folder, which will refer to the store by relative path (by its URI from a disk to a
-            bucket, or from one bucket to another).
-        pack_size, algorithm, seed: as for `plan_packs`.
-
-    Returns:
-        the manifest. It has no fingerprint; `open_dataset(destination).fingerprint` reads all packs once to compute it.
+    The store is a dataset in the format `virtual`, and the destination a new or empty folder, which will refer to it by
+    relative path (by its URI from a disk to a bucket, or from one bucket to another). Packs are as for `plan_packs`.
+    Returns the manifest. It has no fingerprint; `open_dataset(destination).fingerprint` reads all packs once for it.
 
     Raises:
         FormatError: there is no store, or the destination cannot be written.

@@ -87,14 +87,10 @@ class SourceReport:
 
 @dataclass
 class PrepareReport(Counts):
-    """Counts of one preparation.
+    """Counts of one preparation, in all and of each source file by path.
 
-    Attributes:
-        settings: everything that the result depends on.
-        sources: counts of each source file, by path.
-        unused: fields of the records that are not read.
-        mask: how the mask was made, as the datasets' manifests have it.
-        reused: the report is that of an earlier run; nothing was done.
+    `settings` are everything that the result depends on, `unused` the fields of records that are not read, and `mask`
+    tells how the mask was made, as the datasets' manifests have it. `reused`: it is that of an earlier run.
     """
 
     path: str = ""

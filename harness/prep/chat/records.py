@@ -240,11 +240,9 @@ class BadRecord:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """One form of chat records.
+    """One form of chat records: `parse` makes the conversation of one and its place; raises BadRecordError.
 
-    Attributes:
-        parse: makes the conversation of a record and its place; raises BadRecordError.
-        use: `detected`; `last`, where no other schema fits; or `asked`, only by name.
+    It is used where it is `detected`; `last`, where no other schema fits; or where it is `asked` for by name.
     """
 
     fields: frozenset[str]

@@ -18,6 +18,7 @@ from harness.prep.chat import NUM_DETECTION_RECORDS, RecordReader, detect_schema
 from harness.prep.chat.values import json_or
 from harness.prep.sources import hub
 from harness.prep.sources.config import SourceConfig
+from harness.prep.sources.hub import SPLITS_FILE, STATE_FILE, choose_split, data_files, split_of
 from harness.prep.sources.reading import (
     JSON,
     SUFFIXES,
@@ -32,7 +33,6 @@ from harness.prep.sources.reading import (
     read_chunks,
     suffix_of,
 )
-from harness.prep.sources.splits import SPLITS_FILE, STATE_FILE, choose_split, data_files, split_of
 from harness.prep.sources.text import COMPRESSED, SEPARATORS
 from harness.storage import ObjectPath, Place, is_uri, natural_key, stamp_of
 from harness.storage.files import Stamp

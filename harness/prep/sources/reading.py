@@ -100,10 +100,9 @@ class SourceFiles:
 class SourceChunk:
     """Consecutive records of one file, not yet parsed.
 
-    Attributes:
-        unit: `line` (counted from 1), `row` of a table or `item` of a list (both counted from 0).
-        records: lines and items as bytes, or decoded rows; blank where a line of a CSV file begins no row.
-        num_bytes: size in the file, for progress; rows share the size of their file evenly.
+    Their unit is `line` (from 1), `row` of a table or `item` of a list (from 0). Lines and items are bytes, and rows
+    decoded; a line of a CSV file that begins no row is blank. `num_bytes` is their size in the file, for progress; rows
+    share the size of their file evenly.
     """
 
     path: str
