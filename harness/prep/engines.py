@@ -36,9 +36,8 @@ def do_shards(
 ) -> Iterator[Receipt]:
     """Make all shards that do not exist yet, and yield the receipts of all in order.
 
-    Args:
-        engine: `local`, or `ray` for the cluster at RAY_ADDRESS (one on this machine if that is unset).
-        num_workers: processes of the local engine; 0 works in this process, -1 decides by `source_bytes`.
+    The engine is `ray`, for the cluster at RAY_ADDRESS (one on this machine if that is unset), or `local`, of as many
+    processes as `num_workers`; 0 works in this process, -1 decides by `source_bytes`.
     """
     if engine == "ray":
         outcomes = _run_on_ray(job, shards)

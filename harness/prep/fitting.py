@@ -22,14 +22,11 @@ _SYSTEM = ("system", "developer")
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The sequences of one conversation that are stored.
+    """The stored sequences of one conversation, each of at most a pack, with something to train.
 
-    Attributes:
-        pieces: each of at most a pack, with something to train; empty if the conversation is left out.
-        reason: for leaving it out: `over_long`, `over_long_media` (media are neither cut nor split), or `untrained`
-            where the part that fits has no trained token.
-        is_cut: a piece ends in the middle of a turn, and the rest of the turn is left out.
-        num_lost: trained tokens of the conversation that no piece trains.
+    Without any, `reason` is `over_long`, `over_long_media` (media are neither cut nor split), or `untrained` where the
+    part that fits has no trained token. `is_cut`: a piece ends in the middle of a turn, and the rest of the turn is
+    left out. `num_lost` are the trained tokens that no piece trains.
     """
 
     pieces: tuple[SequenceView, ...]
@@ -134,32 +131,29 @@ class _Splitter:
         lengths = [_longest(sequences) for sequences in alone]
         # Tokens that are written once however many units there are; an estimate that saves most trials.
         shared = max(0, lengths[0] + lengths[1] - _longest(self._together(prefix, units[:2]))) if len(units) > 1 else 0
-        first = len(units) - 1 if self._trains_last else 0
-        while first < len(units):
-            start, end = first, first + 1
+        order = -1 if self._trains_last else 1  # then the last group alone, which grows from its end
+        units, alone, lengths = units[::order], alone[::order], lengths[::order]
+        first = 0
+        while first < (1 if self._trains_last else len(units)):
+            end = first + 1
             if lengths[first] > self.pack_size:
                 self._divide(prefix, units[first], alone[first], is_exchange=is_exchange)
                 first = end
                 continue
             made, total = alone[first], lengths[first]
-            if self._trains_last:
-                while start and total + lengths[start - 1] - shared <= self.pack_size:
-                    start -= 1
-                    total += lengths[start] - shared
-            else:
-                while end < len(units) and total + lengths[end] - shared <= self.pack_size:
-                    total += lengths[end] - shared
-                    end += 1
-            while end - start > 1:
-                made = self._together(prefix, units[start:end])
-                is_lost = not made and any(alone[start:end])
+            while end < len(units) and total + lengths[end] - shared <= self.pack_size:
+                total += lengths[end] - shared
+                end += 1
+            while end - first > 1:
+                made = self._together(prefix, units[first:end][::order])
+                is_lost = not made and any(alone[first:end])
                 excess = _longest(made) - self.pack_size
                 if not is_lost and excess <= 0:
                     break
                 # A unit takes at most its length away: until these are the excess, no group fits.
-                while end - start > 1 and (excess > 0 or is_lost):
-                    start, end = (start + 1, end) if self._trains_last else (start, end - 1)
-                    excess -= lengths[start - 1 if self._trains_last else end] or excess  # 0 of one that is refused
+                while end - first > 1 and (excess > 0 or is_lost):
+                    end -= 1
+                    excess -= lengths[end] or excess  # 0 of one that is refused
                     is_lost = False
                 made = alone[first]
             self._store([one.view for one in made])
@@ -180,7 +174,8 @@ class _Splitter:
 
     def _encode(self, parts: Sequence[Messages]) -> list[list[Encoded]]:
         """Encode parts of the conversation; nothing comes of those that the template or the mask refuses."""
-        answered = [_answered(part) for part in parts]
+        turns = ([number for number, one in enumerate(part, start=1) if one.role == "assistant"] for part in parts)
+        answered = [part[: max(numbers, default=0)] for part, numbers in zip(parts, turns, strict=True)]
         made = iter(self.tokenizer.encode_each([replace(self.conversation, messages=one) for one in answered if one]))
         results = [next(made) if one else [] for one in answered]
         return [[] if isinstance(result, BadRecord) else result for result in results]
@@ -192,22 +187,13 @@ class _Splitter:
         for view in views:
             mask = view.loss_mask.copy()
             if self._trains_all:  # not the beginning that an earlier piece has as well
-                repeated = max((_num_common(view, piece) for piece in self.pieces), default=0)
-                mask[: max(0, repeated - 1)] = 0
+                for piece in self.pieces:
+                    count = min(len(view), len(piece))
+                    differs = np.append(view.input_ids[:count] != piece.input_ids[:count], True)
+                    mask[: max(0, int(differs.argmax()) - 1)] = 0
             if mask.any():
                 self.pieces.append(replace(view, loss_mask=mask))
 
 
-def _answered(messages: Messages) -> Messages:
-    count = max((number for number, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
-    return messages[:count]
-
-
 def _longest(sequences: Sequence[Encoded]) -> int:
     return max((len(one.view) for one in sequences), default=0)
-
-
-def _num_common(one: SequenceView, other: SequenceView) -> int:
-    count = min(len(one), len(other))
-    differs = one.input_ids[:count] != other.input_ids[:count]
-    return int(differs.argmax()) if differs.any() else count

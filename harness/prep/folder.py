@@ -46,19 +46,26 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
     where = folder.where()
     if isinstance(folder.place, Path) and folder.place.exists() and not folder.place.is_dir():
         raise ConfigError("the destination is a file", where=where, fix="set data.path to a folder")
-    report = _read_report(folder)
-    if report is None:
+    data = None
+    with suppress(OSError):
+        data = folder.read(REPORT, _MAX_REPORT_BYTES)
+    if data is None:
         others = sorted(folder.names()) if not isinstance(folder.place, Path) or folder.place.exists() else []
         if others and _MARKER not in others:
             what = f"the folder contains other files, such as {others[0]}"
             raise PrepError(what, where=where, fix="set data.path to a new or empty folder")
         return None
-    old = report.get("settings", {})
+    what, at = "the report was not written by a preparation", folder.where(REPORT)
+    fix = "set data.path to another folder, or remove this one"
+    report = load(dict[str, Any], data, where=at, fix=fix, what=what, error=PrepError)
+    old, splits = report.get("settings", {}), report.get("splits", {})
+    if "settings_hash" not in report or not isinstance(old, dict) or not isinstance(splits, dict):
+        raise PrepError(what, where=at, fix=fix)
     if "date" in old:
         # The day on which it was prepared does not make it another dataset.
         settings = {**settings, "date": old["date"]}
     if report.get("settings_hash") == settings_hash(settings):
-        complete = all(folder.exists(f"{name}/manifest.json") for name in report.get("splits", {}))
+        complete = all(folder.exists(f"{name}/manifest.json") for name in splits)
         is_repeated = overwrite and report.get("media_by_kind")
         return report if complete and TOKENIZER in folder.names() and not is_repeated else None
     if overwrite:
@@ -160,18 +167,3 @@ class PreparedFolder:
     def abandon(self) -> None:
         """Unlock the folder after a failure; the next run takes over."""
         self._marker.release(remove=False)
-
-
-def _read_report(folder: Folder) -> dict[str, Any] | None:
-    data = None
-    with suppress(OSError):
-        data = folder.read(REPORT, _MAX_REPORT_BYTES)
-    if data is None:
-        return None
-    what, where = "the report was not written by a preparation", folder.where(REPORT)
-    fix = "set data.path to another folder, or remove this one"
-    report = load(dict[str, Any], data, where=where, fix=fix, what=what, error=PrepError)
-    parts = (report.get(name, {}) for name in ("settings", "splits"))
-    if "settings_hash" not in report or not all(isinstance(part, dict) for part in parts):
-        raise PrepError(what, where=where, fix=fix)
-    return report

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +21,6 @@ import numpy.typing as npt
 
 from harness.checks import NOT_SET, CheckedSettings, Rule, bounded, one_of, require_at_least, require_choice
 from harness.errors import ConfigError, PrepError
-from harness.prep.placement import best_fit_decreasing, first_fit, lay_out, next_fit
 from harness.records import Int64Array, Pack, SequenceView, moved
 
 Key = TypeVar("Key", bound=Hashable)
@@ -34,6 +35,7 @@ PACKED_STORAGE = ("parquet", "memmap", "binidx", "jsonl", "virtual", "npy", "leg
 
 # Keys of the random streams; a plan depends on them.
 _STREAM_SEQUENCES, _STREAM_PACKS = 0, 1
+_EXPAND_ITEMS = 1 << 20
 
 
 @dataclass
@@ -86,9 +88,8 @@ class PackingConfig(CheckedSettings, section="data"):
 class PackPlan:
     """The sequences of each pack, in order.
 
-    Attributes:
-        pack_offsets: int64 [packs + 1]; pack p holds `sequence_ids[pack_offsets[p]:pack_offsets[p + 1]]`.
-        sequence_ids: int64 [sequences], each index into the lengths once.
+    `pack_offsets` is int64 [packs + 1]: pack p holds `sequence_ids[pack_offsets[p]:pack_offsets[p + 1]]`, of int64
+    [sequences], each index into the lengths once.
     """
 
     pack_offsets: Int64Array
@@ -164,7 +165,7 @@ def _best_fit_decreasing(lengths: Int64Array, pack_size: int, seed: int) -> Pack
     order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
     counts = np.bincount(lengths)
     sizes = np.flatnonzero(counts)[::-1]
-    columns, num_packs = best_fit_decreasing(sizes, counts[sizes], pack_size)
+    columns, num_packs = _place(sizes, counts[sizes], pack_size)
     first_bin, num_bins, per_bin, _ = columns
     change = np.zeros(num_packs + 1, np.int64)
     np.add.at(change, first_bin, per_bin)
@@ -173,13 +174,38 @@ def _best_fit_decreasing(lengths: Int64Array, pack_size: int, seed: int) -> Pack
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.cumsum(change[:-1])[pack_of_place])])
     bin_starts = np.empty(num_packs, np.int64)
     bin_starts[pack_of_place] = offsets[:-1]
-    return PackPlan(offsets, lay_out(columns, _by_length(lengths, pack_size, order), bin_starts))
+    return PackPlan(offsets, _lay_out(columns, _by_length(lengths, pack_size, order), bin_starts))
 
 
 def _first_fit(lengths: Int64Array, pack_size: int, seed: int, *, is_decreasing: bool = False) -> PackPlan:
+    """Place each sequence, in random or decreasing order, into the first opened pack with room for it.
+
+    Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree.
+    """
     random_order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
     order = _by_length(lengths, pack_size, random_order) if is_decreasing else random_order
-    packs = first_fit(lengths[order], pack_size)
+    leaves, tree = 1, [pack_size, pack_size]
+    places = []
+    for length in lengths[order].tolist():
+        if tree[1] < length:
+            # Every pack is too full: double the tree, with the old one as the left half.
+            doubled, width = [pack_size, pack_size], 1
+            while width <= leaves:
+                doubled += tree[width : 2 * width] + [pack_size] * width
+                width *= 2
+            tree, leaves = doubled, 2 * leaves
+        node = 1
+        while node < leaves:
+            node *= 2
+            if tree[node] < length:
+                node += 1
+        places.append(node - leaves)
+        tree[node] -= length
+        while node > 1:
+            node //= 2
+            left, right = tree[2 * node], tree[2 * node + 1]
+            tree[node] = left if left > right else right
+    packs = np.array(places, np.int64)
     num_packs = int(packs.max(initial=-1)) + 1
     # Renumbered at random: otherwise the emptiest packs, opened last, would all come last.
     numbers = shuffled(num_packs, seed=seed, stream=_STREAM_PACKS)
@@ -188,11 +214,114 @@ def _first_fit(lengths: Int64Array, pack_size: int, seed: int, *, is_decreasing:
     return PackPlan(offsets, order[np.argsort(packs, kind="stable")])
 
 
+# Items of equal size are interchangeable, so all of one size are placed in one step over *runs*: bins with consecutive
+# numbers, the same history and so the same free space. The work grows with the number of distinct sizes; each splits at
+# most one run, so runs stay few for any number of items.
+def _place(sizes: Int64Array, counts: Int64Array, pack_size: int) -> tuple[Int64Array, int]:
+    """Place every item into the fullest bin that has room for it, longest items first.
+
+    Uses exactly as many bins as best-fit decreasing item by item: after an item of length s went into the bin with the
+    least sufficient room r, that bin remains the tightest while it has room, so it takes r // s of them. `sizes` are
+    decreasing and at most `pack_size`, and `counts` are the items of each, int64 [distinct].
+
+    Returns the columns of the placement, int64 [4, columns], and the number of bins. A column (first_bin, num_bins,
+    per_bin, before) puts `per_bin` equal items into each of the bins `first_bin ... first_bin + num_bins - 1`, after
+    the `before` items that each of them already holds.
+    """
+    # Room -> runs (first bin, bins, items already in each) with exactly that room.
+    runs: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    rooms: list[int] = []
+    rows: list[tuple[int, int, int, int]] = []
+    smallest = int(sizes[-1]) if len(sizes) else 0
+    total_bins = 0
+
+    def put(room: int, run: tuple[int, int, int]) -> None:
+        if room < smallest:
+            return
+        if room not in runs:
+            insort(rooms, room)
+        runs[room].append(run)
+
+    def fill(room: int, size: int, left: int, run: tuple[int, int, int]) -> int:
+        """Fill bins of one run with items of one size; returns the number of items left over."""
+        first, bins, before = run
+        per_bin = room // size
+        full = min(bins, left // per_bin)
+        if full:
+            rows.append((first, full, per_bin, before))
+            put(room - per_bin * size, (first, full, before + per_bin))
+            left -= full * per_bin
+        if full == bins:
+            return left
+        if left:
+            rows.append((first + full, 1, left, before))
+            put(room - left * size, (first + full, 1, before + left))
+            full += 1
+        if full < bins:
+            put(room, (first + full, bins - full, before))
+        return 0
+
+    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+        left = count
+        while left:
+            tightest = bisect_left(rooms, size)
+            if tightest == len(rooms):
+                bins = -(-left // (pack_size // size))
+                total_bins += bins
+                left = fill(pack_size, size, left, (total_bins - bins, bins, 0))
+                continue
+            room = rooms.pop(tightest)
+            waiting = runs.pop(room)
+            while waiting and left:
+                left = fill(room, size, left, waiting.pop())
+            for run in waiting:
+                put(room, run)
+    return np.ascontiguousarray(np.array(rows, np.int64).reshape(-1, 4).T), total_bins
+
+
+def _lay_out(columns: Int64Array, items: Int64Array, bin_starts: Int64Array) -> Int64Array:
+    """Lay items, int64 [n] by decreasing length, out bin by bin, each bin from its `bin_starts`, int64 [bins]."""
+    placed = np.empty_like(items)
+    ends = np.cumsum(columns[1] * columns[2])
+    column = done = 0
+    while column < len(ends):
+        # About a million items at a time keep temporaries in the cache and memory small.
+        stop = max(int(np.searchsorted(ends, done + _EXPAND_ITEMS, side="right")), column + 1)
+        first_bin, num_bins, per_bin, before = columns[:, column:stop]
+        positions = bin_starts[np.repeat(first_bin, num_bins) + _ramps(num_bins)] + np.repeat(before, num_bins)
+        if per_bin.max() > 1:
+            repeats = np.repeat(per_bin, num_bins)
+            positions = np.repeat(positions, repeats) + _ramps(repeats)
+        end = int(ends[stop - 1])
+        placed[positions] = items[done:end]
+        column, done = stop, end
+    return placed
+
+
+def _ramps(counts: Int64Array) -> Int64Array:
+    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ...: int64 [sum of counts]."""
+    ends = np.cumsum(counts)
+    return np.asarray(np.arange(ends[-1]) - np.repeat(ends - counts, counts))
+
+
+def _next_fit(lengths: Int64Array, pack_size: int, _: int) -> PackPlan:
+    """Start a new pack wherever the next sequence does not fit."""
+    ends = np.cumsum(lengths)
+    # For every sequence: the first later one that does not fit into a pack starting with it.
+    nexts = np.searchsorted(ends, ends - lengths + pack_size, side="right").tolist()
+    offsets = [0]
+    at = 0
+    while at < len(nexts):
+        at = nexts[at]
+        offsets.append(at)
+    return PackPlan(np.array(offsets, np.int64), np.arange(len(lengths)))
+
+
 PACKERS: dict[str, Callable[[Int64Array, int, int], PackPlan]] = {
     "best_fit_decreasing": _best_fit_decreasing,
     "first_fit_decreasing": partial(_first_fit, is_decreasing=True),
     "first_fit": _first_fit,
-    "next_fit": lambda lengths, pack_size, _: PackPlan(next_fit(lengths, pack_size), np.arange(len(lengths))),
+    "next_fit": _next_fit,
 }
 
 
@@ -216,48 +345,40 @@ class StreamPacker(Generic[Key]):
     def __init__(self, pack_size: int, *, max_open: int) -> None:
         self._pack_size = pack_size
         self._max_open = max_open
-        self._open: list[list[Member[Key]]] = []
-        self._free: list[int] = []
+        # Of each, the room that is left and the members.
+        self._open: list[tuple[int, list[Member[Key]]]] = []
 
     @property
     def open_keys(self) -> list[list[Key]]:
         """Keys of the members of every open pack, the oldest pack first."""
-        return [[member.key for member in members] for members in self._open]
+        return [[member.key for member in members] for _, members in self._open]
 
     def add(self, member: Member[Key]) -> list[Member[Key]] | None:
         """Place a member of at most `pack_size`; return the members of a pack that is full or has to leave."""
-        fitting = [(free, place) for place, free in enumerate(self._free) if free >= member.size]
-        place = min(fitting)[1] if fitting else self._begin()
-        self._put(place, member)
-        if self._free[place] < MIN_SEQUENCE_TOKENS:
-            return self._take(place)
-        return self._take(0) if not fitting and len(self._open) > self._max_open else None
+        fitting = [(free, place) for place, (free, _) in enumerate(self._open) if free >= member.size]
+        place = min(fitting)[1] if fitting else len(self._open)
+        if self._put(place, member) < MIN_SEQUENCE_TOKENS:
+            return self._open.pop(place)[1]
+        return self.flush() if not fitting and len(self._open) > self._max_open else None
 
     def flush(self) -> list[Member[Key]] | None:
         """Return the oldest open pack once the stream has ended; None when all have left."""
-        return self._take(0) if self._open else None
+        return self._open.pop(0)[1] if self._open else None
 
     def restore(self, packs: Iterable[Sequence[Member[Key]]]) -> None:
         """Reopen packs saved as `open_keys`; one that is too large by the current sizes becomes several."""
         for members in packs:
-            place = self._begin()
+            place, free = len(self._open), self._pack_size
             for member in members:
-                if self._free[place] < member.size:
-                    place = self._begin()
-                self._put(place, member)
+                place = place if member.size <= free else len(self._open)
+                free = self._put(place, member)
 
-    def _begin(self) -> int:
-        self._open.append([])
-        self._free.append(self._pack_size)
-        return len(self._open) - 1
-
-    def _put(self, place: int, member: Member[Key]) -> None:
-        self._open[place].append(member)
-        self._free[place] -= member.size
-
-    def _take(self, place: int) -> list[Member[Key]]:
-        self._free.pop(place)
-        return self._open.pop(place)
+    def _put(self, place: int, member: Member[Key]) -> int:
+        """Add a member to an open pack, or to a new one past the last; return the room that is left."""
+        free, members = self._open[place] if place < len(self._open) else (self._pack_size, [])
+        members.append(member)
+        self._open[place : place + 1] = [(free - member.size, members)]
+        return free - member.size
 
 
 def pack_of(members: Sequence[Member[Key]]) -> Pack:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
@@ -24,18 +24,16 @@ from harness.formats import Manifest, Provenance, open_dataset, open_writer
 from harness.formats.layouts.virtual import open_store, write_plan
 from harness.prep import folder as layout
 from harness.prep.chat import BadRecord, RecordReader
-from harness.prep.counts import Sample
 from harness.prep.engines import ENGINES, check_engine, do_shards
 from harness.prep.folder import PreparedFolder, settings_hash
 from harness.prep.media import MediaLimits
-from harness.prep.packing import PackingConfig, plan_packs
+from harness.prep.packing import PackingConfig, PackPlan, plan_packs
 from harness.prep.pydoc import write_pydoc_corpus
 from harness.prep.report import PrepareReport, Stage, Stages, choose_samples, render_page, render_report, to_markdown
-from harness.prep.shards import PARTIAL, VERSION, Receipt, ShardJob, bytes_in_progress, refuse
+from harness.prep.shards import PARTIAL, VERSION, Receipt, Sample, ShardJob, bytes_in_progress, refuse
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import PreparedSource, find_sources
+from harness.prep.sources.finding import PreparedSource, find_schema, find_sources
 from harness.prep.sources.reading import SourceFiles, SourceShard, is_compressed
-from harness.prep.sources.schema import find_schema
 from harness.prep.spool import Split, Spool, divide, repeat
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, texts_of, train_bpe
 from harness.printing import count_of, open_console
@@ -219,15 +217,10 @@ def _fill(
             folder.abandon()
 
 
-def _stamps(files: Iterable[Place]) -> list[Stamp | None]:
-    """Return the stamps of files; None for one that is not there."""
-    stamps: list[Stamp | None] = []
-    for file in files:
-        try:
-            stamps.append(stamp_of(file))
-        except OSError:
-            stamps.append(None)
-    return stamps
+def _stamp(file: Place) -> Stamp | None:
+    with suppress(OSError):  # it is not there
+        return stamp_of(file)
+    return None
 
 
 @dataclass
@@ -353,11 +346,10 @@ class Preparation:
         """Tokenize everything, and divide the sequences among the splits."""
         source, data, report = self.config.source, self.config.data, self.report
         saved = self.path / layout.TOKENIZER
-        names = sorted(file.name for file in saved.iterdir() if file.is_file())
         job = ShardJob(
             folder=str(self.path / layout.SHARDS),
             tokenizer=replace(self.config.tokenizer, name=str(saved), chat_template=""),
-            content=_digest_tokenizer(saved, names),
+            content=_digest_tokenizer(saved),
             today=self.today.isoformat() if tokenizer.uses_date else "",
             pack_size=data.pack_size,
             over_long=data.over_long,
@@ -386,29 +378,23 @@ class Preparation:
                 stage.summary += f"; {reused:,} of {len(done):,} shards were already finished"
         if report.bad.total() == report.records:
             self._refuse_source(report.bad, report.examples[f"bad {next(iter(report.bad))}"][0] if report.bad else "")
-        self._describe(splits)
-        kept = sum(split.conversations for split in report.splits.values())
-        assert report.records == kept + report.bad.total() + report.dropped.total()
+        assert report.records == conversations + report.bad.total() + report.dropped.total()
         if any(source.epochs != 1 for source in self.sources):
             epochs = np.concatenate([np.full(receipt.sequences, of.epochs) for _, _, receipt, of in done])
             splits[layout.TRAIN] = repeat(splits[layout.TRAIN], epochs, seed=data.seed)
-            self._describe(splits)
-        return splits
-
-    def _describe(self, splits: dict[str, Split]) -> None:
-        """Report the counts of the splits; raise PrepError if one is empty."""
         for name, split in splits.items():
             if not len(split):
-                what = f"no conversations remain for {name}: read {count_of(self.report.records, 'record')}"
-                what += f"; left out: {left_out}" if (left_out := self.report.left_out()) else ""
+                what = f"no conversations remain for {name}: read {count_of(report.records, 'record')}"
+                what += f"; left out: {left_out}" if (left_out := report.left_out()) else ""
                 fix = "read more conversations, or change data.pack_size, data.over_long and the fractions of the "
                 fix += "splits: data.validation_fraction=0 omits this split"
-                raise PrepError(what, where=self.config.source.name, fix=fix)
-            self.report.add_split(name, split)
+                raise PrepError(what, where=source.name, fix=fix)
+            report.add_split(name, split)
+        return splits
 
     def _do_shards(self, job: ShardJob, stage: Stage) -> list[tuple[SourceShard, Path, Receipt, PreparedSource]]:
         """Tokenize the sources shard by shard, and return each with its folder; raise PrepError if a file changes."""
-        stamps = _stamps(self.files)
+        stamps = list(map(_stamp, self.files))
         text_bytes = sum(
             stamp.num_bytes * (_EXPANSION if is_compressed(file) else 1)
             for source in self.sources
@@ -438,7 +424,7 @@ class Preparation:
         for entry in set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done}:  # of other settings
             shutil.rmtree(entry, ignore_errors=True)
         # Between the cutting and the reading of a shard, too.
-        for place, before, after in zip(self.files, stamps, _stamps(self.files), strict=True):
+        for place, before, after in zip(self.files, stamps, map(_stamp, self.files), strict=True):
             if before != after:
                 fix = "prepare it when no program writes to it"
                 raise PrepError("the file changed while it was read", where=str(place), fix=fix)
@@ -446,7 +432,8 @@ class Preparation:
 
     def _pack(self, name: str, sequences: Split, tokenizer: ChatTokenizer) -> None:
         config, split, path = self.config.data, self.report.splits[name], self.path / name
-        plan = plan_packs(sequences.lengths, pack_size=config.pack_size, algorithm=config.algorithm, seed=config.seed)
+        planned: dict[str, Any] = {name: getattr(config, name) for name in ("pack_size", "algorithm", "seed")}
+        plan = packs = plan_packs(sequences.lengths, **planned)
         provenance = Provenance(
             # Relative to the dataset, so that the folder can be moved.
             tokenizer=f"../{layout.TOKENIZER}",
@@ -458,38 +445,27 @@ class Preparation:
             counts=self.report.provenance_counts(),
             mask=self.report.mask,
         )
+        written, format = path, config.packed_storage
+        if format == "virtual":  # the sequences in their own order, one per pack, and the plan beside them
+            written, numbers = self.path / layout.SEQUENCES / name, np.arange(len(sequences) + 1)
+            packs = PackPlan(numbers, numbers[:-1])
+            saved = Path(os.path.relpath(path / provenance.tokenizer, written)).as_posix()
+            provenance = replace(provenance, packer="", seed=None, tokenizer=saved)
         with self.stages.stage(name, f"writing {name}", total=plan.num_packs) as stage:
-            if config.packed_storage == "virtual":
-                self._write_virtual(name, plan.num_packs, sequences, provenance, stage.advance)
-            else:
-                format = config.packed_storage
-                with open_writer(path, format=format, pack_size=config.pack_size, provenance=provenance) as writer:
-                    for index in range(plan.num_packs):
-                        writer.append(sequences.spool.pack(sequences.ids[plan.pack(index)]))
-                        if index % 64 == 63:
-                            stage.advance(64)
-                    stage.advance(plan.num_packs % 64)
+            with open_writer(written, format=format, pack_size=config.pack_size, provenance=provenance) as writer:
+                for index in range(packs.num_packs):
+                    writer.append(sequences.spool.pack(sequences.ids[packs.pack(index)]))
+                    if index % 64 == 63:
+                        stage.advance(64 * plan.num_packs / packs.num_packs)
+                stage.advance(packs.num_packs % 64 * plan.num_packs / packs.num_packs)
+            if packs is not plan:
+                repack_store(str(written), str(path), **planned)
             with closing(open_dataset(path)) as reader:
                 split.fingerprint, manifest = reader.fingerprint, reader.manifest
             assert manifest is not None
             assert (manifest.num_sequences, manifest.num_tokens) == (split.sequences, split.tokens)
             split.describe_packs(sequences.lengths, plan, pack_size=config.pack_size)
             stage.summary = f"{count_of(plan.num_packs, 'pack')} of {config.pack_size:,} tokens, {split.fill:.2%} full"
-
-    def _write_virtual(
-        self, name: str, num_packs: int, split: Split, provenance: Provenance, advance: Callable[[float], None]
-    ) -> None:
-        """Write the sequences in their own order, one per pack, and the plan beside them."""
-        path, store, pack_size = self.path / name, self.path / layout.SEQUENCES / name, self.config.data.pack_size
-        tokenizer = Path(os.path.relpath(path / provenance.tokenizer, store)).as_posix()
-        stored = replace(provenance, packer="", seed=None, tokenizer=tokenizer)
-        with open_writer(store, format="virtual", pack_size=pack_size, provenance=stored) as writer:
-            for number in range(len(split)):
-                writer.append(split.spool.pack(split.ids[number : number + 1]))
-                if number % 256 == 255:
-                    advance(256 * num_packs / len(split))
-        settings = self.config.data
-        repack_store(str(store), str(path), pack_size=pack_size, algorithm=settings.algorithm, seed=settings.seed)
 
 
 def repack_store(
@@ -503,14 +479,9 @@ def repack_store(
 ) -> Manifest:
     """Write a dataset with other packs over the sequences of a store, or of another plan; no token is copied.
 
-    Args:
-        store: a dataset in the format `virtual`.
-        destination: a new or empty folder, which will refer to the store by relative path (by its URI from a disk to a
-            bucket, or from one bucket to another).
-        pack_size, algorithm, seed: as for `plan_packs`.
-
-    Returns:
-        the manifest. It has no fingerprint; `open_dataset(destination).fingerprint` reads all packs once to compute it.
+    The store is a dataset in the format `virtual`, and the destination a new or empty folder, which will refer to it by
+    relative path (by its URI from a disk to a bucket, or from one bucket to another). Packs are as for `plan_packs`.
+    Returns the manifest. It has no fingerprint; `open_dataset(destination).fingerprint` reads all packs once for it.
 
     Raises:
         FormatError: there is no store, or the destination cannot be written.
@@ -531,8 +502,9 @@ def repack_store(
     )
 
 
-def _digest_tokenizer(saved: Path, names: Sequence[str]) -> str:
+def _digest_tokenizer(saved: Path) -> str:
     """Return a digest of the files of a saved tokenizer, without what only says from where it was loaded."""
+    names = sorted(file.name for file in saved.iterdir() if file.is_file())
     digests = {file.path: file.xxh3 for file in digest_files(saved, names)}
     if (name := "tokenizer_config.json") in digests:
         values = json.loads((saved / name).read_bytes())

@@ -17,11 +17,11 @@ from rich.text import Text
 from harness.formats.inspect import render_runs
 from harness.prep.chat import BadRecord, Conversation
 from harness.prep.chat.records import as_share
-from harness.prep.counts import make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import TOKENIZER
 from harness.prep.pipeline import Preparation, PrepareConfig
 from harness.prep.report import PrepareReport, Stages
+from harness.prep.shards import make_sample
 from harness.prep.sources.finding import find_sources
 from harness.prep.tokenize import ChatTokenizer, Encoded
 from harness.printing import count_of, one_line, open_console

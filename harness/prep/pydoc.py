@@ -18,8 +18,9 @@ import types
 import warnings
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 _TIMEOUT_S = 300
 # Importing these opens a window or a browser, prints, or changes the terminal; or they are tests or demonstrations.
@@ -86,15 +87,6 @@ def _documentation(thing: Any) -> str:
     return _ADDRESS.sub("", text).encode("utf-8", "replace").decode() if len(text) > 20 else ""
 
 
-def _arguments(name: str, thing: Any) -> str:
-    """Return a sentence about the arguments of a call by name; empty where they are unknown or none."""
-    try:
-        names = [f"`{name}`" for name in inspect.signature(thing).parameters if name not in ("self", "cls")]
-    except Exception:  # a module's own descriptors may raise anything
-        return ""
-    return f"`{name}` takes {', '.join(names)}." if names else ""
-
-
 def _entries(name: str, owner: Any, seen: set[int]) -> Iterator[Entry]:
     """Yield the documentation of a module or class and of all that it defines, each object once, by full name."""
     yield name, _documentation(owner)
@@ -111,15 +103,11 @@ def _entries(name: str, owner: Any, seen: set[int]) -> Iterator[Entry]:
             yield from _entries(full, thing, seen)
         elif text := _documentation(thing):
             yield full, text
-            yield f"{full}()", _arguments(full, thing)
-
-
-def _conversations(found: list[Entry]) -> Iterator[list[Entry]]:
-    """Divide entries into conversations of one question, or of three about neighbors."""
-    while found:
-        turns = 1 if _draw(found[0][0], 12) else 3
-        yield [(_QUESTIONS[_draw(name, len(_QUESTIONS))].format(name), text) for name, text in found[:turns]]
-        found = found[turns:]
+            names: list[str] = []
+            with suppress(Exception):  # a module's own descriptors may raise anything
+                parameters = inspect.signature(cast(Any, thing)).parameters
+                names = [f"`{name}`" for name in parameters if name not in ("self", "cls")]
+            yield f"{full}()", f"`{full}` takes {', '.join(names)}." if names else ""
 
 
 def _topics() -> Iterator[list[Entry]]:
@@ -143,14 +131,19 @@ def _write(output: Path) -> None:
     modules = [found for name in names for found in _modules(name)]
     # No text is an answer twice: it would be in training and in validation.
     unique = {text: name for name, text in reversed([one for each in modules for one in _entries(*each, seen)]) if text}
+    found, chats = [(name, text) for text, name in reversed(unique.items())], [*_topics()]
+    while found:  # one question, or three about neighbors
+        turns = 1 if _draw(found[0][0], 12) else 3
+        chats.append([(_QUESTIONS[_draw(name, len(_QUESTIONS))].format(name), text) for name, text in found[:turns]])
+        found = found[turns:]
     answers: set[str] = set()
     with output.open("w", encoding="utf-8") as file:
-        for turns in (*_topics(), *_conversations([(name, text) for text, name in reversed(unique.items())])):
-            messages = [_SYSTEM] if _draw(turns[0][0], 8) == 0 else []
-            for question, answer in turns:
+        for chat in chats:
+            messages = [_SYSTEM] if _draw(chat[0][0], 8) == 0 else []
+            for question, answer in chat:
                 if answer not in answers:
                     messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            answers.update(answer for _, answer in turns)
+            answers.update(answer for _, answer in chat)
             if messages not in ([], [_SYSTEM]):
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
 

@@ -18,9 +18,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from harness.errors import PrepError
-from harness.prep.counts import Counts, Sample
 from harness.prep.packing import PackPlan
-from harness.prep.shards import SAMPLES, Receipt
+from harness.prep.shards import SAMPLES, Counts, Receipt, Sample
 from harness.prep.spool import Split
 from harness.printing import count_of, duration, escape_markdown, one_line
 from harness.records import Int32Array
@@ -50,10 +49,8 @@ _KINDS = {
 class SplitReport:
     """Counts of one dataset: conversations, the sequences made from them, tokens, trained tokens, and packs.
 
-    Attributes:
-        fill: share of the packs' room that holds tokens.
-        length_counts: histogram of sequences by tokens; keys are upper bounds.
-        fill_counts: histogram of packs by fill in percent; keys are upper bounds.
+    `fill` is the share of the packs' room that holds tokens; the histograms of sequences by tokens, and of packs by
+    fill in percent, have upper bounds as keys.
     """
 
     conversations: int = 0
@@ -90,14 +87,10 @@ class SourceReport:
 
 @dataclass
 class PrepareReport(Counts):
-    """Counts of one preparation.
+    """Counts of one preparation, in all and of each source file by path.
 
-    Attributes:
-        settings: everything that the result depends on.
-        sources: counts of each source file, by path.
-        unused: fields of the records that are not read.
-        mask: how the mask was made, as the datasets' manifests have it.
-        reused: the report is that of an earlier run; nothing was done.
+    `settings` are everything that the result depends on, `unused` the fields of records that are not read, and `mask`
+    tells how the mask was made, as the datasets' manifests have it. `reused`: it is that of an earlier run.
     """
 
     path: str = ""
@@ -128,11 +121,9 @@ class PrepareReport(Counts):
 
     def add_shard(self, path: str, receipt: Receipt) -> None:
         self.add(receipt.counts)
-        source = self.sources.setdefault(path, SourceReport())
-        source.records += receipt.counts.records
-        source.bad += receipt.counts.bad.total()
-        for name in ("conversations", "sequences", "tokens", "trained_tokens"):
-            setattr(source, name, getattr(source, name) + getattr(receipt, name))
+        counts = {**vars(receipt), "records": receipt.counts.records, "bad": receipt.counts.bad.total()}
+        source = vars(self.sources.setdefault(path, SourceReport()))
+        source |= {name: number + counts[name] for name, number in source.items()}
 
     def add_split(self, name: str, split: Split) -> None:
         counts = (split.num_conversations, len(split), split.num_tokens, split.num_trained_tokens)
@@ -154,24 +145,22 @@ class PrepareReport(Counts):
 
     def split_table(self) -> Table:
         """Return the main figures, one row per figure and one column per split."""
-        splits = self.splits.values()
-        rows: dict[str, Sequence[str | TableCell]] = {
-            "conversations": [f"{split.conversations:,}" for split in splits],
-            "sequences": [
-                f"{one.sequences:,}"
-                + (f" ({one.sequences / one.conversations:.2f} each)" if one.sequences != one.conversations else "")
-                for one in splits
-            ],
-            "tokens": [f"{split.tokens:,}" for split in splits],
-            "trained tokens": [
-                f"{split.trained_tokens:,} ({split.trained_tokens / split.tokens:.1%})" if split.tokens else "0"
-                for split in splits
-            ],
-            "packs": [f"{split.packs:,}" for split in splits],
-            "fill": [f"{split.fill:.2%}" for split in splits],
-            "fingerprint": [TableCell(split.fingerprint[:16], "code") for split in splits],
-        }
-        return Table(("", *self.splits), [(name, *values) for name, values in rows.items()], "lr")
+        rows: dict[str, list[str | TableCell]] = {}
+        for split in self.splits.values():
+            is_one = split.sequences == split.conversations
+            each = "" if is_one else f" ({split.sequences / (split.conversations or 1):.2f} each)"
+            figures: dict[str, str | TableCell] = {
+                "conversations": f"{split.conversations:,}",
+                "sequences": f"{split.sequences:,}{each}",
+                "tokens": f"{split.tokens:,}",
+                "trained tokens": f"{split.trained_tokens:,} ({split.trained_tokens / (split.tokens or 1):.1%})",
+                "packs": f"{split.packs:,}",
+                "fill": f"{split.fill:.2%}",
+                "fingerprint": TableCell(split.fingerprint[:16], "code"),
+            }
+            for name, figure in figures.items():
+                rows.setdefault(name, [name]).append(figure)
+        return Table(("", *self.splits), list(rows.values()), "lr")
 
     def findings_table(self) -> Table:
         """Return what became of the records, with all first places."""
@@ -259,26 +248,18 @@ def render_report(report: PrepareReport) -> RenderableType:
 
 def to_markdown(report: PrepareReport) -> str:
     """Return a page: counts of records, and histograms of sequence lengths and pack fill."""
-    lines = [f"# {escape_markdown(Path(report.path).name)}", "", report.split_table().to_markdown()]
-    left_out = report.left_out()
-    lines += [
-        "",
-        f"Read {count_of(report.records, 'record')} from {count_of(report.files, 'file')}"
-        + (f"; left out: {left_out}" if left_out else "")
-        + f". The tokenizer has {report.vocab_size:,} tokens.",
-        "",
-        report.facts_table().to_markdown(),
-    ]
-    if report.findings():
-        lines += ["", report.findings_table().to_markdown()]
+    left_out = f"; left out: {report.left_out()}" if report.left_out() else ""
+    read = f"Read {count_of(report.records, 'record')} from {count_of(report.files, 'file')}{left_out}."
+    parts = [f"# {escape_markdown(Path(report.path).name)}", report.split_table().to_markdown()]
+    parts += [f"{read} The tokenizer has {report.vocab_size:,} tokens.", report.facts_table().to_markdown()]
+    parts += [report.findings_table().to_markdown()] if report.findings() else []
     for name, split in report.splits.items():
         fill = {f"{key}%": count for key, count in split.fill_counts.items()}
-        lines += ["", f"## {escape_markdown(name)}"]
-        lines += ["", make_histogram("tokens per sequence, at most", split.length_counts).to_markdown()]
-        lines += ["", make_histogram("pack fill, at most", fill).to_markdown()]
+        tables = (("tokens per sequence, at most", split.length_counts), ("pack fill, at most", fill))
+        parts += [f"## {escape_markdown(name)}", *(make_histogram(*table).to_markdown() for table in tables)]
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in report.seconds.items())
-    lines += ["", f"Settings `{report.settings_hash}`, in full in `report.json`. Time: {seconds}.", ""]
-    return "\n".join(lines)
+    parts += [f"Settings `{report.settings_hash}`, in full in `report.json`. Time: {seconds}.\n"]
+    return "\n\n".join(parts)
 
 
 def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
@@ -311,12 +292,14 @@ def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
 class Stage:
     """A running stage, shown every half second with what `measure` returns; `summary` is printed at the end."""
 
-    def __init__(self, bar: Progress, doing: str, total: float | None, report: Callable[[Stage], None]) -> None:
-        self.summary, self.doing, self.left, self.total, self.shown = "", doing, "", int(total or 0), 0.0
+    def __init__(self, stages: Stages, bar: Progress, name: str, doing: str, total: float | None) -> None:
+        self.summary = ""
         self.measure: Callable[[], float] = lambda: 0.0
-        self._bar, self._task, self._report = bar, bar.add_task(doing, total=total, left=""), report
-        self._done, self._earlier, self._lock = 0.0, 0.0, threading.Lock()
+        self._stages, self._name, self._doing, self._total = stages, name, doing, int(total or 0)
+        self._bar, self._task, self._lock = bar, bar.add_task(doing, total=total, left=""), threading.Lock()
+        self._shown = self._done = self._earlier = 0.0
         self._first: tuple[float, float] | None = None
+        self._began = self._written = time.perf_counter()
         self.advance(0)
 
     def advance(self, step: float, *, is_earlier: bool = False) -> None:
@@ -329,7 +312,7 @@ class Stage:
     def next_part(self, doing: str) -> None:
         """Show another part of the stage, of unknown length, with a moving bar."""
         with self._lock:
-            self.doing, self.total = doing, 0
+            self._doing, self._total = doing, 0
             self._bar.update(self._task, visible=False)
             self._task = self._bar.add_task(doing, total=None, left="")
 
@@ -343,14 +326,20 @@ class Stage:
                 self._show(self._done + self.measure())
 
     def _show(self, done: float) -> None:
-        self.shown, self.left = max(self.shown, done), ""  # less for a part that ended, and is not yet in `_done`
-        now, own = time.perf_counter(), self.shown - self._earlier
-        if own > 0 and self.shown < self.total:
+        self._shown, left = max(self._shown, done), ""  # less for a part that ended, and is not yet in `_done`
+        now, own = time.perf_counter(), self._shown - self._earlier
+        if own > 0 and self._shown < self._total:
             self._first = began, before = self._first or (now, own)
             speed = (own - before) / (now - began or 1)
-            self.left = f"about {duration((self.total - self.shown) / speed)} left" if speed else ""
-        self._bar.update(self._task, completed=self.shown, left=self.left)
-        self._report(self)
+            left = f"about {duration((self._total - self._shown) / speed)} left" if speed else ""
+        self._bar.update(self._task, completed=self._shown, left=left)
+        if self._stages.progress is not None:
+            self._stages.progress(self._name, int(self._shown), self._total)
+        # In a log: every second at first, then after a twentieth of the time so far.
+        if self._bar.disable and now - self._written >= max(_LOG_S, (now - self._began) / 20):
+            self._written, share = now, f"{self._shown / self._total:.1%}" if self._total else ""
+            text = ", ".join(filter(None, (self._doing, share, left)))
+            self._stages.show(f"{self._name:<10}{now - self._began:7.1f} s  {text}")
 
 
 @dataclass
@@ -366,22 +355,9 @@ class Stages:
         """Show `doing` with a bar (a moving one if `total` is None), then a line with the time it took."""
         title, left = (TextColumn(f"{{task.{text}}}", markup=False) for text in ("description", "fields[left]"))
         columns = (title, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), left)
-        hidden, ended = not self.console.is_terminal, threading.Event()
-        began = written = time.perf_counter()
-
-        def report(stage: Stage) -> None:
-            nonlocal written
-            if self.progress is not None:
-                self.progress(name, int(stage.shown), stage.total)
-            now = time.perf_counter()
-            # In a log: every second at first, then after a twentieth of the time so far.
-            if hidden and now - written >= max(_LOG_S, (now - began) / 20):
-                written, share = now, f"{stage.shown / stage.total:.1%}" if stage.total else ""
-                text = ", ".join(filter(None, (stage.doing, share, stage.left)))
-                self.show(f"{name:<10}{now - began:7.1f} s  {text}")
-
-        with Progress(*columns, console=self.console, transient=True, disable=hidden) as bar:
-            stage = Stage(bar, doing, total, report)
+        began, ended = time.perf_counter(), threading.Event()
+        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as bar:
+            stage = Stage(self, bar, name, doing, total)
             thread = threading.Thread(target=stage.keep_showing, args=(ended,), daemon=True)
             thread.start()
             try:

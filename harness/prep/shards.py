@@ -18,27 +18,27 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from functools import lru_cache
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from harness.errors import FormatError, HarnessError, PrepError, os_errors_as
+from harness.formats.inspect import Decoder, text_runs
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.counts import Counts, make_sample
 from harness.prep.fitting import fit_conversation
 from harness.prep.folder import BAD_RECORDS, TO_REPAIR, settings_hash
-from harness.prep.media import AudioSize, measure
-from harness.prep.sources.delimited import BadRow
+from harness.prep.media import AudioSize, draw_medium, measure
 from harness.prep.sources.reading import SourceChunk, SourceShard, is_blank, read_shard
+from harness.prep.sources.text import BadRow
 from harness.prep.spool import INPUT_IDS, LOSS_MASK, MEDIA, MEDIA_DATA, MEDIUM, SEQUENCE, SEQUENCES
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig
 from harness.printing import count_of
-from harness.records import MEDIA_KINDS
+from harness.records import MEDIA_KINDS, SequenceView
 from harness.settings import load, to_plain
 from harness.storage import StoredFile, parse_place, stamp_of, sync_path, write_atomically
 from harness.storage.checksums import digest_files
@@ -62,6 +62,117 @@ _BATCH_S = 0.25
 _SAVE_S = 15.0
 # Conversations whose text a shard keeps for the report's page.
 _MAX_SAMPLES = 2
+_MAX_EXAMPLES = 3
+_MAX_PICTURES = 4
+# Sequences of a conversation that a report keeps, and characters of each.
+_MAX_SEQUENCES, _MAX_CHARACTERS = 6, 6000
+
+
+@dataclass
+class Counts:
+    """Counts of records and conversations.
+
+    Attributes:
+        records: number of records read; each one is kept as a conversation, bad or dropped.
+        dropped: conversations left out for their length, as duplicates or by a function, by reason.
+        partial: conversations of which some sequences are kept and others left out for their length.
+        split: conversations that were divided because they are longer than a pack.
+        lost_tokens: trained tokens that were cut off or left out because their conversation is longer than a pack.
+        repeated_tokens: tokens beside those of the longest sequence of each conversation: turns that are served
+            differently repeat what is before them.
+        media: kept conversations whose images, audio and videos were left out (`source.drop_media`).
+        placeholders: places of these in their text that were removed.
+        media_by_kind, media_tokens: media of kept conversations, and their placeholder tokens.
+        user_last: kept conversations that end with a user turn, which is read and never answered.
+        tagged_calls: kept conversations with tool calls or results as tags in their text, which templates write too.
+        examples: first places by kind: `bad REASON`, `dropped REASON`, `partial`, `truncated` and so on.
+    """
+
+    records: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    partial: int = 0
+    truncated: int = 0
+    split: int = 0
+    lost_tokens: int = 0
+    repeated_tokens: int = 0
+    media: int = 0
+    placeholders: int = 0
+    media_by_kind: Counter[str] = field(default_factory=Counter)
+    media_tokens: int = 0
+    audio_seconds: float = 0.0
+    user_last: int = 0
+    tagged_calls: int = 0
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def count(self, kind: str, place: str, *, reason: str = "") -> None:
+        """Count one more of a kind (a field), by `reason` if it has any; keep its place if it is among the first."""
+        if reason:
+            getattr(self, kind)[reason] += 1
+        else:
+            setattr(self, kind, getattr(self, kind) + 1)
+        self._keep(f"{kind} {reason}".rstrip(), [place])
+
+    def _keep(self, kind: str, places: list[str]) -> None:
+        self.examples[kind] = [*self.examples.get(kind, []), *places][:_MAX_EXAMPLES]
+
+    def add(self, other: Counts) -> None:
+        for name in (entry.name for entry in fields(Counts) if entry.name != "examples"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for kind, places in other.examples.items():
+            self._keep(kind, places)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSample:
+    """The runs of text of one sequence, each with whether it is trained, and the token counts of the whole sequence."""
+
+    num_tokens: int
+    num_trained: int
+    runs: list[tuple[str, bool]]
+    is_whole: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One conversation, of no messages if it is plain text, and its first sequences.
+
+    `pictures` are those of the first media of the first sequence, as data URIs.
+    """
+
+    where: str
+    num_messages: int
+    num_sequences: int
+    sequences: list[SequenceSample]
+    pictures: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        turns = f"{self.num_messages} turn{'s' * (self.num_messages != 1)}" if self.num_messages else "text"
+        return f"{self.where}: {turns}, {self.num_sequences} sequence{'s' * (self.num_sequences != 1)}"
+
+
+def make_sample(
+    conversation: Conversation, pieces: Sequence[SequenceView], tokenizer: Decoder, *, is_whole: bool = False
+) -> Sample:
+    """Decode the sequences of a conversation, all of them as a whole or the beginnings of the first."""
+    sequences = []
+    max_sequences, max_characters = (len(pieces), 1 << 40) if is_whole else (_MAX_SEQUENCES, _MAX_CHARACTERS)
+    for piece in pieces[:max_sequences]:
+        # With the first placeholder token of each medium alone.
+        kept = np.ones(len(piece), np.bool_)
+        for one in piece.media:
+            kept[one.start + 1 : one.start + one.tokens] = False
+        runs, left = [], max_characters
+        for text, trained in text_runs(SequenceView(piece.input_ids[kept], piece.loss_mask[kept]), tokenizer):
+            if left > 0:
+                runs.append((text[:left], trained))
+            left -= len(text)
+            if left < 0:
+                break
+        sequences.append(SequenceSample(len(piece), int(np.count_nonzero(piece.loss_mask)), runs, left >= 0))
+    pictures = [draw_medium(one.kind, one.data) for piece in pieces[:1] for one in piece.media[:_MAX_PICTURES]]
+    return Sample(conversation.where, len(conversation.messages), len(pieces), sequences, pictures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +218,16 @@ class Receipt:
 
 
 def do_shard(job: ShardJob, number: int, shard: SourceShard) -> Receipt | HarnessError:
-    """Make a shard unless it exists. Errors are returned, not raised: they cross processes and machines."""
+    """Make a shard unless it is there, intact. Errors are returned, not raised: they cross processes and machines."""
+    folder = job.shard_folder(number)
     fix = "free disk space, or set data.path to another folder; finished shards are kept"
     try:
-        with os_errors_as(PrepError, "the shard cannot be written", where=job.shard_folder(number), fix=fix):
-            return _find_receipt(job, number, shard) or _make(job, number, shard)
+        with os_errors_as(PrepError, "the shard cannot be written", where=folder, fix=fix):
+            with suppress(OSError):
+                receipt = _read_receipt(folder / RECEIPT, job, shard)
+                if receipt is not None and digest_files(folder, _FILES) == receipt.output:
+                    return replace(receipt, was_there=True)
+            return _make(job, folder, shard)
     except HarnessError as error:
         return error
 
@@ -137,16 +253,6 @@ def refuse(bad: list[BadRecord]) -> None:
     raise PrepError(f"there are bad records: {reasons}", where="\n         ".join(shown), fix=fix)
 
 
-def _find_receipt(job: ShardJob, number: int, shard: SourceShard) -> Receipt | None:
-    """Return the receipt of an intact shard; None if it is missing, damaged, or of other input or settings."""
-    folder = job.shard_folder(number)
-    with suppress(OSError):
-        receipt = _read_receipt(folder / RECEIPT, job, shard)
-        if receipt is not None and digest_files(folder, _FILES) == receipt.output:
-            return replace(receipt, was_there=True)
-    return None
-
-
 def _read_receipt(path: Path, job: ShardJob, shard: SourceShard) -> Receipt | None:
     """Return a receipt, whole or partial; None if it is missing, damaged, or of other input or settings."""
     with suppress(OSError, FormatError):
@@ -163,15 +269,27 @@ def _load_tokenizer(config: str, content: str, today: str) -> ChatTokenizer:
     return ChatTokenizer(TokenizerConfig(**json.loads(config)), today=date.fromisoformat(today) if today else None)
 
 
-def _make(job: ShardJob, number: int, shard: SourceShard) -> Receipt:
+def _make(job: ShardJob, final: Path, shard: SourceShard) -> Receipt:
     tokenizer = _load_tokenizer(json.dumps(asdict(job.tokenizer)), job.content, job.today)
-    final = job.shard_folder(number)
     folder = final.with_name(f"{final.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir(parents=True)
     try:
         stamp = stamp_of(parse_place(shard.path))
         receipt = _resume(job, final, folder, shard) or Receipt(asdict(shard), job.settings, stamp)
-        _write(job, folder, shard, tokenizer, receipt)
+        with ExitStack() as stack:
+            files = {name: stack.enter_context((folder / name).open("ab")) for name in _FILES}
+            writer = _ShardWriter(job, files, receipt, num_done=receipt.counts.records)
+            done, saved = 0, time.monotonic()
+            for chunk in read_shard(shard):
+                for share in writer.add(chunk, tokenizer):
+                    (folder / _PROGRESS).write_text(str(done + int(share * chunk.num_bytes)))
+                    if not writer.refused and time.monotonic() - saved >= _SAVE_S:
+                        writer.sync()
+                        receipt.output = [StoredFile(name, file.tell(), "") for name, file in files.items()]
+                        write_atomically(folder / PARTIAL, json.dumps(to_plain(receipt)).encode())
+                        saved = time.monotonic()
+                done += chunk.num_bytes
+            writer.sync()
         # Here too: the next shard begins where the file was cut, and would name bad records.
         if stamp_of(parse_place(shard.path)) != stamp:
             fix = "prepare it when no program writes to it"
@@ -211,24 +329,6 @@ def _resume(job: ShardJob, final: Path, folder: Path, shard: SourceShard) -> Rec
         shutil.copyfile(old / file.path, folder / file.path)
         os.truncate(folder / file.path, file.num_bytes)
     return receipt
-
-
-def _write(job: ShardJob, folder: Path, shard: SourceShard, tokenizer: ChatTokenizer, receipt: Receipt) -> None:
-    """Write the sequences and bad records of a shard that its receipt does not count yet, and save progress."""
-    with ExitStack() as files:
-        opened = {name: files.enter_context((folder / name).open("ab")) for name in _FILES}
-        writer = _ShardWriter(job, opened, receipt, num_done=receipt.counts.records)
-        done, saved = 0, time.monotonic()
-        for chunk in read_shard(shard):
-            for share in writer.add(chunk, tokenizer):
-                (folder / _PROGRESS).write_text(str(done + int(share * chunk.num_bytes)))
-                if not writer.refused and time.monotonic() - saved >= _SAVE_S:
-                    writer.sync()
-                    receipt.output = [StoredFile(name, file.tell(), "") for name, file in opened.items()]
-                    write_atomically(folder / PARTIAL, json.dumps(to_plain(receipt)).encode())
-                    saved = time.monotonic()
-            done += chunk.num_bytes
-        writer.sync()
 
 
 @dataclass
@@ -297,16 +397,16 @@ class _ShardWriter:
         if not fitted.is_split:
             lengths = [len(piece) for piece in fitted.pieces]
             counts.repeated_tokens += sum(lengths) - max(lengths)
-        for kind, found in (
-            ("partial", fitted.is_partial),
-            ("truncated", fitted.is_cut),
-            ("split", fitted.is_split),
-            ("media", conversation.dropped_media is not None),
-            ("user_last", bool(conversation.messages) and conversation.messages[-1].role == "user"),
-            ("tagged_calls", any(tag in turn.text for turn in conversation.messages for tag in _CALL_TAGS)),
-        ):
-            if found:
-                counts.count(kind, where)
+        found = {
+            "partial": fitted.is_partial,
+            "truncated": fitted.is_cut,
+            "split": fitted.is_split,
+            "media": conversation.dropped_media is not None,
+            "user_last": any(turn.role == "user" for turn in conversation.messages[-1:]),
+            "tagged_calls": any(tag in turn.text for turn in conversation.messages for tag in _CALL_TAGS),
+        }
+        for kind in compress(found, found.values()):
+            counts.count(kind, where)
         digest = conversation.hash()
         for medium in conversation.media:
             counts.media_by_kind[medium.kind] += 1

@@ -62,16 +62,14 @@ class Spool:
         sequences = []
         for at, number in zip(shards.tolist(), (sequence_ids - self._first[shards]).tolist(), strict=True):
             offset, _, _, length, _ = self._sequences[at][number].item()
-            tokens, media = slice(offset, offset + length), self._media_of(at, number)
+            tokens, data = slice(offset, offset + length), self._media_data[at]
+            low, high = np.searchsorted(self._with_media[at], [number, number + 1])
+            media = tuple(
+                Medium(MEDIA_KINDS[kind], start, count, data[place : place + num_bytes].tobytes())
+                for _, start, count, kind, place, num_bytes in self._media[at][low:high].tolist()
+            )
             sequences.append(SequenceView(self._input_ids[at][tokens], self._loss_mask[at][tokens], media))
         return join(sequences)
-
-    def _media_of(self, shard: int, number: int) -> tuple[Medium, ...]:
-        low, high = np.searchsorted(self._with_media[shard], [number, number + 1])
-        return tuple(
-            Medium(MEDIA_KINDS[kind], start, tokens, self._media_data[shard][offset : offset + num_bytes].tobytes())
-            for _, start, tokens, kind, offset, num_bytes in self._media[shard][low:high].tolist()
-        )
 
     def column(self, name: str, ids: Int64Array) -> Int32Array:
         """Return `part`, `length` or `trained` of the sequences `ids` (int64 [n], ascending) as int32 [n]."""
@@ -116,11 +114,8 @@ def divide(
     """Divide conversations among splits by their hashes; also return how many of these are dropped as duplicates.
 
     A conversation stays in its split when others are added or removed, but for the one that a split of so few
-    conversations that none falls into it takes from the rest.
-
-    Args:
-        shares: share of the conversations for each split; a split with share 0 is not made.
-        rest: name of the split for the remaining conversations, which comes first in the result.
+    conversations that none falls into it takes from the rest. A split with share 0 is not made; `rest` is the name of
+    the one for the remaining conversations, which comes first in the result.
     """
     hashes = spool.hashes()
     # The hash, scaled to 0 to 1, picks the split.

@@ -12,7 +12,7 @@ from harness.errors import ConfigError, PrepError
 from harness.formats import load_manifest
 from harness.prep import TokenizerConfig, prepare
 from harness.prep.chat import BadReason, BadRecord, Conversation, RecordReader
-from harness.prep.chat.functions import load_function
+from harness.prep.chat.reader import load_function
 from harness.prep.sources.config import SourceConfig
 
 MODULE = """

@@ -23,9 +23,8 @@ from harness.prep.chat.records import MediaPart
 from harness.prep.media import MediaLimits
 from harness.prep.packing import PackingConfig
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import find_files
+from harness.prep.sources.finding import find_files, find_schema
 from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
-from harness.prep.sources.schema import find_schema
 from tests.samples.media_models import picture
 
 pytestmark = [pytest.mark.s3, pytest.mark.submission]

@@ -24,9 +24,8 @@ from harness.prep import ChatTokenizer, Member, StreamPacker, pack_of
 from harness.prep.chat import NUM_DETECTION_RECORDS, BadReason, BadRecord, Conversation, RecordReader, record_of_row
 from harness.prep.chat.turns import TEXT_ALONE
 from harness.prep.fitting import fit_conversation
-from harness.prep.sources.finding import list_files
+from harness.prep.sources.finding import list_files, unread_columns
 from harness.prep.sources.reading import columns_of, read_chunks
-from harness.prep.sources.schema import unread_columns
 from harness.prep.tokenize import Encoded
 from harness.printing import count_of
 from harness.records import Pack

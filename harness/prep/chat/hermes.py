@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 from harness.prep.chat.records import BadReason, Conversation, Message, ToolCall
 from harness.prep.chat.values import BadRecordError, load_json, parse_call
@@ -19,29 +20,33 @@ def lift_calls(conversation: Conversation) -> Conversation:
     A call is `{"name": ..., "arguments": {...}}` in JSON or as Python writes it. Text before the first call stays the
     content of its turn, and tags inside the reasoning are text.
     """
-    turns: list[Message] = []
-    for number, message in enumerate(conversation.messages, start=1):
-        what = f"turn {number} ({message.role})"
-        if message.role == "assistant":
-            turns.append(_with_calls(message, what))
-        elif message.role in ("user", "tool"):
-            turns += _results(message, what)
-        else:
-            turns.append(message)
-    return replace(conversation, messages=tuple(turns))
+    numbered = enumerate(conversation.messages, start=1)
+    turns = [_lifted(message, f"turn {number} ({message.role})") for number, message in numbered]
+    return replace(conversation, messages=tuple(chain.from_iterable(turns)))
 
 
-def _with_calls(message: Message, what: str) -> Message:
-    thought, end, answer = message.text.rpartition("</think>")
-    before, calls = _divide(answer, "tool_call", what)
-    if not calls:
-        return message
-    if message.part_weights:
-        raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has weights of parts and <tool_call> in its text")
-    if message.tool_calls:
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has tool_calls and <tool_call> in its text")
-    lifted = tuple(_parse(call, f"<tool_call> {place} of {what}") for place, call in enumerate(calls, start=1))
-    return replace(message, content=(thought + end + before.rstrip()) or None, tool_calls=lifted)
+def _lifted(message: Message, what: str) -> Iterator[Message]:
+    is_answer = message.role == "assistant"
+    is_result = message.role in ("user", "tool") and not message.media
+    thought, end, text = message.text.rpartition("</think>") if is_answer else ("", "", message.text)
+    tag = "tool_call" if is_answer else "tool_response"
+    before, found = _divide(text, tag, what) if is_answer or is_result else ("", [])
+    if not found:
+        yield message
+    elif is_answer:
+        if message.part_weights:
+            raise BadRecordError(BadReason.BAD_WEIGHT, f"{what} has weights of parts and <tool_call> in its text")
+        if message.tool_calls:
+            raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has tool_calls and <tool_call> in its text")
+        lifted = tuple(_parse(call, f"<tool_call> {place} of {what}") for place, call in enumerate(found, start=1))
+        yield replace(message, content=(thought + end + before.rstrip()) or None, tool_calls=lifted)
+    else:
+        if before.strip():
+            raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has text before <tool_response>")
+        if message.tool_call_id and len(found) > 1:
+            raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has one tool_call_id and {len(found)} <tool_response>")
+        for result in found:
+            yield replace(message, role="tool", content=result.strip())
 
 
 def _parse(text: str, what: str) -> ToolCall:
@@ -55,19 +60,6 @@ def _parse(text: str, what: str) -> ToolCall:
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is not JSON: {error}") from None
     return parse_call(call, what)
-
-
-def _results(message: Message, what: str) -> Iterator[Message]:
-    before, results = _divide(message.text, "tool_response", what) if not message.media else ("", [])
-    if not results:
-        yield message
-        return
-    if before.strip():
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has text before <tool_response>")
-    if message.tool_call_id and len(results) > 1:
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has one tool_call_id and {len(results)} <tool_response>")
-    for result in results:
-        yield replace(message, role="tool", content=result.strip())
 
 
 def _divide(text: str, tag: str, what: str) -> tuple[str, list[str]]:

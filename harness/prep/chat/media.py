@@ -6,7 +6,6 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any
 
 from harness.errors import PrepError
@@ -208,17 +207,17 @@ class _Removal:
         kept = {name: value for name, value in turn.items() if name not in held}
         self.kinds = self.kinds.union(*map(_kinds_of, held))
         for name in ("content", "value", "parts", "output"):
-            parts = kept.get(name)
-            if isinstance(parts, list):
-                # What a tool returns may be parts, too.
-                nested = [isinstance(part, Mapping) and isinstance(part.get("content"), list) for part in parts]
-                parts = [self.without_media(part) if has else part for part, has in zip(parts, nested, strict=True)]
-                found = [isinstance(part, Mapping) and is_media_part(part) for part in parts]
-                media = list(compress(parts, found))
-                kept[name] = [part for part, is_one in zip(parts, found, strict=True) if not is_one]
-                named = (" ".join(map(str, (part.get("type", ""), *part))) for part in media)
-                self.kinds = self.kinds.union(*map(_kinds_of, named))
-                self.count += len(media)
+            if isinstance(kept.get(name), list):
+                given, kept[name] = kept[name], []
+                for part in given:
+                    # What a tool returns may be parts, too.
+                    is_nested = isinstance(part, Mapping) and isinstance(part.get("content"), list)
+                    made = self.without_media(part) if is_nested else part
+                    if isinstance(made, Mapping) and is_media_part(made):
+                        self.kinds |= _kinds_of(" ".join(map(str, (made.get("type", ""), *made))))
+                        self.count += 1
+                    else:
+                        kept[name].append(made)
         return kept
 
     def without_placeholders(self, value: Any) -> Any:

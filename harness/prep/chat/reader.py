@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import inspect
+import os
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from harness.checks import require_choice
 from harness.errors import ConfigError, PrepError
-from harness.prep.chat.functions import SCHEMA, RecordFunction, load_function
 from harness.prep.chat.hermes import lift_calls
 from harness.prep.chat.media import is_media, with_media, without_media
 from harness.prep.chat.records import BadReason, BadRecord, Conversation
@@ -27,9 +32,10 @@ from harness.prep.chat.turns import (
     as_list,
     is_media_part,
 )
-from harness.prep.chat.values import MEDIA_FIELDS, SYSTEM_FIELDS, BadRecordError, decoded, is_empty, load_json
+from harness.prep.chat.values import MEDIA_FIELDS, SYSTEM_FIELDS, BadRecordError, decoded, is_empty, load_json, show
 from harness.prep.media import MediaLimits
 
+SCHEMA = "source.schema"
 NUM_DETECTION_RECORDS = 100
 # Fields of a record that change what the model sees or writes, and that no schema reads.
 _UNREAD_FIELDS = frozenset((*MEDIA_FIELDS, "functions"))
@@ -72,7 +78,7 @@ class RecordReader:
         object.__setattr__(self, "columns", dict(self.columns))
         object.__setattr__(self, "ignore_fields", tuple(self.ignore_fields))
         if self._is_function:
-            object.__setattr__(self, "function_digest", load_function(self.schema).digest)
+            object.__setattr__(self, "function_digest", load_function(self.schema)[1])
             if self.columns:
                 fix = f"omit it: {self.schema} receives each record unchanged and reads the fields itself"
                 raise ConfigError("column names cannot be set for a function", where="source.columns", fix=fix)
@@ -98,8 +104,9 @@ class RecordReader:
         try:
             if not isinstance(record, Mapping):
                 raise BadRecordError(BadReason.NOT_AN_OBJECT, f"a JSON {type(record).__name__}, expected an object")
-            record = self._function.record_of(record) if self._is_function else unwrapped(record)
-            record = self._rewritten(record)
+            if self._is_function:
+                record = call_function(self.schema, self.function_digest, record)
+            record = self._rewritten(record if self._is_function else unwrapped(record))
             dropped = None
             if self.drop_media:
                 record, dropped = without_media(record)
@@ -155,13 +162,6 @@ class RecordReader:
         return ":" in self.schema
 
     @property
-    def _function(self) -> RecordFunction:
-        if (found := load_function(self.schema)).digest != self.function_digest:
-            what = f"the source file of {self.schema} changed after the preparation started"
-            raise PrepError(what, where=SCHEMA, fix="start again with the same, unchanged copy on all machines")
-        return found
-
-    @property
     def _fields(self) -> frozenset[str]:
         if self._is_function:
             return SCHEMAS["messages"].fields
@@ -173,10 +173,6 @@ class RecordReader:
 
     def _used_by(self, fields: Iterable[str]) -> frozenset[str]:
         return _UNREAD_FIELDS.union((self.columns.get(name, name) for name in fields), self.ignore_fields)
-
-    @cached_property
-    def _turn_columns(self) -> dict[str, str]:
-        return {inner: column for name, column in self.columns.items() if (inner := _turn_field(name))}
 
     def _rewritten(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a record with the names of our fields, and without those that are ignored."""
@@ -221,7 +217,8 @@ class RecordReader:
         return [self._renamed(part, {}) if isinstance(part, Mapping) else part for part in kept]
 
     def _turn(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
-        turn = self._renamed(turn, self._turn_columns)
+        inside = {inner: column for name, column in self.columns.items() if (inner := _turn_field(name))}
+        turn = self._renamed(turn, inside)
         for name in ("content", "tool_calls", "function_call", "value", "parts") if self.ignore_fields else ():
             value = turn.get(name)
             is_call = name in ("tool_calls", "function_call") or turn.get("from", turn.get("role")) in CALL_ROLES
@@ -341,3 +338,47 @@ def _turn_field(name: str) -> str:
     """Return the field of a turn that a setting names, alone or after its list; empty for a record's field."""
     inner = name.rpartition(".")[2] if name.partition(".")[0] in LISTS_OF_TURNS else name
     return inner if inner in TURN_FIELDS or inner in ("from", "value") else ""
+
+
+def call_function(name: str, digest: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the record that a user's function makes; raise BadRecordError where it makes none.
+
+    It takes a record and returns one with `messages`, or None to leave it out; PrepError if it is of another digest.
+    """
+    call, found = load_function(name)
+    if found != digest:
+        what = f"the source file of {name} changed after the preparation started"
+        raise PrepError(what, where=SCHEMA, fix="start again with the same, unchanged copy on all machines")
+    try:
+        made = call(dict(record))
+    except (Exception, SystemExit) as error:
+        raise BadRecordError(BadReason.FUNCTION_FAILED, f"{name} raised {type(error).__name__}: {error}") from error
+    if made is None:
+        raise BadRecordError(BadReason.OMITTED, f"{name} returned None")
+    if not isinstance(made, Mapping):
+        detail = f'{name} returned {show(made)}, expected {{"messages": [...]}}'
+        raise BadRecordError(BadReason.FUNCTION_FAILED, detail)
+    return made
+
+
+@lru_cache(maxsize=8)
+def load_function(name: str) -> tuple[Callable[[dict[str, Any]], object], str]:
+    """Import a function, once a process, also from the working folder; return it and the digest of its source file."""
+    module_name, _, function = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # where a program that pip installs does not look
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a module can raise anything, and be a script
+        what = f"the module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+        fix = "specify an importable module, such as chats:to_messages for chats.py in the working folder"
+        raise ConfigError(what, where=SCHEMA, fix=fix) from error
+    call: Any = getattr(module, function, None)
+    if not callable(call):
+        known = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise ConfigError(f"{module_name} has no function {function!r}", where=SCHEMA, fix=f"its functions: {known}")
+    file = getattr(module, "__file__", None)
+    if not file or not os.path.isfile(file):  # noqa: PTH113 - a text of Python's
+        what = f"{module_name} has no source file, whose hash identifies the function"
+        raise ConfigError(what, where=SCHEMA, fix="write a module that calls the function")
+    return call, hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]

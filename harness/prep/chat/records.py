@@ -13,6 +13,8 @@ import xxhash
 
 from harness.records import HUNDREDTHS
 
+# One of any schema, decoded.
+Record = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -118,6 +120,12 @@ class Message:
     @property
     def media(self) -> tuple[MediaPart, ...]:
         return tuple(part for part in self.parts if isinstance(part, MediaPart))
+
+    def with_texts(self, change: Callable[[str], str]) -> Message:
+        """Return the turn with each text of its content changed; an empty one stays."""
+        if isinstance(self.content, tuple):
+            return replace(self, content=tuple(change(one) if isinstance(one, str) else one for one in self.content))
+        return replace(self, content=change(self.content)) if self.content else self
 
     def as_dict(self) -> dict[str, Any]:
         """Return the turn in the form that chat templates take."""
@@ -232,11 +240,9 @@ class BadRecord:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """One form of chat records.
+    """One form of chat records: `parse` makes the conversation of one and its place; raises BadRecordError.
 
-    Attributes:
-        parse: makes the conversation of a record and its place; raises BadRecordError.
-        use: `detected`; `last`, where no other schema fits; or `asked`, only by name.
+    It is used where it is `detected`; `last`, where no other schema fits; or where it is `asked` for by name.
     """
 
     fields: frozenset[str]

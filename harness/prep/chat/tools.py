@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from harness.prep.chat.records import BadReason, Message
@@ -18,6 +18,7 @@ from harness.prep.chat.values import (
     BadRecordError,
     check_json,
     decoded,
+    decoded_list,
     decoded_object,
     first_name,
     is_empty,
@@ -49,35 +50,27 @@ _PARAMETERS = (
 
 
 def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return descriptions of tools in the form that templates take.
+    """Return descriptions of tools in the form that templates take, with JSON Schema as their parameters.
 
-    Args:
-        value: a list, or its JSON text, of `{"type": "function", "function": {...}}` or of the functions themselves;
-            each of them may be JSON text too. Their parameters become JSON Schema.
+    `value` is a list, or its JSON text, of `{"type": "function", "function": {...}}` or of the functions themselves;
+    each of them may be JSON text too.
     """
-    items = decoded(value, "`tools`", BadReason.BAD_TOOLS)
-    if is_empty(items):
-        return ()
-    if not isinstance(items, list):
-        raise BadRecordError(BadReason.BAD_TOOLS, f"`tools` is of type {type(items).__name__}, expected a list")
+    items = decoded_list(value, "`tools`")
     try:
         text = JSON_ENCODER.encode(items)
     except (TypeError, ValueError, RecursionError):
-        return _parse_list(items)
+        return tuple(map(_parse_tool, items, count(1)))
     return _parse_text(text)
 
 
 # Most records of a source have the same tools: checked once.
 @lru_cache(maxsize=64)
 def _parse_text(text: str) -> tuple[Mapping[str, Any], ...]:
-    return _parse_list(json.loads(text))
+    return tuple(map(_parse_tool, json.loads(text), count(1)))
 
 
-def _parse_list(items: list[Any]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(_parse_tool(item, f"tool {number}") for number, item in enumerate(items, start=1))
-
-
-def _parse_tool(value: object, what: str) -> Mapping[str, Any]:
+def _parse_tool(value: object, number: int) -> Mapping[str, Any]:
+    what = f"tool {number}"
     tool = decoded_object(value, what, BadReason.BAD_TOOLS)
     check_json(tool, what, BadReason.BAD_TOOLS)
     function = tool.get("function")

@@ -76,8 +76,15 @@ def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conv
     tools: tuple[Mapping[str, Any], ...] = ()
     kwargs: Mapping[str, Any] = {}
     if not CHAT_FIELDS.isdisjoint(record):
-        name, system = _system_prompt(record)
-        if system:
+        # Anthropic's may be parts of text.
+        contents = {name: _parse_content(record.get(name), f"`{name}`") for name in ("system", "system_prompt")}
+        texts = {name: Message("system", content).text for name, content in contents.items()}
+        held = {name: text for name, text in texts.items() if text.strip()}
+        if len({text.strip() for text in held.values()}) > 1:
+            detail = "`system` and `system_prompt` differ; to leave one out: source.ignore_fields=[system_prompt]"
+            raise BadRecordError(BadReason.BAD_TURN, detail)
+        if held:
+            name, system = next(iter(held.items()))
             if not messages or messages[0].role not in ("system", "developer"):
                 messages.insert(0, Message("system", system))
             elif messages[0].text.strip() != system.strip():
@@ -90,18 +97,6 @@ def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conv
         detail = f"no assistant turn in a conversation of {count_of(len(messages), 'turn')}"
         raise BadRecordError(BadReason.NO_ASSISTANT_TURN, detail)
     return Conversation(tuple(messages), where, tools, kwargs)
-
-
-def _system_prompt(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the field that holds the record's system prompt, and the prompt; empty if there is none."""
-    # Anthropic's may be parts of text.
-    contents = {name: _parse_content(record.get(name), f"`{name}`") for name in ("system", "system_prompt")}
-    texts = {name: Message("system", content).text for name, content in contents.items()}
-    held = {name: text for name, text in texts.items() if text.strip()}
-    if len({text.strip() for text in held.values()}) > 1:
-        detail = "`system` and `system_prompt` differ; to leave one out: source.ignore_fields=[system_prompt]"
-        raise BadRecordError(BadReason.BAD_TURN, detail)
-    return next(iter(held.items()), ("", ""))
 
 
 def list_of_turns(record: Mapping[str, Any], name: str) -> list[Any]:

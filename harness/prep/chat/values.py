@@ -81,6 +81,14 @@ def load_json(text: str) -> Any:
     return _DECODER.decode(text)
 
 
+def json_or(text: str | bytes, default: Any) -> Any:
+    """Decode JSON that may have keys twice; return another value for text that is none."""
+    try:
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except (ValueError, RecursionError):
+        return default
+
+
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -114,6 +122,14 @@ def decoded_object(value: object, what: str, reason: BadReason) -> Mapping[str, 
     return item
 
 
+def decoded_list(value: object, what: str) -> list[Any]:
+    """Return a list of tools or calls that may be given as JSON text, and be omitted."""
+    items = decoded(value, what, BadReason.BAD_TOOLS)
+    if not is_empty(items) and not isinstance(items, list):
+        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(items).__name__}, expected a list")
+    return items if isinstance(items, list) else []
+
+
 def check_json(value: object, what: str, reason: BadReason) -> None:
     """Raise BadRecordError for a value that JSON cannot hold, or that is nested more than 64 levels deep."""
     if problem := _problem_of(value, 0):
@@ -137,17 +153,11 @@ def _problem_of(value: object, depth: int) -> str:
 
 
 def parse_calls(value: object, what: str) -> tuple[ToolCall, ...]:
-    """Return tool calls.
+    """Return the calls of a list, or of its JSON text.
 
-    Args:
-        value: a list of calls, or its JSON text; each a `{"function": {"name", "arguments"}}`, or flat without
-            `function`, or JSON text of it.
+    Each is a `{"function": {"name", "arguments"}}`, or flat without `function`, or JSON text of it.
     """
-    items = decoded(value, what, BadReason.BAD_TOOLS)
-    if is_empty(items):
-        return ()
-    if not isinstance(items, list):
-        raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(items).__name__}, expected a list")
+    items = decoded_list(value, what)
     return tuple(parse_call(item, f"call {number} of {what}") for number, item in enumerate(items, start=1))
 
 
@@ -169,20 +179,12 @@ def parse_call(value: object, what: str) -> ToolCall:
     if not isinstance(name, str) or not name or not isinstance(id_, str | None):
         wrong = "name" if not isinstance(name, str) or not name else "id"
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} has the {wrong} {show(name if wrong == 'name' else id_)}")
-    return ToolCall(
-        check_text(name, f"the name of {what}"),
-        _parse_arguments(function.get("arguments"), what),
-        check_text(id_ or "", f"the id of {what}"),
-    )
-
-
-def _parse_arguments(value: object, what: str) -> str | Mapping[str, Any]:
-    """Return arguments as the record has them; none at all are the empty object."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return {}
-    arguments = decoded_object(value, f"the arguments of {what}", BadReason.BAD_TOOLS)
-    check_json(arguments, f"the arguments of {what}", BadReason.BAD_TOOLS)
-    return value if isinstance(value, str) else arguments
+    check_text(name, f"the name of {what}")
+    arguments, place = function.get("arguments"), f"the arguments of {what}"
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    check_json(decoded_object(arguments, place, BadReason.BAD_TOOLS), place, BadReason.BAD_TOOLS)
+    return ToolCall(name, arguments, check_text(id_ or "", f"the id of {what}"))
 
 
 def ignoring(*names: str) -> str:

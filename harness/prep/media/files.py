@@ -260,8 +260,7 @@ def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
 def _with_length(data: bytes, seconds: float = math.inf) -> bytes:
     """Return a sound whose header has its length: soundfile guesses that of an MP3, and has none of some FLAC files.
 
-    Raises:
-        PrepError: an MP3 has other bytes between its frames, or a FLAC is longer than `seconds`.
+    Raises PrepError if an MP3 has other bytes between its frames, or a FLAC is longer than `seconds`.
     """
     if data[:4] == b"fLaC" and len(data) > 26 and not data[21] & 15 and not any(data[22:26]):
         count = _count_flac(data, seconds)

@@ -106,15 +106,11 @@ class MediaRules:
         return count
 
     def features(self, media: Sequence[Medium]) -> dict[str, npt.NDArray[Any]]:
-        """Return what the model's encoder takes for some media, in their order; nothing for none.
+        """Return what the model's encoder takes for some media, in their order; PrepError for a damaged one.
 
-        Returns:
-            of sounds `input_features` float32 [n, mel, frames] and `feature_attention_mask` int32 [n, frames], frames
-            being those of the longest unless the model's are fixed; of images `pixel_values` float32 [n, 3, H, W], or
-            [patches of all, numbers of one] and `image_grid_thw` int64 [n, 3], the patches in time, height and width.
-
-        Raises:
-            PrepError: a medium is damaged.
+        Of sounds, `input_features` float32 [n, mel, frames] and `feature_attention_mask` int32 [n, frames], frames
+        being those of the longest unless the model's are fixed; of images, `pixel_values` float32 [n, 3, H, W], or
+        [patches of all, numbers of one] and `image_grid_thw` int64 [n, 3], the patches in time, height and width.
         """
         return FAMILIES[self.family].features(self, media) if media else {}
 
@@ -276,11 +272,6 @@ def _patches(numbers: Mapping[str, Any], size: Any) -> tuple[int, int]:
     return height, width
 
 
-def _count_qwen_vl(numbers: Mapping[str, Any], size: ImageSize) -> int:
-    height, width = _patches(numbers, size)
-    return height * width // int(numbers["merge_size"]) ** 2
-
-
 def _image_features(rules: MediaRules, media: Sequence[Medium]) -> dict[str, npt.NDArray[Any]]:
     numbers = {name: value for name, value in rules.numbers.items() if name not in ("processor", "tokens")}
     processor = _extractor(rules.numbers["processor"], json.dumps(numbers))
@@ -305,7 +296,11 @@ FAMILIES = {
         _audio_features,
     ),
     **{
-        family: MediaFamily(partial(_read_qwen_vl, family=family), _count_qwen_vl, _image_features)
+        family: MediaFamily(
+            partial(_read_qwen_vl, family=family),
+            lambda numbers, size: math.prod(_patches(numbers, size)) // int(numbers["merge_size"]) ** 2,
+            _image_features,
+        )
         for family in ("qwen2_5_vl", "qwen3_vl")
     },
     "llava": MediaFamily(_read_llava, lambda numbers, size: int(numbers["tokens"]), _image_features),

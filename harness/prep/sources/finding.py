@@ -1,4 +1,4 @@
-"""Find the sources of a preparation: files on a disk, in object storage or on the Hugging Face hub."""
+"""Find the sources of a preparation, on a disk, in object storage or on the hub, and the schema of their records."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import glob
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from harness.errors import ConfigError, PrepError
 from harness.paths import explain_path, is_run, is_there, near_paths
-from harness.prep.chat import RecordReader
+from harness.prep.chat import NUM_DETECTION_RECORDS, RecordReader, detect_schema, record_of_row
+from harness.prep.chat.values import json_or
 from harness.prep.sources import hub
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.delimited import SEPARATORS
+from harness.prep.sources.hub import SPLITS_FILE, STATE_FILE, choose_split, data_files, split_of
 from harness.prep.sources.reading import (
     JSON,
     SUFFIXES,
@@ -24,14 +26,14 @@ from harness.prep.sources.reading import (
     SourceChunk,
     SourceFiles,
     SourceShard,
+    columns_of,
     cut_shards,
+    for_each_file,
     is_compressed,
     read_chunks,
     suffix_of,
 )
-from harness.prep.sources.schema import holds_chats
-from harness.prep.sources.splits import SPLITS_FILE, STATE_FILE, choose_split, data_files, split_of
-from harness.prep.sources.text import COMPRESSED
+from harness.prep.sources.text import COMPRESSED, SEPARATORS
 from harness.storage import ObjectPath, Place, is_uri, natural_key, stamp_of
 from harness.storage.files import Stamp
 from harness.storage.inputs import list_objects, match_objects, open_stream
@@ -84,9 +86,8 @@ def list_files(path: str) -> list[Place]:
 def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> SourceFiles:
     """Find the files of a source, and download those of a dataset on the hub.
 
-    Raises:
-        PrepError: there are no files, a file has a compression that is not supported, or what to read is ambiguous.
-        FormatError: object storage refuses the request.
+    Raises PrepError if there are no files, a file has a compression that is not supported, or what to read is
+    ambiguous, and FormatError if object storage refuses the request.
     """
     if not source.path:
         return SourceFiles((), ())
@@ -99,13 +100,14 @@ def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> Sourc
         raise ConfigError("only datasets of the hub have subsets", where="source.subset", fix=fix)
     else:
         found = _find_objects(path, source) if is_uri(path) else _find_local(path, source)
-    if not found.files and name is None and not is_uri(path) and not glob.has_magic(path) and not is_there(Path(path)):
-        fix = near_paths(Path(path)) or "check the path and the working folder"
-        raise PrepError("the file or folder does not exist", where=path, fix=fix)
     if not found.files:
+        what = "there are no chat files"
         fix = f"specify a file, a glob or a folder with files that end in {' '.join(SUFFIXES)}"
         fix += f"; text may be compressed ({' '.join(COMPRESSED)})"
-        raise PrepError("there are no chat files", where=path, fix=fix)
+        if name is None and not is_uri(path) and not glob.has_magic(path) and not is_there(Path(path)):
+            what = "the file or folder does not exist"
+            fix = near_paths(Path(path)) or "check the path and the working folder"
+        raise PrepError(what, where=path, fix=fix)
     if source.split and not found.facts:
         fix = "omit it: the path already selects the files"
         raise ConfigError(f"{source.split!r} would not be used", where="source.split", fix=fix)
@@ -215,3 +217,73 @@ def _without_caches(root: Place, names: Iterable[str], data: list[str]) -> list[
             raise PrepError(what, where=str(root), fix="copy the whole folder again")
         data = [one for one in data if PurePosixPath(one).parent != above or one in own or not one.endswith(".arrow")]
     return data
+
+
+def _reader(source: SourceConfig) -> RecordReader:
+    return RecordReader(source.schema, source.columns, source.ignore_fields, source.drop_media, source.tool_calls)
+
+
+def find_schema(files: Iterable[Place], source: SourceConfig) -> tuple[RecordReader, list[str]]:
+    """Return the parser of the records of files, the same for all, and the fields that it does not read, in order."""
+    reader = _reader(source)
+    found: dict[str, str] = {}
+    unused: dict[str, None] = {}
+    for place, schema, records, names in for_each_file(lambda file: _sample(file, reader), files):
+        if schema:
+            found.setdefault(schema, place)
+        if len(found) > 1:
+            (one, one_place), (other, other_place) = found.items()
+            what = f"the files use two schemas, {one} and {other}"
+            fix = "prepare the files of each schema separately, or convert some of them"
+            raise PrepError(what, where=f"{one_place}\n         {other_place}", fix=fix)
+        mine = replace(reader, schema=schema)
+        for record in records:
+            unused |= dict.fromkeys(sorted(mine.unused_keys(record)))
+        unused |= dict.fromkeys(unread_columns(names, mine))
+    return replace(reader, schema=next(iter(found), source.schema)), list(unused)
+
+
+def unread_columns(names: list[str], reader: RecordReader) -> list[str]:
+    """Return those of a table's columns that are neither read nor ignored."""
+    used = {*reader.columns_to_read(names), *reader.ignore_fields}
+    return [name for name in names if name not in used]
+
+
+def _sample(file: Place, reader: RecordReader) -> tuple[str, str, list[Any], list[str]]:
+    """Return place and schema of a file's first records, the records, and the names of its columns if it is a table."""
+    first = _first_chunk(file, reader, NUM_DETECTION_RECORDS)
+    if first is None:
+        return str(file), "", [], []
+    records = [record for raw in first.records if (record := _decoded(raw)) is not None]
+    names = columns_of(file)
+    if records and names:
+        # Columns that no schema reads are not in the rows, and belong in the list of what is there.
+        records[0] = {**dict.fromkeys(names), **records[0]}
+    schema = reader.schema or detect_schema(
+        records, columns=reader.columns, ignore_fields=reader.ignore_fields, where=str(file)
+    )
+    return f"{file}, {first.unit} {first.first}", schema, records, names
+
+
+def holds_chats(file: Place, source: SourceConfig) -> bool:
+    """Return whether a `.json` or `.csv` file of a folder seems to hold chats, by the fields of its first record."""
+    reader = _reader(source)
+    try:
+        first = _first_chunk(file, reader, 1)
+    except PrepError as error:
+        # A list that is broken in its first item is not passed over, nor is a file that cannot be read.
+        return ", item 0" in error.where or error.__cause__ is not None
+    # Blank lines come before it.
+    record = _decoded(first.records[-1]) if first is not None else None
+    return isinstance(record, Mapping) and bool(reader.columns_to_read(map(str, record)))
+
+
+def _first_chunk(file: Place, reader: RecordReader, limit: int) -> SourceChunk | None:
+    return next((chunk for chunk in read_chunks([file], limit=limit, reader=reader) if chunk.records), None)
+
+
+def _decoded(raw: Any) -> Any:
+    """Return a record as an object; None for what is not JSON."""
+    if isinstance(raw, bytes):
+        return json_or(raw, None)
+    return record_of_row(raw) if isinstance(raw, Mapping) else None

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub: choose the files of one split, and download them into the hub's own cache.
+"""Datasets and their splits, by the names of their files; those of the Hugging Face hub are read from its own cache.
 
 HF_ENDPOINT, HF_HOME and HF_TOKEN count as for Hugging Face's own tools. huggingface_hub is imported when it is used.
 """
@@ -9,7 +9,7 @@ import contextlib
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -18,35 +18,40 @@ from urllib.parse import unquote
 
 from harness.errors import ConfigError, HarnessError, PrepError
 from harness.prep.sources.reading import SUFFIXES, SourceFiles
-from harness.prep.sources.splits import choose_named, choose_split, data_files, split_of
 from harness.prep.sources.text import COMPRESSED
 from harness.printing import count_of
-from harness.storage import stamp_of
+from harness.storage import natural_key, stamp_of
 from harness.storage.inputs import glob_pattern
 
+TRAIN = "train"
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+# Written by `save_to_disk` of Hugging Face's datasets: of several splits, and of one.
+SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
+# Descriptions beside data, which are JSON themselves.
+DESCRIPTIONS = (SPLITS_FILE, STATE_FILE, "dataset_info.json", "dataset_infos.json")
+# As in `train-00000-of-00005-1a2b3c.parquet`.
+_PART = re.compile(r"(.+?)[-_.]\d+-of-\d+.*")
 _SCHEME = "hf://"
-_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = r"[A-Za-z0-9][\w.-]*"
 _REVISION = r"(?:@(?P<revision>refs/(?:convert|pr)/[^/@]+|[^/@]+))?"
-_URI = re.compile(rf"hf://datasets/(?P<name>{_PART}(?:/{_PART})?){_REVISION}(?:/(?P<inner>.*))?")
-_ID = re.compile(rf"(?P<name>{_PART}/{_PART}){_REVISION}(?P<inner>)")
+_URI = re.compile(rf"hf://datasets/(?P<name>{_NAME}(?:/{_NAME})?){_REVISION}(?:/(?P<inner>.*))?")
+_ID = re.compile(rf"(?P<name>{_NAME}/{_NAME}){_REVISION}(?P<inner>)")
 # For the list of files, and for the facts of one.
 _LISTING_S, _ANSWER_S = 60, 10
 _FIX_OFFLINE = "download it where there is a network (`hf download NAME --repo-type dataset --local-dir DIR`), "
 _FIX_OFFLINE += "and set source.path to the folder"
 
-# Files to read, and the subset and split that they are if there are several.
-Chosen = tuple[list[str], dict[str, str]]
-
 
 @dataclass(frozen=True)
 class HubName:
-    """A dataset of the hub, or a part of it.
+    """A dataset of the hub, `ORG/NAME`, or a part of it.
 
-    Attributes:
-        name: `ORG/NAME`.
-        revision: branch, tag or commit; empty for the newest.
-        inner: file, folder, glob or split in it; empty for all.
-        is_id: it was written without `hf://`, and may have been meant as a local path.
+    Its `revision` is a branch, tag or commit, empty for the newest; `inner` a file, folder, glob or split in it, empty
+    for all. `is_id`: it was written without `hf://`, and may have been meant as a local path.
     """
 
     name: str
@@ -55,10 +60,8 @@ class HubName:
     is_id: bool = False
 
     def __str__(self) -> str:
-        revision = f"@{self.revision}" if self.revision else ""
-        if self.is_id:
-            return f"{self.name}{revision}"
-        return f"{_SCHEME}datasets/{self.name}{revision}" + (f"/{self.inner}" if self.inner else "")
+        revision, inner = f"@{self.revision}" * bool(self.revision), f"/{self.inner}" * bool(self.inner)
+        return f"{'' if self.is_id else 'hf://datasets/'}{self.name}{revision}{inner}"
 
 
 def parse_name(path: str) -> HubName | None:
@@ -84,11 +87,17 @@ def parse_name(path: str) -> HubName | None:
 def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None]) -> SourceFiles:
     """Choose the data files of one split, and download those that are not in the cache.
 
-    Raises:
-        PrepError: there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
-        ConfigError: huggingface_hub is not installed.
+    Raises PrepError if there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
     """
-    api = _client(place)
+    try:
+        import huggingface_hub
+        from tqdm import tqdm
+    except ImportError as error:
+        what = "there is no such local path, and " * place.is_id + f"{error.name} is not installed"
+        fix = "check the path, or pip install 'megatron-sft-harness[tokenize]'"
+        raise ConfigError(what, where=str(place), fix=fix) from error
+    # Read by huggingface_hub when it is first imported, which may have been before it was set.
+    api = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     with _errors(place):
         revision = place.revision or None
         info = api.dataset_info(place.name, revision=revision, files_metadata=True, timeout=_LISTING_S)
@@ -97,9 +106,7 @@ def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None
     if not (data := data_files(sizes, suffixes)):
         fix = f"try hf://datasets/{place.name}@refs/convert/parquet, the hub's own Parquet conversion"
         raise PrepError(f"the dataset has no files that end in {' '.join(sorted(suffixes))}", where=str(place), fix=fix)
-    wanted = place.inner or split  # an address that no file matches ends with a split
-    by_card = partial(_by_card, place, data, info, wanted, subset)
-    chosen, named = _by_path(place, data, split) or by_card() or _by_names(place, data, wanted)
+    chosen, named = _choose(place, data, info, split, subset)
     kinds = sorted({PurePosixPath(name).suffix.lower() for name in chosen})
     if len(kinds) > 1:
         what = f"the files are of several kinds ({' '.join(kinds)}), which may contain the same records twice"
@@ -108,78 +115,68 @@ def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None
     parts = "".join(f", {key} {named[key]}" for key in ("subset", "split") if key in named)
     size = f"{count_of(len(chosen), 'file')}, {total / 1e6:,.1f} MB"
     show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {size}")
-    paths = tuple(_download(api, place, name, revision) for name in chosen)
+    # The stage has lines of its own.
+    settings: dict[str, Any] = {
+        "endpoint": api.endpoint,
+        "etag_timeout": _ANSWER_S,
+        "tqdm_class": partial(tqdm, disable=True),
+    }
+    paths = []
+    for name in chosen:
+        with _errors(place, name):
+            file = huggingface_hub.hf_hub_download(place.name, name, repo_type="dataset", revision=revision, **settings)
+            paths.append(Path(file))
     facts = {"dataset": place.name, "revision": revision, **named}
     unread = tuple(f"hf://datasets/{place.name}/{name}" for name in data if name not in set(chosen))
-    return SourceFiles(paths, tuple(map(stamp_of, paths)), unread, facts, tuple(chosen))
+    return SourceFiles(tuple(paths), tuple(map(stamp_of, paths)), unread, facts, tuple(chosen))
 
 
-def _client(place: HubName) -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        what = "there is no such local path, and " * place.is_id + f"{error.name} is not installed"
-        fix = "check the path, or pip install 'megatron-sft-harness[tokenize]'"
-        raise ConfigError(what, where=str(place), fix=fix) from error
-    # Read by huggingface_hub when it is first imported, which may have been before it was set.
-    return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+def _choose(place: HubName, data: list[str], info: Any, split: str, subset: str) -> tuple[list[str], dict[str, str]]:
+    """Return the files to read, and the subset and split that they are if there are several.
 
-
-def _download(api: Any, place: HubName, name: str, revision: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from tqdm import tqdm
-
-    # The stage has lines of its own.
-    settings = {"endpoint": api.endpoint, "etag_timeout": _ANSWER_S, "tqdm_class": partial(tqdm, disable=True)}
-    with _errors(place, name):
-        return Path(hf_hub_download(place.name, name, repo_type="dataset", revision=revision, **settings))
-
-
-def _by_path(place: HubName, data: Sequence[str], split: str) -> Chosen | None:
-    """Choose what the address names; None if it names all files, or none and may end with the name of a split."""
-    where, inner = str(place), place.inner
-    if not inner:
-        return None
-    pattern = glob_pattern(inner)
-    if matching := [name for name in data if (pattern.fullmatch(name) if glob.has_magic(inner) else name == inner)]:
-        return matching, {}
-    if below := [name for name in data if name.startswith(f"{inner}/")]:
-        return _by_names(place, below, split)
-    if glob.has_magic(inner) or "/" in inner or "." in inner or (split and split != inner):
+    These are what the address names, or else a split: of a subset of the dataset's card, or by the names of files.
+    """
+    where, inner, below, config = str(place), place.inner, data, None
+    facts: dict[str, str] = {}
+    if inner:
+        pattern = glob_pattern(inner)
+        if matching := [name for name in data if (pattern.fullmatch(name) if glob.has_magic(inner) else name == inner)]:
+            return matching, {}
+        below = [name for name in data if name.startswith(f"{inner}/")]
+    if not below and (glob.has_magic(inner) or "/" in inner or "." in inner or (split and split != inner)):
         what = f"no file of the dataset matches {inner}; there are {', '.join(data[:5])}"
         raise PrepError(what + (", ..." if len(data) > 5 else ""), where=where, fix="check the address")
-    return None
+    if not inner or not below:
+        split, below = inner or split, data  # an address that no file matches ends with a split
+        config, facts = _config_of(info, subset, where)
+    if config is not None:
+        chosen, named = choose_named(_card_splits(config, data), split, where=where)
+        return chosen, facts | {"split": named}
+    chosen, named = choose_split(below, split, where=where, loosely=True)
+    return chosen, {"split": named} if named else {}
 
 
-def _by_card(place: HubName, data: Sequence[str], info: Any, split: str, subset: str) -> Chosen | None:
-    """Choose a subset of the dataset's card and its split; None if the card defines none and none is wanted."""
+def _config_of(info: Any, subset: str, where: str) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
+    """Return a subset of the dataset's card, None if it defines none and none is wanted, with its name if several."""
     card = getattr(info, "card_data", None)
     listed = card.get("configs") if card is not None else None
     configs = [one for one in listed or [] if isinstance(one, dict) and "config_name" in one]
     configs = [one for one in configs if "data_files" in one or "data_dir" in one]
-    where, by_name = str(place), {str(one["config_name"]): one for one in reversed(configs)}
     if not configs and subset:
         fix = "omit source.subset, or specify a folder"
         raise PrepError("the dataset's card defines no subsets", where=where, fix=fix)
     if not configs:
-        return None
+        return None, {}
     names = [str(one["config_name"]) for one in configs]
-    if subset and subset not in by_name:
+    if subset and subset not in names:
         what = f"subset {subset!r} does not exist, only {', '.join(names)}"
         raise PrepError(what, where=where, fix="change source.subset")
     defaults = [one for one in configs if one.get("default") or one["config_name"] == "default"]
     if len(configs) > 1 and not defaults and not subset:
         what = f"the dataset has the subsets {', '.join(names)}"
         raise PrepError(what, where=where, fix=f"select one, such as source.subset={names[0]}")
-    config = by_name[subset] if subset else [*defaults, *configs][0]
-    facts = {"subset": str(config["config_name"])} if len(configs) > 1 else {}
-    chosen, named = choose_named(_card_splits(config, data), split, where=where)
-    return chosen, facts | {"split": named}
-
-
-def _by_names(place: HubName, data: Sequence[str], split: str) -> Chosen:
-    chosen, named = choose_split(data, split, where=str(place), loosely=True)
-    return chosen, {"split": named} if named else {}
+    config = configs[names.index(subset)] if subset else [*defaults, *configs][0]
+    return config, {"subset": str(config["config_name"])} if len(configs) > 1 else {}
 
 
 def _card_splits(config: Mapping[str, Any], data: Sequence[str]) -> dict[str, list[str]]:
@@ -232,3 +229,63 @@ def _errors(place: HubName, file: str = "") -> Iterator[None]:
             what, fix = f"{local}the hub cannot be reached: {reason[:200]}", _FIX_OFFLINE.replace("NAME", place.name)
             fix = f"check the path; if a dataset of the hub is meant, {fix}" if local else fix
         raise PrepError(what, where=f"{place}/{file}" if file else str(place), fix=fix) from error
+
+
+def data_files(names: Iterable[str], suffixes: tuple[str, ...]) -> list[str]:
+    """Return the names of data files by their suffixes, in natural order, without hidden files and descriptions."""
+    return [
+        name
+        for name in sorted(names, key=natural_key)
+        if name.lower().endswith(suffixes)
+        and PurePosixPath(name).name not in DESCRIPTIONS
+        # As Spark does: `_SUCCESS` and the like are not data.
+        and not any(part[0] in "._" for part in PurePosixPath(name).parts)
+    ]
+
+
+def split_of(name: str, *, loosely: bool = False) -> str | None:
+    """Return the split that a file's name, or one of the folders that it is in, stands for; None if none.
+
+    If `loosely`, the split's name may be a part of the file's: `train_sft-00000-of-00002.parquet`, `chat-test.jsonl`.
+    """
+    path = PurePosixPath(name.lower())
+    part = _PART.fullmatch(path.name)
+    stem = part[1] if part else path.name.partition(".")[0]
+    if stem in _SPLITS:
+        return _SPLITS[stem]
+    if loosely and (words := [word for word in re.split(r"[-_ ]", stem) if word in _SPLITS]):
+        # Of numbered parts the whole name is the split's: train_sft and train_gen are two.
+        return stem if part else _SPLITS[words[0]]
+    return next((_SPLITS[folder] for folder in reversed(path.parts[:-1]) if folder in _SPLITS), None)
+
+
+def choose_split(names: Sequence[str], split: str, *, where: str, loosely: bool = False) -> tuple[list[str], str]:
+    """Return the names of a split, and its name; an empty split chooses `train`, or the only one that there is."""
+    splits: dict[str, list[str]] = {}
+    for name in names:
+        splits.setdefault(split_of(name, loosely=loosely) or "", []).append(name)
+    # Files without a split are read where no file has one.
+    if not split and len(splits) == 1:
+        return list(names), next(iter(splits))
+    named = {name: splits[name] for name in sorted(splits) if name}
+    # Beside files without a split, the only other one may be what must not be trained on.
+    wanted = split or (TRAIN if len(named) == 1 else "")
+    other = _SPLITS.get(wanted.lower(), "")
+    return choose_named(named, other if wanted not in named and other in named else wanted, where=where)
+
+
+def choose_named(splits: Mapping[str, list[str]], split: str, *, where: str) -> tuple[list[str], str]:
+    """Return the files of one of several splits, and its name; raises PrepError as `choose_split` does."""
+    found = {name: files for name, files in splits.items() if files}
+    known = ", ".join(found)
+    wanted = split or (next(iter(found)) if len(found) == 1 else TRAIN)
+    if wanted in found:
+        return found[wanted], wanted
+    if split:
+        what = f"split {split!r} does not exist" + (f", only {known}" if known else ": no file has this name")
+        fix = "change source.split, or select the files with a glob"
+    elif not found:
+        what, fix = "the dataset's card lists no supported files", "specify a file, a folder or a glob in it"
+    else:
+        what, fix = f"the dataset has several splits: {known}", f"select one, such as source.split={next(iter(found))}"
+    raise PrepError(what, where=where, fix=fix)

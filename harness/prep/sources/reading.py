@@ -10,15 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from harness.errors import PrepError
 from harness.prep.chat import BadRecord, Conversation, RecordReader, record_of_row
-from harness.prep.sources.delimited import SEPARATORS, DelimitedReader
+from harness.prep.sources import text
 from harness.prep.sources.tables import ROW, cut_parquet, open_arrow, open_parquet, read_arrow, read_parquet
-from harness.prep.sources.text import COMPRESSED, ITEM, LINE, find_unit, open_text, read_items, read_lines
+from harness.prep.sources.text import COMPRESSED, ITEM, LINE, SEPARATORS
 from harness.storage import ObjectPath, Place, parse_place, stamp_of
 from harness.storage.files import Stamp
 from harness.storage.inputs import open_stream
@@ -68,12 +68,10 @@ def is_compressed(file: Place) -> bool:
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Files of a source.
+    """Files of a source, and those beside them that are not read, `skipped`.
 
-    Attributes:
-        skipped: files beside them that are not read.
-        facts: their origin where the path does not show it: dataset, revision and split.
-        names: names of the files under which the source is recognized on another machine; empty for their places.
+    `facts` are their origin where the path does not show it: dataset, revision and split. By `names`, the source is
+    recognized on another machine; empty for the places of the files.
     """
 
     files: tuple[Place, ...]
@@ -102,10 +100,9 @@ class SourceFiles:
 class SourceChunk:
     """Consecutive records of one file, not yet parsed.
 
-    Attributes:
-        unit: `line` (counted from 1), `row` of a table or `item` of a list (both counted from 0).
-        records: lines and items as bytes, or decoded rows; blank where a line of a CSV file begins no row.
-        num_bytes: size in the file, for progress; rows share the size of their file evenly.
+    Their unit is `line` (from 1), `row` of a table or `item` of a list (from 0). Lines and items are bytes, and rows
+    decoded; a line of a CSV file that begins no row is blank. `num_bytes` is their size in the file, for progress; rows
+    share the size of their file evenly.
     """
 
     path: str
@@ -178,15 +175,13 @@ def cut_shards(
     for whole in (replace(shard, reader=reader) for shards in cut for shard in shards):
         is_packed = whole.unit != ROW and is_compressed(parse_place(whole.path))
         for shard, counted in _pieces(whole, shard_bytes) if is_packed else [(whole, None)]:
-            count = 0 if not limit else _count(shard) if counted is None else counted
+            count = counted or 0
+            if limit and counted is None:
+                count = sum(not is_blank(record) for chunk in read_shard(shard) for record in chunk.records)
             yield shard if not limit or count <= left else replace(shard, limit=left)
             left -= count
             if limit and left <= 0:
                 return
-
-
-def _count(shard: SourceShard) -> int:
-    return sum(not is_blank(record) for chunk in read_shard(shard) for record in chunk.records)
 
 
 def _pieces(whole: SourceShard, shard_bytes: int) -> Iterator[tuple[SourceShard, int | None]]:
@@ -196,22 +191,18 @@ def _pieces(whole: SourceShard, shard_bytes: int) -> Iterator[tuple[SourceShard,
     """
     piece, size, counted = whole, 0, 0
     try:
-        for first, records, position in _read_packed(parse_place(whole.path), whole.unit):
+        for first, records, position in _read_text(parse_place(whole.path), whole.unit):
             if size >= shard_bytes:
                 yield replace(piece, end=position, records=first - piece.first), counted
                 piece, size, counted = replace(whole, first=first, start=position), 0, 0
-            size += sum(_size_of(record) for record in records)
-            counted += sum(not is_blank(record) for record in records)
+            for record in records:
+                parts = record.values() if isinstance(record, dict) else [record] if isinstance(record, bytes) else []
+                size += sum(map(len, parts)) + isinstance(record, bytes)
+                counted += not is_blank(record)
     except (OSError, EOFError, PrepError):
         yield piece, None
     else:
         yield piece, counted
-
-
-def _size_of(record: object) -> int:
-    if isinstance(record, dict):
-        return sum(map(len, record.values()))
-    return len(record) + 1 if isinstance(record, bytes) else 0
 
 
 def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
@@ -225,7 +216,7 @@ def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
         if suffix == ARROW:
             yield SourceShard(str(file), 0, 0, size, ROW)
             return
-        unit = find_unit(file, is_json=suffix == JSON)
+        unit = text.find_unit(file, is_json=suffix == JSON)
         if is_compressed(file) or size <= shard_bytes:
             yield SourceShard(str(file), 0 if unit == ITEM else 1, 0, size, unit)
         elif suffix in SEPARATORS or unit == ITEM:
@@ -256,10 +247,10 @@ def _cut_records(file: Place, size: int, shard_bytes: int, unit: str) -> Iterato
     start, first = 0, 0 if unit == ITEM else 1
     with open_stream(file) as source:
         if unit == ITEM:
-            groups = read_items(file, source, 0)
+            groups = text.read_items(file, source, 0)
             places = ((number + at, offset) for number, items in groups for at, (offset, _) in enumerate(items))
         else:
-            reader = DelimitedReader(file, source, SEPARATORS[suffix_of(file)])
+            reader = text.DelimitedReader(file, source, SEPARATORS[suffix_of(file)])
             places = ((line, offset) for line, offset, _ in reader.rows(reader.header()))
         for number, offset in places:
             if number > first and offset - start >= shard_bytes:
@@ -332,9 +323,9 @@ def _open(shard: SourceShard) -> Iterator[SourceChunk]:
     if shard.is_piece:
         read = _packed_file(path, stamp_of(file), shard.unit).read(shard.first, shard.records)
     elif is_compressed(file):
-        read = _read_packed(file, shard.unit)
+        read = _read_text(file, shard.unit)
     else:
-        read = _read_plain(file, shard)
+        read = _read_text(file, shard.unit, shard.first, shard.start, shard.end)
     for first, lines, position in read:
         # A list is read ahead of its items, beyond the end of the shard.
         at = max(before, min(position, shard.end))
@@ -342,25 +333,36 @@ def _open(shard: SourceShard) -> Iterator[SourceChunk]:
         before = at
 
 
-def _read_plain(file: Place, shard: SourceShard) -> Iterator[tuple[int, list[Any], int]]:
-    with open_stream(file) as stream:
-        stream.seek(shard.start)
-        for first, records in _records(file, stream, shard.unit, shard.first, shard.end):
-            yield first, records, stream.tell()
-
-
-def _read_packed(file: Place, unit: str) -> Iterator[tuple[int, list[Any], int]]:
-    """Yield first numbers and records of a compressed file, and the bytes of it that were read."""
-    with open_text(file) as (stream, source):
-        for first, records in _records(file, stream, unit, 0 if unit == ITEM else 1, None):
-            yield first, records, source.tell()
+def _read_text(
+    file: Place, unit: str, first: int | None = None, start: int = 0, end: int | None = None
+) -> Iterator[tuple[int, list[Any], int]]:
+    """Yield first numbers and records of a file, or of its bytes `start:end`, and how far the file was read."""
+    first = (0 if unit == ITEM else 1) if first is None else first
+    with text.open_text(file) as (stream, source):
+        if start:
+            stream.seek(start)
+        if separator := SEPARATORS.get(suffix_of(file)):
+            reader = text.DelimitedReader(file, stream, separator, first, end)
+            if first == 1:
+                names = reader.header()
+            else:
+                with text.open_text(file) as (beginning, _):
+                    names = text.DelimitedReader(file, beginning, separator).header()
+            groups: Iterator[tuple[int, list[Any]]] = ((line, rows) for line, _, rows in reader.rows(names))
+        elif unit == ITEM:
+            items = text.read_items(file, stream, first, None if end == stamp_of(file).num_bytes else end)
+            groups = ((number, [item for _, item in group]) for number, group in items)
+        else:
+            groups = text.read_lines(file, stream, first, end)
+        for number, records in groups:
+            yield number, records, source.tell()
 
 
 class _PackedFile:
     """A compressed file whose pieces are read one after the other: its stream cannot be entered in the middle."""
 
-    def __init__(self, file: Place, unit: str) -> None:
-        self._begin = partial(_read_packed, file, unit)
+    def __init__(self, path: str, stamp: Stamp, unit: str) -> None:
+        self._begin = partial(_read_text, parse_place(path), unit)
         self._groups: Iterator[tuple[int, list[Any], int]] = iter(())
         self._at: float = math.inf
 
@@ -380,22 +382,5 @@ class _PackedFile:
                 yield max(first, number), kept, position
 
 
-@lru_cache(maxsize=1)
-def _packed_file(path: str, stamp: Stamp, unit: str) -> _PackedFile:
-    """Return the file that this process reads piece after piece; `stamp` opens one that was written again."""
-    return _PackedFile(parse_place(path), unit)
-
-
-def _records(file: Place, stream: BinaryIO, unit: str, first: int, end: int | None) -> Iterator[tuple[int, list[Any]]]:
-    if separator := SEPARATORS.get(suffix_of(file)):
-        reader = DelimitedReader(file, stream, separator, first, end)
-        if first == 1:
-            names = reader.header()
-        else:
-            with open_text(file) as (beginning, _):
-                names = DelimitedReader(file, beginning, separator).header()
-        return ((line, records) for line, _, records in reader.rows(names))
-    if unit == ITEM:
-        groups = read_items(file, stream, first, None if end == stamp_of(file).num_bytes else end)
-        return ((number, [item for _, item in group]) for number, group in groups)
-    return read_lines(file, stream, first, end)
+# The one that this process reads piece after piece; another stamp opens a file that was written again.
+_packed_file = lru_cache(maxsize=1)(_PackedFile)

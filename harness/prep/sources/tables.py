@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 from harness.errors import FormatError, PrepError
 from harness.formats.layouts.parquet_pages import Chunk, read_pages
 from harness.prep.chat import MEDIA_FIELDS, BadReason, BadRecord, RecordReader, is_media_column
+from harness.prep.chat.values import json_or
 from harness.prep.sources.text import MAX_RECORD_BYTES
 from harness.storage import Place
 from harness.storage.inputs import open_source, open_stream
@@ -47,9 +47,7 @@ _OPTIONS = dict.fromkeys({"arrow_extensions_enabled"} & set(inspect.signature(pq
 def open_parquet(place: Place, *, as_dictionaries: Sequence[str] = ()) -> Iterator[Any]:
     """Open a Parquet file; raises OSError, FormatError or pyarrow.ArrowException.
 
-    Args:
-        as_dictionaries: leaf columns of text to read as dictionaries, one row group at a time: Arrow cannot join those
-            of several inside lists.
+    Leaf columns `as_dictionaries` are read one row group at a time: Arrow cannot join those of several inside lists.
     """
     with (
         contextlib.closing(open_source(place)) as source,
@@ -161,9 +159,7 @@ def read_parquet(
 ) -> Iterator[tuple[int, list[Any], int]]:
     """Yield number of the first row, rows, and their even share of the file's bytes.
 
-    Args:
-        groups: first and past-the-end row group; None reads all.
-        first: number of the first row of the first group.
+    `groups` are the first and past-the-end row group, None for all, and `first` is the number of their first row.
     """
     with open_parquet(place) as parquet:
         schema, metadata = parquet.schema_arrow, parquet.metadata
@@ -348,12 +344,8 @@ def _is_in(path: str, name: str) -> bool:
 def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Sequence[str], where: str) -> None:
     """Refuse lists that a few bytes of run lengths expand to gigabytes, and long values that no text can be.
 
-    Args:
-        size: bytes of the file, of which its footer can claim more.
-        groups, columns: row groups and top-level columns that are read.
-
-    Raises:
-        PrepError: a column has more values than the bytes of its row group justify, or is of long binary numbers.
+    Raises PrepError if one of the top-level `columns` has more values in one of `groups` than the bytes of that row
+    group justify, or is of long binary numbers. `size` is that of the file, of which its footer can claim more.
     """
     schema = parquet.schema
     for leaf in map(schema.column, range(len(schema))):
@@ -429,10 +421,7 @@ def _plain(value: Any, kind: Any) -> Any:
     if value is None or not _is_coded(kind):
         return value
     if _is_json(kind):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
+        return json_or(value, value)
     if pa.types.is_map(kind):
         return {key: _plain(item, kind.item_type) for key, item in value}
     if pa.types.is_struct(kind):

@@ -17,13 +17,9 @@ CHAT_TEMPLATE = load_template("chatml")
 def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_template: str = "chatml") -> None:
     """Train a tokenizer and save it as a Hugging Face tokenizer folder; the same texts give the same tokenizer.
 
-    Args:
-        vocab_size: number of tokens, including the special ones; a small text gives fewer.
-        chat_template: a built-in template, whose special tokens the tokenizer gets, or a Jinja file, for which it gets
-            those that its text spells, such as `<|user|>`, or those of `chatml` if it spells none.
-
-    Raises:
-        PrepError: there are no texts.
+    It has `vocab_size` tokens, including the special ones, or fewer for a small text. Special tokens are those of a
+    built-in chat template, or those that the text of a Jinja file spells, such as `<|user|>`, or those of `chatml` if
+    it spells none. Raises PrepError without texts.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 

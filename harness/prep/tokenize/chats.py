@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
 from harness.prep.chat.records import part_for_template
 from harness.prep.chat.turns import REASONING_FIELDS
+from harness.prep.chat.values import json_or
 from harness.prep.tokenize.offsets import Span
 
 if TYPE_CHECKING:
@@ -31,10 +32,8 @@ Turns = Sequence[Mapping[str, Any]]
 class Form:
     """One way to hand conversations to a template.
 
-    Attributes:
-        content: `given`, `text` (parts joined, nothing as empty text), `null` (empty content of tool calls as null) or
-            `parts`.
-        arguments: of tool calls: `given`, `object` or `text`.
+    Content is `given`, `text` (parts joined, nothing as empty text), `null` (empty content of tool calls as null) or
+    `parts`; arguments of tool calls are `given`, `object` or `text`.
     """
 
     content: str = "given"
@@ -64,12 +63,7 @@ FORMS = tuple(
 
 
 def as_object(arguments: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        decoded = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
+    decoded = json_or(arguments, None) if isinstance(arguments, str) else None
     return decoded if isinstance(decoded, dict) else arguments
 
 

@@ -9,17 +9,17 @@ out. So each rendered conversation is checked for the texts of its messages, too
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from harness.prep.chat import BadReason, BadRecordError, Conversation, Message
 from harness.prep.chat.tools import map_schemas
 from harness.prep.chat.turns import REASONING_FIELDS
+from harness.prep.chat.values import json_or
 from harness.prep.tokenize.chats import FORMS, Form, RenderedChat, as_object, template_failure
 
 if TYPE_CHECKING:
@@ -46,9 +46,8 @@ class KnownForm:
 class KnownForms:
     """The forms in which one template takes conversations, by their shapes.
 
-    Args:
-        trusts_plain: hand conversations of nothing but roles and texts to it as they are, even where it leaves out one
-            of the words that they are tried with.
+    If it `trusts_plain`, conversations of nothing but roles and texts are handed to it as they are, even where it
+    leaves out one of the words that they are tried with.
     """
 
     def __init__(self, template: Template, *, trusts_plain: bool) -> None:
@@ -64,32 +63,23 @@ class KnownForms:
         is_as_given = self._trusts_plain and _is_plain(conversation, tags)
         texts = ((turn.role, bool(turn.text.strip())) for turn in conversation.messages)
         shape = hash(tuple(texts) if is_as_given else shape_of(conversation, tags))
-        known = self._known.get(shape)
-        if known is None:
+        if shape not in self._known:
             known = self._probe(conversation)
             if is_as_given and isinstance(known, BadRecordError):
                 known = KnownForm(FORMS[0])
-            if len(self._known) >= _MAX_SHAPES:
-                self._known.clear()
-            self._known[shape] = known
+            _keep(self._known, shape, known)
+        known = self._known[shape]
         if isinstance(known, KnownForm) and conversation.tools:
-            known = self._check_tools(conversation, known)
+            if conversation.tools is not self._tools[0]:
+                self._tools = conversation.tools, hash(json.dumps(conversation.tools))
+            if (spelled := self._tools[1]) not in self._tried_tools:
+                probe, words = with_unique_words(conversation, tags)
+                chat = RenderedChat(self._template, probe, known.form, {})
+                _keep(self._tried_tools, spelled, self._try_form(chat, [word for word in words if word[0] is None]))
+            known = self._tried_tools[spelled] or known
         if isinstance(known, BadRecordError):
             raise BadRecordError(known.reason, known.detail)
         return known
-
-    def _check_tools(self, conversation: Conversation, known: KnownForm) -> KnownForm | BadRecordError:
-        """Return `known`, or the error about what the template leaves out of these tools, tried once for each list."""
-        if conversation.tools is not self._tools[0]:
-            self._tools = conversation.tools, hash(json.dumps(conversation.tools))
-        spelled = self._tools[1]
-        if spelled not in self._tried_tools:
-            probe, words = with_unique_words(conversation, self._template.tags)
-            of_tools = [word for word in words if word[0] is None]
-            if len(self._tried_tools) >= _MAX_SHAPES:
-                self._tried_tools.clear()
-            self._tried_tools[spelled] = self._try_form(RenderedChat(self._template, probe, known.form, {}), of_tools)
-        return self._tried_tools[spelled] or known
 
     def _probe(self, conversation: Conversation) -> KnownForm | BadRecordError:
         for name in conversation.template_kwargs:
@@ -99,7 +89,7 @@ class KnownForms:
                 return BadRecordError(BadReason.NOT_WRITTEN, detail)
         first: BadRecordError | None = None
         probe, words = with_unique_words(conversation, self._template.tags)
-        words = [word for word in words if word[0] is not None]  # `_check_tools` tries these, which are of no shape
+        words = [word for word in words if word[0] is not None]  # `find` tries these, which are of no shape
         tried = set()
         has_tags = _has_tags(conversation, self._template.tags)
         for form in FORMS:
@@ -146,12 +136,14 @@ class KnownForms:
         return None
 
 
-def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
-    """Return the error about a part of a conversation that the template leaves out.
+def _keep(known: dict[int, Any], key: int, value: object) -> None:
+    if len(known) >= _MAX_SHAPES:
+        known.clear()
+    known[key] = value
 
-    Args:
-        ignorable: fields of records that hold it, if the conversation is still one without.
-    """
+
+def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
+    """Return the error about a part that the template leaves out, which the `ignorable` fields of a record may hold."""
     detail = f"the chat template does not write {missing}; set one that does"
     if not ignorable:
         return BadRecordError(BadReason.NOT_WRITTEN, f"{detail} with tokenizer.chat_template")
@@ -232,8 +224,7 @@ def with_unique_words(
 ) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
     """Return a conversation of the same shape whose texts are unique words, between the same marks.
 
-    Returns:
-        the conversation, and of each word the number of its message (None for tools), the word and its field's name.
+    Also returns of each word the number of its message (None for tools), the word and its field's name.
     """
     words: list[tuple[int | None, str, str]] = []
 
@@ -258,22 +249,13 @@ def with_unique_words(
 
     turns = []
     for number, message in enumerate(conversation.messages):
-        content = message.content
-        turns.append(
-            replace(
-                message,
-                reasoning=word(number, "reasoning") if message.reasoning.strip() else message.reasoning,
-                content=tuple(text(number, part) if isinstance(part, str) else part for part in content)
-                if isinstance(content, tuple)
-                else text(number, content)
-                if content
-                else content,
-                tool_calls=tuple(
-                    replace(call, name=word(number, "tool call's name"), arguments=arguments(number, call.arguments))
-                    for call in message.tool_calls
-                ),
-            )
+        reasoning = word(number, "reasoning") if message.reasoning.strip() else message.reasoning
+        turn = message.with_texts(partial(text, number))
+        calls = tuple(
+            replace(call, name=word(number, "tool call's name"), arguments=arguments(number, call.arguments))
+            for call in message.tool_calls
         )
+        turns.append(replace(turn, reasoning=reasoning, tool_calls=calls))
     tools = tuple(_with_words(tool, lambda name: word(None, name)) for tool in conversation.tools)
     return replace(conversation, messages=tuple(turns), tools=tools), words
 
@@ -309,11 +291,8 @@ def unwritten_text(
 
     Texts have to be written one after another, each with its white space or other, also as JSON spells it; a short one
     that is missing is thus not found inside another. The reasoning of a turn is checked where the turn is trained
-    (`unwritten_reasoning`).
-
-    Args:
-        upto: renders the conversation up to and with a turn, in which an answer may say what it says no more later.
-        is_ordered: the template writes all texts in the order of the turns, not questions and answers alone.
+    (`unwritten_reasoning`). `upto` renders the conversation up to and with a turn, in which an answer may say what it
+    says no more later. If `is_ordered`, all texts are in the order of the turns, not questions and answers alone.
     """
     place = 0
     for number, message in enumerate(messages):
@@ -383,8 +362,7 @@ def _find_arguments(text: str, arguments: Any, start: int) -> tuple[int, str]:
     if isinstance(arguments, str):
         if (found := text.find(arguments, start)) >= 0:
             return found + len(arguments), ""
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+        arguments = json_or(arguments, arguments)
     end = start
     for leaf in _leaves(arguments):
         found = _find(text, leaf.strip(), start)

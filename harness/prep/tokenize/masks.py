@@ -19,12 +19,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, BadRecordError, Conversation, MediaPart, Message, ToolCall
+from harness.prep.chat import BadReason, BadRecordError, Conversation, Message, ToolCall
 from harness.prep.tokenize.chats import FORMS, RenderedChat, shared_length
 from harness.prep.tokenize.config import MAX_CHARACTERS, TokenizerConfig
 from harness.prep.tokenize.known_forms import KnownForm, KnownForms, not_written, unwritten_reasoning, unwritten_text
@@ -54,11 +54,9 @@ _TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "pa
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One sequence to train on.
+    """One sequence to train on: its text, and first and past-the-end character of each trained part, in order.
 
-    Attributes:
-        spans: first and past-the-end character of each trained part, in order.
-        weights: of each part in the loss, in hundredths; empty where `tokenizer.train_on` is not `weighted`.
+    `weights` are those of the parts in the loss, in hundredths; empty where `tokenizer.train_on` is not `weighted`.
     """
 
     text: str
@@ -67,11 +65,7 @@ class Rendered:
 
 
 class Masker:
-    """Renders conversations and finds their trained spans.
-
-    Attributes:
-        rule: `marks`, `stock`, `served`, `assistant_turns` or `all`.
-    """
+    """Renders conversations and finds their trained spans by one `rule`: those above, `assistant_turns` or `all`."""
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
         self._template, self._config = template, config
@@ -345,7 +339,7 @@ class Masker:
         config, message, text = self._config, chat.conversation.messages[turn], chat.served(turn)
         left_out: list[Span] = []
         if not config.train_reasoning and (message.reasoning or "</think>" in message.text):
-            bare = replace(message, reasoning="", content=_without_reasoning(message.content))
+            bare = replace(message.with_texts(partial(_INLINE_REASONING.sub, "")), reasoning="")
             left_out.append(_part_before(text, chat.served(turn, bare), spans[0][0]))
         if not config.train_tool_calls and message.tool_calls:
             bare = replace(message, tool_calls=(), content=message.content or "")
@@ -443,12 +437,6 @@ class Masker:
             found |= dict.fromkeys(tokens if probe.messages[-1].content else tokens[-1:])
         given = [self._config.end_of_last_turn] if self._config.end_of_last_turn else []
         return tuple(dict.fromkeys([*(found or self._stock.ends), *given]))
-
-
-def _without_reasoning(content: str | tuple[str | MediaPart, ...] | None) -> str | tuple[str | MediaPart, ...] | None:
-    if isinstance(content, tuple):
-        return tuple(_INLINE_REASONING.sub("", part) if isinstance(part, str) else part for part in content)
-    return _INLINE_REASONING.sub("", content) if content else content
 
 
 def _part_before(text: str, other: str, start: int) -> Span:

@@ -90,15 +90,9 @@ def _byte_places(text: str, edges: Iterable[int]) -> Iterator[int]:
 def token_mask(offsets: Sequence[Span], spans: Sequence[Span], weights: Sequence[int] = ()) -> UInt8Array:
     """Mask the tokens with characters inside the spans; one in several has the largest of their weights.
 
-    A token covers everything since the token before it, even if its own offsets leave white space out.
-
-    Args:
-        offsets: [L] first and past-the-end character of each token.
-        spans: first and past-the-end character of each trained part.
-        weights: entry of the mask for each part; empty for 1.
-
-    Returns:
-        uint8 [L], token-aligned.
+    A token covers everything since the token before it, even if its own offsets leave white space out. The offsets [L]
+    are first and past-the-end character of each token, and weights the entries of the mask for each part, empty for 1.
+    Returns uint8 [L], token-aligned.
     """
     # Twice as fast as an array made of pairs.
     starts, ends = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2).T

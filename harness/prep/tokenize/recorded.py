@@ -33,16 +33,15 @@ def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[in
     recorded, where = (mask or {}).get("end_tokens", "[]"), "manifest.json, provenance.mask.end_tokens"
     what, fix = "the dataset records no list of end tokens", "copy the dataset again, or prepare it again"
     texts = load(list[str], recorded, where=where, fix=fix, what=what, error=ConfigError) or _template_ends(tokenizer)
-    return sorted({_token_id(tokenizer, text) for text in texts} | ({tokenizer.eos_token_id} - {None}))
-
-
-def _token_id(tokenizer: Any, text: str) -> int:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    known = tokenizer.get_added_vocab().get(text, ids[0] if len(ids) == 1 else None)
-    if known is None:
-        what = f"the end token {text!r} is {len(ids)} tokens of this tokenizer"
-        raise ConfigError(what, where=str(tokenizer.name_or_path), fix="use the tokenizer of the dataset")
-    return int(known)
+    found = {tokenizer.eos_token_id} - {None}
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        known = tokenizer.get_added_vocab().get(text, ids[0] if len(ids) == 1 else None)
+        if known is None:
+            what = f"the end token {text!r} is {len(ids)} tokens of this tokenizer"
+            raise ConfigError(what, where=str(tokenizer.name_or_path), fix="use the tokenizer of the dataset")
+        found.add(int(known))
+    return sorted(found)
 
 
 def _template_ends(tokenizer: Any) -> list[str]:
@@ -85,20 +84,14 @@ def as_prepared(config: TokenizerConfig, folder: str = "") -> tuple[TokenizerCon
         manifest = load_manifest(dataset)
         origin = manifest.provenance if manifest is not None else None
         if origin is not None and origin.mask and (dataset / origin.tokenizer).resolve() == tokenizer.resolve():
-            return replace(config, **_settings(origin.mask, dataset)), dataset
+            mask = origin.mask
+            settings: dict[str, Any] = {name: mask[name] for name in _TEXTS if name in mask}
+            settings |= {"mask": _RULES[mask["rule"]]} if mask.get("rule") in _RULES else {}
+            try:
+                untrained = json.loads(mask.get("untrained", "[]"))
+                settings |= {f"train_{part}": part not in untrained for part in PARTS}
+                return replace(config, **settings), dataset
+            except (ValueError, TypeError, RecursionError, HarnessError) as error:
+                what, fix = f"the dataset uses an unknown mask: {error}", "use the version of the program that wrote it"
+                raise FormatError(what, where=str(dataset), fix=fix) from None
     return config, None
-
-
-def _settings(mask: Mapping[str, str], dataset: Path) -> dict[str, Any]:
-    """Return the settings that make a mask with these facts."""
-    settings: dict[str, Any] = {name: mask[name] for name in _TEXTS if name in mask}
-    if mask.get("rule") in _RULES:
-        settings["mask"] = _RULES[mask["rule"]]
-    try:
-        untrained = json.loads(mask.get("untrained", "[]"))
-        settings |= {f"train_{part}": part not in untrained for part in PARTS}
-        TokenizerConfig(**settings)
-    except (ValueError, TypeError, RecursionError, HarnessError) as error:
-        what = f"the dataset uses an unknown mask: {error}"
-        raise FormatError(what, where=str(dataset), fix="use the version of the program that wrote it") from None
-    return settings

@@ -60,10 +60,8 @@ class _StoppedError(Exception):
 class Renderer:
     """A chat template with a mask rule (`Masker`), in the process that renders.
 
-    Args:
-        variables: texts that the template may read by name, such as `bos_token`.
-        special: texts of the tokenizer's special tokens.
-        today: date that the template writes; None is the date of each rendering.
+    The template may read `variables`, such as `bos_token`, by name, and writes the date `today`, None for that of each
+    rendering; `special` are the texts of the tokenizer's special tokens.
     """
 
     def __init__(
@@ -78,11 +76,9 @@ class Renderer:
     ) -> None:
         self._settings = pickle.dumps((template, dict(variables), config, tuple(special), today, where))
         self._where = where
-        self.rule: str
-        self.why: str
-        self.uses_date: bool
-        self.rule, self.why, self.uses_date, ends = self._ask("facts")
-        self.end_tokens: tuple[str, ...] = tuple(ends)
+        facts: tuple[str, str, bool, list[str]] = self._ask("facts")
+        self.rule, self.why, self.uses_date, ends = facts
+        self.end_tokens = tuple(ends)
 
     def sequences(self, conversations: Sequence[Conversation]) -> list[list[Rendered] | BadRecord]:
         """Return the sequences of each conversation, or the reason why it has none."""

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 class StockRule:
     """Trained parts of the turns of one published template.
 
-    Attributes:
-        opens: texts of the generation prompt after which a trained turn begins: what the prompt has after them, such
-            as an opened block of reasoning, is trained too. Empty where the whole prompt is the server's.
-        inclusive: the text itself is trained, too.
-        skips: headers that the template repeats after a tool's result, where a server has none; not trained.
-        ends: tokens that end a turn beside those that the template writes last.
-        last_ends: tokens that end a last answer and a last call of tools, of a template that writes none.
+    A trained turn begins after one of the texts `opens` of the generation prompt, or with it if `inclusive`: what the
+    prompt has after it, such as an opened block of reasoning, is trained too; without any, the whole prompt is the
+    server's. `skips` are headers that the template repeats after a tool's result, where a server has none; not trained.
+    `ends` are tokens that end a turn beside those that the template writes last, and `last_ends` those of a last answer
+    and a last call of tools, of a template that writes none.
     """
 
     name: str

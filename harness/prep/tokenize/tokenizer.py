@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from harness.errors import ConfigError, FormatError, PrepError
+from harness.errors import ConfigError, FormatError, PrepError, reason_of_memory
+from harness.paths import near_paths
 from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation
 from harness.prep.media import MediaRules, measure
 from harness.prep.packing import MIN_SEQUENCE_TOKENS
 from harness.prep.tokenize.chats import as_object
 from harness.prep.tokenize.config import TokenizerConfig
-from harness.prep.tokenize.loading import load_tokenizer
 from harness.prep.tokenize.masks import Rendered
 from harness.prep.tokenize.offsets import Span, TokenBytes, token_mask
 from harness.prep.tokenize.recorded import PARTS, end_tokens
 from harness.prep.tokenize.renderer import Renderer
 from harness.prep.tokenize.templates.builtin import BUILT_IN, load_template
 from harness.records import HUNDREDTHS, Int32Array, Medium, SequenceView, UInt8Array
+from harness.storage.inputs import NO_MODEL, ask_hub
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
 # Characters that are encoded at once: an encoding takes up to 600 bytes for each.
@@ -36,14 +39,18 @@ _TOGETHER = 1 << 20
 # Of one sequence, which is encoded at once: within 4 GB, and more than a million tokens.
 _MAX_CHARACTERS = 6 << 20
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILES = ("tokenizer.json", "tokenizer_config.json")
+_OF_CODE = "its Python code is never run: remove auto_map from tokenizer_config.json if tokenizer.json is complete"
+_FIX = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
+
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One sequence of a conversation.
+    """One sequence of a conversation: input_ids int32 [L] and loss_mask uint8 [L], and what they are made of.
 
-    Attributes:
-        view: input_ids int32 [L] and loss_mask uint8 [L], label-aligned: shifted left by one from the trained tokens.
-        spans: first and past-the-end character of each trained part of the text.
+    The mask is label-aligned: shifted left by one from the tokens of the trained parts of the text, whose first and
+    past-the-end characters are `spans`.
     """
 
     view: SequenceView
@@ -58,17 +65,15 @@ class ChatTokenizer:
     each token: transformers looks up the token of a span's last character, finds none where a tokenizer leaves white
     space out of its offsets, and then trains everything up to the end of the conversation.
 
-    Attributes:
-        hf: tokenizer of transformers; its own templates are never rendered in this process.
-        media_rules: of the model whose folder this is; None where it takes no media.
+    `hf` is the tokenizer of transformers, whose own templates are never rendered in this process, and `media_rules` are
+    those of the model whose folder this is, None where it takes no media. `chat_template_hash` has 16 hex digits.
+    `mask_rule` finds trained tokens, for a reason in `mask_facts`; if `uses_date`, the text depends on the day.
     """
 
     def __init__(self, config: TokenizerConfig, folder: str = "", *, today: date | None = None) -> None:
         """Load from `folder` if given, or from `config.name`; `today` is for templates that write the date.
 
-        Raises:
-            ConfigError: it cannot be loaded, is not a fast tokenizer, or its template is not valid Jinja or does not
-                fit the mask rule.
+        Raises ConfigError if it is not a fast tokenizer that loads, or has no valid Jinja that fits the mask rule.
         """
         self.name = folder or config.name
         self._config = config
@@ -85,7 +90,13 @@ class ChatTokenizer:
         self._token_bytes = TokenBytes.of(self._backend, added)
         if config.chat_template:
             self.hf.chat_template = load_template(config.chat_template)
-            self._check_tokens(config.chat_template)
+            tokens = BUILT_IN.get(config.chat_template)
+            # One that the tokenizer spells would not be in the models' format.
+            for token in (*tokens.ends, *tokens.marks) if tokens else ():
+                if len(self._backend.encode(token, add_special_tokens=False)) != 1:
+                    what = f"the chat template {config.chat_template!r} writes {token}, which is not a token of the "
+                    fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or to an empty "
+                    raise ConfigError(f"{what}tokenizer", where=self.name, fix=f"{fix}value")
         try:
             self.chat_template: str = self.hf.get_chat_template(None, None)
         except ValueError as error:
@@ -102,26 +113,8 @@ class ChatTokenizer:
         where = config.chat_template or self.name
         variables = self.hf.special_tokens_map
         self._renderer = Renderer(self.chat_template, variables, config, special, today=today, where=where)
-
-    def _check_tokens(self, template: str) -> None:
-        """Refuse a built-in template whose special tokens this tokenizer spells: it would not be the models' format."""
-        tokens = BUILT_IN.get(template)
-        needed = (*tokens.ends, *tokens.marks) if tokens else ()
-        missing = [token for token in needed if len(self._backend.encode(token, add_special_tokens=False)) != 1]
-        if missing:
-            what = f"the chat template {template!r} writes {missing[0]}, which is not a token of the tokenizer"
-            fix = "set tokenizer.chat_template to the template of the tokenizer's own family, or to an empty value"
-            raise ConfigError(what, where=self.name, fix=fix)
-
-    @property
-    def mask_rule(self) -> str:
-        """Rule by which trained tokens are found; `mask_facts` has the reason."""
-        return self._renderer.rule
-
-    @property
-    def uses_date(self) -> bool:
-        """The chat template writes the date, so that its text depends on the day."""
-        return self._renderer.uses_date
+        self.chat_template_hash = _digest(self.chat_template)
+        self.mask_rule, self.uses_date = self._renderer.rule, self._renderer.uses_date
 
     def mask_facts(self, schema: str = "") -> dict[str, str]:
         """Return how masks are made, for a dataset's manifest; of the schema `text`, everything is trained."""
@@ -154,11 +147,6 @@ class ChatTokenizer:
         """16 hex digits over every token with its id and the roles of special tokens."""
         return _hash_tokens(self.hf)
 
-    @property
-    def chat_template_hash(self) -> str:
-        """16 hex digits over the template's text."""
-        return _digest(self.chat_template)
-
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder with the template in use, and the rules and the processor of media."""
         self.hf.save_pretrained(str(folder))
@@ -185,9 +173,8 @@ class ChatTokenizer:
     def encode(self, conversations: Sequence[Conversation]) -> list[SequenceView | BadRecord]:
         """Tokenize conversations; their sequences, or reasons why there are none, come in the same order.
 
-        Most conversations make one sequence; `encode_each` keeps those of one conversation together. A sequence has
-        input_ids int32 [L] and loss_mask uint8 [L], with L at least 2 and something to train. The mask is
-        label-aligned: shifted left by one from the tokens that the assistant wrote.
+        Most conversations make one sequence; `encode_each` keeps those of one conversation together. A sequence, as in
+        `Encoded`, has L of at least 2 and something to train.
         """
         results: list[SequenceView | BadRecord] = []
         for made in self.encode_each(conversations):
@@ -263,13 +250,20 @@ class ChatTokenizer:
         unknown = [
             cast(Conversation, one).without_data() for one, made in zip(parsed, known, strict=True) if made is None
         ]
-        rendered = iter(self._renderer.sequences(unknown))
-        made = (next(rendered) if one is None else one for one in known)
-        return [_bounded(record.where, one) for record, one in zip(parsed, made, strict=True)]
+        rendered, results = iter(self._renderer.sequences(unknown)), list[list[Rendered] | BadRecord]()
+        for record, one in zip(parsed, known, strict=True):
+            made = next(rendered) if one is None else one
+            longest = 0 if isinstance(made, BadRecord) else max((len(sequence.text) for sequence in made), default=0)
+            if longest > _MAX_CHARACTERS:
+                detail = f"has {longest:,} characters, and may have {_MAX_CHARACTERS:,}, each of which takes up to 600 "
+                detail += "bytes of memory while it is tokenized; divide the record"
+                made = BadRecord(record.where, BadReason.TOO_LONG, detail)
+            results.append(made)
+        return results
 
     def _known(self, conversation: Conversation) -> list[Rendered] | BadRecord | None:
         """Return what does not depend on the template."""
-        for place, text in chain(texts_of(conversation), _other_texts(conversation)):
+        for place, text in texts_of(conversation, has_names=True):
             if found := self._control.search(text):
                 detail = f"{place} contains the control token {found.group()!r}"
                 return BadRecord(conversation.where, BadReason.CONTROL_TOKEN, detail)
@@ -280,14 +274,6 @@ class ChatTokenizer:
             return None
         whole = conversation.text + (self.hf.eos_token or "")
         return [Rendered(whole, [(0, len(whole))])]
-
-
-def _bounded(where: str, made: list[Rendered] | BadRecord) -> list[Rendered] | BadRecord:
-    longest = 0 if isinstance(made, BadRecord) else max((len(sequence.text) for sequence in made), default=0)
-    if longest <= _MAX_CHARACTERS:
-        return made
-    detail = f"has {longest:,} characters, and may have {_MAX_CHARACTERS:,}, each of which takes up to 600 bytes of "
-    return BadRecord(where, BadReason.TOO_LONG, f"{detail}memory while it is tokenized; divide the record")
 
 
 class _Media:
@@ -337,8 +323,11 @@ class _Media:
         return SequenceView(np.repeat(view.input_ids, repeats), mask, media)
 
 
-def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """Yield every text of a conversation that a template may write, with its place in words."""
+def texts_of(conversation: Conversation, *, has_names: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield every text of a conversation that a template may write, with its place in words.
+
+    `has_names` adds names, ids, decoded arguments and variables.
+    """
     if conversation.text is not None:
         yield "the text", conversation.text
     for number, message in enumerate(conversation.messages, start=1):
@@ -350,21 +339,16 @@ def texts_of(conversation: Conversation) -> Iterator[tuple[str, str]]:
             arguments = call.arguments
             spelled = arguments if isinstance(arguments, str) else _JSON.encode(arguments)
             yield f"a tool call of {place}", f"{call.name} {spelled}"
+            if has_names and isinstance(arguments, str):  # which may spell a character by its number
+                yield f"a tool call of {place}", _JSON.encode(as_object(arguments))
+            if has_names:
+                yield f"the id of a tool call of {place}", call.id
+        if has_names:
+            yield f"the name of {place}", message.name
+            yield f"the id of {place}", message.tool_call_id
     if conversation.tools:
         yield "a tool", _JSON.encode(list(conversation.tools))
-
-
-def _other_texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
-    """Yield the names, ids, decoded arguments and variables of a conversation, which a template may write, too."""
-    for number, message in enumerate(conversation.messages, start=1):
-        place = f"turn {number} ({message.role})"
-        yield f"the name of {place}", message.name
-        yield f"the id of {place}", message.tool_call_id
-        for call in message.tool_calls:
-            yield f"the id of a tool call of {place}", call.id
-            if isinstance(call.arguments, str):  # which may spell a character by its number
-                yield f"a tool call of {place}", _JSON.encode(as_object(call.arguments))
-    if conversation.template_kwargs:
+    if has_names and conversation.template_kwargs:
         yield "`chat_template_kwargs`", _JSON.encode(dict(conversation.template_kwargs))
 
 
@@ -380,3 +364,82 @@ def _hash_tokens(tokenizer: Any) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load from a folder or from the Hugging Face hub; a name that is neither is refused at once.
+
+    transformers retries for many seconds where a hub does not answer, so the hub is asked once before it is loaded
+    from. HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE count as for Hugging Face's own tools.
+    """
+    try:
+        with _without_advice():
+            from transformers import AutoTokenizer
+    except ImportError as error:
+        what, fix = f"tokenizing requires `transformers`: {error}", "pip install 'megatron-sft-harness[tokenize]'"
+        raise ConfigError(what, where=sys.executable, fix=fix) from error
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not any(re.search("token|vocab|piece|tekken", path.name) for path in folder.iterdir()):
+        fix = f"copy tokenizer.json and tokenizer_config.json of its model into it, or {_FIX}"
+        raise ConfigError("the folder has no tokenizer", where=name, fix=fix)
+    source = str(folder) if folder.is_dir() else _hub_source(name, folder)
+    try:
+        # A folder's own code is never run. Left unset, the library would ask on standard input.
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # the library raises almost anything for a damaged folder
+        if reason_of_memory(error) is not None:
+            raise MemoryError(f"the tokenizer {name} cannot be loaded") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        fix = _OF_CODE if "trust_remote_code" in str(error) else _FIX
+        raise ConfigError(f"the tokenizer cannot be loaded: {reason}", where=name, fix=fix) from error
+    if not getattr(tokenizer, "is_fast", False):
+        what = "it is not a fast tokenizer, so its tokens cannot be mapped to characters of the text"
+        raise ConfigError(what, where=name, fix="use a tokenizer with a tokenizer.json")
+    if not len(tokenizer):
+        raise ConfigError("the tokenizer has no tokens", where=name, fix=_FIX)
+    return tokenizer
+
+
+def _hub_source(name: str, folder: Path) -> str:
+    """Return a hub id, or its folder in the hub's cache where the hub does not answer; refuse any other name."""
+    if folder.exists():
+        fix = f"set tokenizer.name={folder.parent}" if "token" in folder.name else _FIX
+        raise ConfigError("the tokenizer's name is a file, not a folder", where=name, fix=fix)
+    if not _HUB_ID.fullmatch(name) or name.endswith(".json"):
+        raise ConfigError("the tokenizer folder does not exist", where=name, fix=_fix(folder))
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    files = [file for file in (try_to_load_from_cache(name, file) for file in _FILES) if isinstance(file, str)]
+    cached = str(Path(files[0]).parent) if files else ""
+    if constants.HF_HUB_OFFLINE:
+        if cached:
+            return cached
+        what = "the tokenizer folder does not exist, and HF_HUB_OFFLINE disables hub ids"
+        raise ConfigError(what, where=name, fix=_fix(folder))
+    if not (problem := ask_hub(name)):
+        return name
+    if cached and problem != NO_MODEL:
+        return cached
+    fix = "a private one requires HF_TOKEN"
+    if problem != NO_MODEL:
+        fix = f"for a hub id, `hf download {name}` where there is a network, and use that folder"
+    raise ConfigError(f"the tokenizer folder does not exist, and {problem}", where=name, fix=f"{_fix(folder)}; {fix}")
+
+
+def _fix(folder: Path) -> str:
+    """Return what to do, with the folder whose name is nearest if one is near."""
+    return f"check tokenizer.name: {near_paths(folder) or _FIX}"
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Import transformers without its advice to install PyTorch, which tokenizing does not need."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

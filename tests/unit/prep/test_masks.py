@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from harness.errors import ConfigError
 from harness.prep.chat import BadReason, BadRecord, Conversation, MediaPart, Message, ToolCall, parse_record
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig, train_bpe
 from harness.prep.tokenize.chats import Form
-from harness.prep.tokenize.masks import _without_reasoning
+from harness.prep.tokenize.masks import _INLINE_REASONING
 
 TURN = "<|im_start|>{{ m.role }}\n"
 # Writes the reasoning of the last turn only, and a block for it in every prompt's place.
@@ -400,8 +401,9 @@ def test_marks_inside_text_that_moves_are_refused(tokenizer: Any) -> None:
 
 
 def test_reasoning_inside_the_text_is_taken_out_of_every_part_of_it() -> None:
-    assert _without_reasoning("<think>Hm</think>\n\nHello") == "Hello"
-    assert _without_reasoning(("<think>Hm</think> Hello", "", " you<think>So</think>")) == ("Hello", "", " you")
-    assert (_without_reasoning(""), _without_reasoning(None)) == ("", None)
+    bare = lambda content: Message("assistant", content).with_texts(partial(_INLINE_REASONING.sub, "")).content  # noqa: E731
+    assert bare("<think>Hm</think>\n\nHello") == "Hello"
+    assert bare(("<think>Hm</think> Hello", "", " you<think>So</think>")) == ("Hello", "", " you")
+    assert (bare(""), bare(None)) == ("", None)
     image = MediaPart("image", b"png")
-    assert _without_reasoning((image, "<think>Hm</think> Hello")) == (image, "Hello")
+    assert bare((image, "<think>Hm</think> Hello")) == (image, "Hello")

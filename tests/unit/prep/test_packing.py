@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harness.errors import ConfigError, PrepError
-from harness.prep import placement
+from harness.prep import packing
 from harness.prep.packing import PACKERS, PackingConfig, plan_packs, shuffled
 
 LENGTHS = st.integers(2, 40).flatmap(
@@ -139,8 +139,8 @@ def test_pack_sizes_above_16_bits_work():
 def test_a_million_sequences_are_planned_by_their_distinct_lengths_and_fill_the_packs(monkeypatch):
     lengths = lognormal_lengths(1_000_000, 4096)
     insertions = []
-    insort = placement.insort
-    monkeypatch.setattr(placement, "insort", lambda rooms, room: (insertions.append(room), insort(rooms, room)))
+    insort = packing.insort
+    monkeypatch.setattr(packing, "insort", lambda rooms, room: (insertions.append(room), insort(rooms, room)))
     plan = plan_packs(lengths, pack_size=4096)
     # A few steps for each of 4,095 lengths; item by item it would be a million.
     assert len(insertions) < 4 * 4096

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from harness.prep import PrepareConfig, TokenizerConfig, show_preview
 from harness.prep.chat import Conversation
-from harness.prep.counts import make_sample
 from harness.prep.packing import PackingConfig
+from harness.prep.shards import make_sample
 from harness.prep.sources.config import SourceConfig
 from harness.prep.tokenize.bpe import train_bpe
 from harness.records import SequenceView

@@ -15,11 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.errors import ConfigError, PrepError
-from harness.prep.sources import delimited, reading, text
+from harness.prep.sources import reading, text
 from harness.prep.sources.config import MixedSource, SourceConfig
-from harness.prep.sources.finding import find_files, find_sources, list_files
+from harness.prep.sources.finding import find_files, find_schema, find_sources, list_files
 from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
-from harness.prep.sources.schema import find_schema
 
 PACKED = ("a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.csv.gz")
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
@@ -121,7 +120,7 @@ def parsed(shards):
     ],
 )
 def test_shards_of_any_size_hold_every_record_once_with_its_number(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(delimited, "_CHUNK_BYTES", 1 << 18 if name in PACKED else 300)
+    monkeypatch.setattr(text, "_CHUNK_BYTES", 1 << 18 if name in PACKED else 300)
     monkeypatch.setattr(text, "_WINDOW_BYTES", 1 << 20 if name in PACKED else 64)
     file, records = tmp_path / name, RECORDS if name in PACKED else RECORDS[:1000]
     file.write_bytes(content_of(name, records))
@@ -274,7 +273,7 @@ def test_a_piece_of_a_compressed_file_that_could_not_be_read_is_not_empty_the_ne
     file.write_bytes(content_of("a.jsonl.gz", RECORDS))
     pieces = list(cut_shards([file], shard_bytes=1))
     assert len(pieces) > 3
-    read, failures = reading._read_packed, [OSError(errno.EIO, "Input/output error")]
+    read, failures = reading._read_text, [OSError(errno.EIO, "Input/output error")]
 
     def fail_once(*given):
         for number, group in enumerate(read(*given)):
@@ -282,7 +281,7 @@ def test_a_piece_of_a_compressed_file_that_could_not_be_read_is_not_empty_the_ne
                 raise failures.pop()
             yield group
 
-    monkeypatch.setattr(reading, "_read_packed", fail_once)
+    monkeypatch.setattr(reading, "_read_text", fail_once)
     reading._packed_file.cache_clear()
     with pytest.raises(PrepError, match="Input/output error"):
         parsed(pieces)

@@ -13,9 +13,8 @@ from loopback_hub import LoopbackHub
 from harness.errors import ConfigError, PrepError
 from harness.prep.sources import hub
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import find_files
+from harness.prep.sources.finding import find_files, find_schema
 from harness.prep.sources.reading import read_chunks
-from harness.prep.sources.schema import find_schema
 
 constants = pytest.importorskip("huggingface_hub.constants")
 

@@ -13,9 +13,8 @@ from harness.errors import PrepError
 from harness.prep.chat import BadReason, Conversation
 from harness.prep.sources import tables
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import find_files, list_files
+from harness.prep.sources.finding import find_files, find_schema, list_files
 from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
-from harness.prep.sources.schema import find_schema
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}

@@ -11,11 +11,10 @@ import pytest
 
 from harness.errors import PrepError
 from harness.prep.chat import BadReason, BadRecord, Conversation
-from harness.prep.sources import delimited, text
+from harness.prep.sources import text
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.finding import find_files, list_files
+from harness.prep.sources.finding import find_files, find_schema, list_files
 from harness.prep.sources.reading import read_chunks
-from harness.prep.sources.schema import find_schema
 
 BOND = b'prompt,completion\r\n007,"James ""Bond"",\r\nof MI6"\r\n\r\n1e5,NaN\r\n'
 
@@ -272,7 +271,7 @@ def test_files_that_cannot_be_divided_into_rows_are_refused(tmp_path, content, w
 
 
 def test_a_quote_that_is_never_closed_is_refused_before_memory_is_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(delimited, "MAX_RECORD_BYTES", 10_000)
+    monkeypatch.setattr(text, "MAX_RECORD_BYTES", 10_000)
     (tmp_path / "a.csv").write_text('prompt,completion\nA,"B\n' + "C,D\n" * 5000)
     with pytest.raises(PrepError, match="longer than"):
         read_all(tmp_path / "a.csv")

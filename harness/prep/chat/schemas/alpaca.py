@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.records import BadReason, Conversation, Record, Schema
 from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, answer_turn, chat, history_turns
 from harness.prep.chat.values import BadRecordError, optional_text
 
 
-def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+def _parse(record: Record, where: str) -> Conversation:
     instruction, more = (optional_text(record.get(name), f"`{name}`") for name in ("instruction", "input"))
     asked = "\n".join(text for text in (instruction, more) if text.strip())
     if not asked:

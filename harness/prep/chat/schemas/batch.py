@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.prep.chat.records import BadReason
+from harness.prep.chat.records import BadReason, Record
 from harness.prep.chat.values import BadRecordError, decoded_object, is_empty, show
 
 _ODD = BadReason.NOT_AN_OBJECT
@@ -19,7 +19,7 @@ BATCH_FIELDS = frozenset((*REQUESTS, "response", "result", "custom_id", "method"
 _CUT = ("length", "content_filter", "max_tokens", "refusal", "pause_turn", "safety", "recitation", "prohibited_content")
 
 
-def unwrapped(record: Mapping[str, Any]) -> Mapping[str, Any]:
+def unwrapped(record: Record) -> Mapping[str, Any]:
     """Return the request of a line of a batch with its answer as the last turn; another record as it is."""
     name = next((name for name in REQUESTS if name in record and _is_request(record, name)), "")
     if not name:
@@ -44,7 +44,7 @@ def unwrapped(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return _with_answer(body, answer, field)
 
 
-def _is_request(record: Mapping[str, Any], name: str) -> bool:
+def _is_request(record: Record, name: str) -> bool:
     """Return whether this field is the request of a batch, and not one of a record of another kind."""
     if name != "request":
         return "custom_id" in record or (name == "body" and "url" in record)

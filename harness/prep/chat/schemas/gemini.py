@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.records import BadReason, Conversation, Record, Schema
 from harness.prep.chat.schemas.blocks import without_blocks
 from harness.prep.chat.turns import CHAT_FIELDS, chat, list_of_turns
 from harness.prep.chat.values import BadRecordError, check_json, decoded, first_name, is_empty, refuse_others, show
@@ -34,7 +34,7 @@ def _plain(item: object, what: str) -> dict[str, Any]:
     return {_SPELLINGS.get(str(key), str(key)): value for key, value in item.items() if not is_empty(value)}
 
 
-def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+def _parse(record: Record, where: str) -> Conversation:
     fields = _plain(record, "the record")
     turns = [_turn(item, f"turn {number}") for number, item in enumerate(list_of_turns(fields, "contents"), start=1)]
     if system := fields.get("system_instruction"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.records import BadReason, Conversation, Record, Schema
 from harness.prep.chat.schemas.blocks import without_blocks
 from harness.prep.chat.turns import CHAT_FIELDS, as_list, chat, first_turn, list_of_turns
 from harness.prep.chat.values import BadRecordError, is_empty
@@ -18,7 +18,7 @@ PAIR_FIELDS = (("question", "answer"), *((name, "response") for name in ("questi
 LIST_FIELDS = ("messages", "conversations", "conversation")
 
 
-def list_field(record: Mapping[str, Any]) -> str:
+def list_field(record: Record) -> str:
     """Return the name under which a record holds its turns."""
     held = [name for name in LIST_FIELDS if not is_empty(record.get(name))]
     if len(held) > 1:
@@ -33,7 +33,7 @@ def pair_fields(item: Mapping[str, Any]) -> tuple[str, str] | None:
     return next((pair for pair in pairs if all(item.get(name) is not None for name in pair)), None)
 
 
-def holds_turns(record: Mapping[str, Any], *, kind: str) -> bool:
+def holds_turns(record: Record, *, kind: str) -> bool:
     """Tell if a record holds turns of a kind: `role`, `from` or `pair`; `role` where its `messages` show nothing."""
     for name in LIST_FIELDS:
         value = record.get(name)
@@ -49,7 +49,7 @@ def _kind_of(turn: Mapping[str, Any]) -> str:
     return "pair" if turn.get("role") is None and pair_fields(turn) else "role"
 
 
-def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+def _parse(record: Record, where: str) -> Conversation:
     turns = list_of_turns(record, list_field(record))
     if all(isinstance(turn, str) for turn in turns):
         turns = [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]

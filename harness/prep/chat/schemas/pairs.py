@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.records import BadReason, Conversation, Record, Schema
 from harness.prep.chat.schemas.messages import LIST_FIELDS, PAIR_FIELDS, holds_turns, list_field, pair_fields
 from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, answer_turn, chat, history_turns, list_of_turns
 from harness.prep.chat.values import BadRecordError, is_empty, refuse_others, text_field
@@ -17,7 +17,7 @@ from harness.prep.chat.values import BadRecordError, is_empty, refuse_others, te
 _CONTEXT = ("context", "input", "passage", "choices", "options")
 
 
-def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+def _parse(record: Record, where: str) -> Conversation:
     if _is_pair(record):
         if held := [name for name in _CONTEXT if not is_empty(record.get(name))]:
             fix = f"merge it into the question, or ignore it: source.ignore_fields=[{held[0]}]"
@@ -46,7 +46,7 @@ def _turns(pair: Any, what: str) -> list[dict[str, Any]]:
         raise BadRecordError(bad.reason, f"{what}: {bad.detail}") from None
 
 
-def _is_pair(record: Mapping[str, Any]) -> bool:
+def _is_pair(record: Record) -> bool:
     has_list = any(not is_empty(record.get(name)) for name in LIST_FIELDS)
     return not has_list and any(all(isinstance(record.get(name), str) for name in pair) for pair in PAIR_FIELDS)
 

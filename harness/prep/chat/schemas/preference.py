@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.records import BadReason, Conversation, Record, Schema
 from harness.prep.chat.turns import CHAT_FIELDS, chat, list_of_turns, train_only_answer, turns_or_text
 from harness.prep.chat.values import BadRecordError, is_empty
 
 
-def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+def _parse(record: Record, where: str) -> Conversation:
     if is_empty(record.get("prompt")):
         if isinstance(record.get("chosen"), str) and not record["chosen"].lstrip().startswith("["):
             raise BadRecordError(BadReason.NO_MESSAGES, "`chosen` is a text, but there is no `prompt`")

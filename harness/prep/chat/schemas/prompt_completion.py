@@ -5,15 +5,12 @@ Records of unpaired preferences have a `label` too; completions that it calls ba
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.records import BadReason, Conversation, Record, Schema
 from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, answer_turn, chat, train_only_answer, turns_or_text
 from harness.prep.chat.values import BadRecordError, is_empty
 
 
-def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+def _parse(record: Record, where: str) -> Conversation:
     if record.get("label") is False or str(record.get("label")).lower() == "false":  # tables of text spell it
         raise BadRecordError(BadReason.UNWANTED, "`label` is false: the completion is a negative example")
     prompt, completion = turns_or_text(record, "prompt", "user"), turns_or_text(record, "completion", "assistant")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.records import BadReason, Conversation, Record, Schema
 from harness.prep.chat.schemas.blocks import without_blocks
 from harness.prep.chat.turns import CHAT_FIELDS, chat, turns_or_text
 from harness.prep.chat.values import BadRecordError, check_text, ignoring, is_empty, refuse_others, show
@@ -23,7 +23,7 @@ _READ = {
 _KNOWN = {kind: frozenset(("type", "id", "status", *read)) for kind, read in _READ.items()}
 
 
-def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+def _parse(record: Record, where: str) -> Conversation:
     if record.get("status") == "incomplete":
         raise BadRecordError(BadReason.UNWANTED, "`status` is 'incomplete'")
     turns: list[dict[str, Any]] = []
@@ -78,12 +78,10 @@ def _blocks(item: Mapping[str, Any], kind: str, what: str) -> list[Any]:
     return [{"type": "thinking", "thinking": check_text(text, f"the text of {what}")} for text in texts]
 
 
-def _fits(record: Mapping[str, Any]) -> bool:
-    for name in ("output", "input"):
-        items = record.get(name)
-        if isinstance(items, list) and items and isinstance(items[0], Mapping):
-            return "type" in items[0] or "role" in items[0]
-    return False
+def _fits(record: Record) -> bool:
+    lists = (items for name in ("output", "input") if isinstance(items := record.get(name), list) and items)
+    first: Record = next((items[0] for items in lists if isinstance(items[0], Mapping)), {})
+    return "type" in first or "role" in first
 
 
 RESPONSES = Schema(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from harness.prep.chat.records import BadReason, Conversation, Schema
+from harness.prep.chat.records import BadReason, Conversation, Record, Schema
 from harness.prep.chat.schemas.messages import LIST_FIELDS, holds_turns, list_field
 from harness.prep.chat.turns import CHAT_FIELDS, chat, list_of_turns
 from harness.prep.chat.values import BadRecordError, decoded, show
@@ -20,7 +19,7 @@ _ROLES = {
 }
 
 
-def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+def _parse(record: Record, where: str) -> Conversation:
     turns = list_of_turns(record, list_field(record))
     return chat(record, [_as_message(turn, number) for number, turn in enumerate(turns, start=1)], where)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from harness.prep.chat.records import Conversation, Schema
+from harness.prep.chat.records import Conversation, Record, Schema
 from harness.prep.chat.turns import CHAT_FIELDS, chat
 from harness.prep.chat.values import text_field
 
 _FIELDS = ("query", "tools", "answers")
 
 
-def _parse(record: Mapping[str, Any], where: str) -> Conversation:
+def _parse(record: Record, where: str) -> Conversation:
     question = {"role": "user", "content": text_field(record, "query")}
     return chat(record, [question, {"role": "assistant", "tool_calls": record.get("answers")}], where)
 

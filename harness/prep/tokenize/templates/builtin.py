@@ -17,12 +17,10 @@ from harness.settings import nearest_name
 
 @dataclass(frozen=True)
 class TemplateTokens:
-    """Special tokens of a built-in template.
+    """Special tokens of a built-in template: those that end a turn of the assistant, and the other `marks`.
 
-    Attributes:
-        ends: tokens that end a turn of the assistant; the last is the tokenizer's own end-of-sequence token.
-        marks: the other special tokens that it writes.
-        begin: first token of a text, for which the template writes the tokenizer's own; empty if it writes none.
+    The last of `ends` is the tokenizer's own end-of-sequence token. For `begin`, the first token of a text, the
+    template writes the tokenizer's own; empty if it writes none.
     """
 
     ends: tuple[str, ...]
