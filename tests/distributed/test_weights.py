@@ -187,7 +187,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check(weights: HfWeights, model: ModelConfig, vocab_size: int, mtp_layers: int = 0) -> None:
-    """Compare the weights with the model on one rank."""
     with runtime.start("cpu"):
         join(ParallelConfig(), 1)
         chunks = build_chunks(model, ParallelConfig(), vocab_size=vocab_size, device=torch.device("cpu"))
@@ -196,8 +195,7 @@ def check(weights: HfWeights, model: ModelConfig, vocab_size: int, mtp_layers: i
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_weight_comes_back_bit_by_bit(models, name) -> None:
-    found = read_hf_config(models[name])
-    model = ModelConfig(**{**to_plain(ModelConfig()), **found.settings})
+    model = ModelConfig(**{**to_plain(ModelConfig()), **read_hf_config(models[name]).settings})
     with runtime.start("cpu"), HfWeights(models[name]) as weights:
         join(ParallelConfig(), 1)
         chunks = build_chunks(model, ParallelConfig(), vocab_size=300, device=torch.device("cpu"))
@@ -216,8 +214,7 @@ def test_every_weight_comes_back_bit_by_bit(models, name) -> None:
 def test_weights_of_layers_that_predict_further_tokens_come_back_bit_by_bit(models, tmp_path, name) -> None:
     from safetensors.torch import save_file
 
-    found = read_hf_config(models[name])
-    model = ModelConfig(**{**to_plain(ModelConfig()), **found.settings, "mtp_layers": 1})
+    model = ModelConfig(**{**to_plain(ModelConfig()), **read_hf_config(models[name]).settings, "mtp_layers": 1})
     right = tensors(models[name])
     # The layer is like the model's last one, with what joins it to the others.
     last, further, torch_seed = "model.layers.1.", "model.layers.2.", torch.manual_seed(2)

@@ -32,7 +32,6 @@ from harness.megatron import compat
 from harness.megatron.export.folder import _copied_tensors, _find_checkpoint, _write_weights, export_checkpoint
 from harness.megatron.run.resuming import check_resumed
 from harness.megatron.state import checkpoint as checkpoints
-from harness.megatron.state import loading
 from harness.megatron.state.checkpoint import find_newest, load_checkpoint
 from harness.plan import ModelConfig, SftConfig
 from harness.records import SequenceView
@@ -134,10 +133,8 @@ def test_a_failed_load_is_a_lost_rank_an_unreadable_file_or_another_model(
     def fail(*arguments: object) -> None:
         raise error
 
-    for name in (loading.COMMON_FILE, loading.METADATA_FILE):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(loading, "_load", lambda *_: None)
-    monkeypatch.setattr(loading, "read_metadata", fail)
+    (tmp_path / checkpoints.loading.COMMON_FILE).touch()
+    monkeypatch.setattr(checkpoints.loading, "_load", fail)
     monkeypatch.setattr(checkpoints, "_run_state", lambda step, is_loading: ({}, {}))
     with pytest.raises(kind, match=message):
         checkpoints.load_checkpoint(tmp_path, SimpleNamespace())
