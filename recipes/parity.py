@@ -48,8 +48,8 @@ from harness.plan.encoders import MEDIA_MODELS
 from harness.printing import open_console
 from harness.storage import is_uri
 
-_BY_KIND = ("experts", "hybrid", "media")
-CHECKS = ("formats", "workers", "schedules", "layouts", "context", *_BY_KIND, "isolation", "reference", "versions")
+_BY_KIND = ("context", "experts", "hybrid", "media")
+CHECKS = ("formats", "workers", "schedules", "layouts", *_BY_KIND, "isolation", "reference", "versions")
 # Settings that each cell has of its own, and what sets them for all of them.
 _DATA_FIX = "dataset=PATH for all cells, datasets='[\"FORMAT=PATH\"]' for those of a format"
 _OWN_SETTINGS = {
@@ -86,14 +86,14 @@ class ParityConfig(CheckedSettings):
             are wider by default.
         sft: settings of `recipes.sft` for all cases.
         sft_more: additional settings of `recipes.sft`, for the command line.
-        kinds: named settings of `recipes.sft`, separated by spaces, for cases of `experts`, `hybrid` and `media`
-            with `kind=NAME`.
+        kinds: named settings of `recipes.sft`, separated by spaces, for cases of `context`, `experts`, `hybrid`
+            and `media` with `kind=NAME`.
         families: model families of the `reference` check; empty for all.
         models: small models of the families, as values of their config.json.
         formats, workers, schedules, layouts, context, experts, hybrid, media, isolation, reference: cases of the check,
             as `"ranks setting=value ..."`, starting with the reference. `format=NAME` and `version=NAME` select a
-            dataset and an interpreter. `experts`, `hybrid` and `media` have one reference per kind; each case of
-            `reference` is compared with a plain transformers model.
+            dataset and an interpreter. `context`, `experts`, `hybrid` and `media` have one reference per kind; each
+            case of `reference` is compared with a plain transformers model.
     """
 
     check: str = "formats"
@@ -210,7 +210,7 @@ def plan(config: ParityConfig, source: Path, folder: Path, device: str) -> tuple
     plans = {
         **dict.fromkeys(("formats", "workers"), CheckPlan(IDENTICAL)),
         "schedules": CheckPlan(across),
-        **dict.fromkeys(("layouts", "context", *_BY_KIND), of_layouts),
+        **dict.fromkeys(("layouts", *_BY_KIND), of_layouts),
         "isolation": CheckPlan(IDENTICAL, shares_processes=True, program=ISOLATION),
         "reference": CheckPlan(across, shares_processes=True),
         "versions": CheckPlan(OTHER_KERNELS if across == Tolerances() else across),
@@ -246,22 +246,26 @@ def parts_of(
                 encoder = read_hf_config(folder / "models" / family).settings["encoder"]
                 data = make_dataset(folder / "data" / family, encoder=encoder)
             yield f"reference {family}", [f"1 version={_PLAIN}", *cases], model, {"": str(data)}
-    elif check in _BY_KIND:
-        kinds = [parse_case(text, where="kinds").value_of(KIND) or "" for text in cases]
-        for kind in dict.fromkeys(kinds):
-            if kind not in config.kinds:
-                fix = f"kind=NAME, one of {', '.join(config.kinds)}"
-                raise ConfigError(f"a case selects the unknown kind {kind!r}", where="kinds", fix=fix)
-            more, data = config.kinds[kind].split(), source
-            if check == "media":  # the command line quotes the encoder
-                encoder = next((text.partition("=")[2] for text in more if text.startswith("model.encoder=")), None)
-                if encoder is None:
-                    what = f"the kind {kind!r} has no model.encoder"
-                    raise ConfigError(what, where="kinds", fix=f"kinds.{kind}='... model.encoder=NAME'")
-                data = make_dataset(folder / "data" / kind, encoder=encoder.strip("'"))
-            own = [text for text, its in zip(cases, kinds, strict=True) if its == kind]
-            yield f"{check} {kind}", own, more, {"": str(data)}
-    else:
+        return
+    kinds = [parse_case(text, where=check).value_of(KIND) for text in cases]
+    for kind in dict.fromkeys(kinds if check in _BY_KIND else []):
+        if kind is None and check == "context":
+            continue
+        if kind not in config.kinds:
+            fix = f"kind=NAME, one of {', '.join(config.kinds)}"
+            raise ConfigError(f"a case selects the unknown kind {kind or ''!r}", where="kinds", fix=fix)
+        more, data = config.kinds[kind].split(), source
+        if check == "media":  # the command line quotes the encoder
+            encoder = next((text.partition("=")[2] for text in more if text.startswith("model.encoder=")), None)
+            if encoder is None:
+                what = f"the kind {kind!r} has no model.encoder"
+                raise ConfigError(what, where="kinds", fix=f"kinds.{kind}='... model.encoder=NAME'")
+            data = make_dataset(folder / "data" / kind, encoder=encoder.strip("'"))
+        own = [text for text, its in zip(cases, kinds, strict=True) if its == kind]
+        yield f"{check} {kind}", own, more, {"": str(data)}
+    if check in _BY_KIND:
+        cases = [text for text, kind in zip(cases, kinds, strict=True) if kind is None]
+    if cases or check not in _BY_KIND:
         existing, datasets = paths_by_name(config.datasets), {"": str(source)}
         for name in filter(None, {parse_case(text, where=check).value_of(FORMAT) for text in cases}):
             if name not in existing and name not in FORMATS:
