@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from harness.prep import plan_packs
 from harness.records import Float64Array, Int64Array, Schedule
-from harness.schedule import Imbalance, SequenceCost, measure_imbalance, schedule
+from harness.schedule import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, schedule
+from harness.schedule.cost_balanced import rows_needed
 from harness.thd import padded_lengths
 
 
@@ -197,6 +198,12 @@ def test_placements_are_tried_until_one_is_good(lengths, offsets, rows) -> None:
     placed = schedule("cost_balanced", lengths, **layout, pack_offsets=np.asarray(offsets))
     assert [placed.row(number, rank).tolist() for number in range(2) for rank in range(2)] == rows
     assert placed.num_microbatches == 2
+
+
+def test_the_rows_that_sequences_need_count_those_that_share_none() -> None:
+    counts = {(1,): 1, (10, 1): 2, (5, 5): 1, (5, 5, 5): 2, (6, 6, 6): 3, (6, 4, 6, 4): 2, (7, 7, 4): 3, (3,) * 7: 3}
+    for lengths, rows in (counts | {(7, 7, 3, 3, 1): 3, (7, 7, 3, 3, 10): 3, (8, 3, 3, 3, 3, 2): 3}).items():
+        assert rows_needed(GlobalBatch(np.asarray(lengths), 1, 10, 1, None, SequenceCost())) == rows, lengths
 
 
 def test_packs_stay_whole_where_one_sequence_decides_the_step() -> None:
