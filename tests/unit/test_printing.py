@@ -97,20 +97,10 @@ def test_a_user_of_a_web_address_is_a_credential_with_or_without_a_password(text
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "OPENAI_KEY",
-            "hf_token",
-            "HF_TOKEN",
-            "hf-token",
-            "Wandb_Api_Key",
-            "api_key",
-            "apikey",
-            "apiKey",
-            "x-api-key",
-        ),
+        *("OPENAI_KEY", "hf_token", "HF_TOKEN", "hf-token", "Wandb_Api_Key", "api_key", "apikey", "apiKey"),
         *("accessToken", "AWS_ACCESS_KEY_ID", "awsAccessKeyId", "AccountKey", "OPENAI_KEY_2", "password", "PGPASSWORD"),
         *("db_passwd", "clientSecret", "secret", "SECRET_NAME", "credentials", "aws_credential", "wandb.api_key"),
-        *("trackers.hf_token", "AZURE_STORAGE_CONNECTION_STRING", "ssh_passphrase"),
+        *("trackers.hf_token", "AZURE_STORAGE_CONNECTION_STRING", "ssh_passphrase", "x-api-key"),
     ],
 )
 def test_the_value_of_a_name_of_a_credential_is_hidden(name: str, mark: str, value: str) -> None:

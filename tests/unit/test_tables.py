@@ -8,7 +8,7 @@ import re
 import pytest
 
 from harness.printing import open_console
-from harness.tables import Table, TableCell, make_histogram, open_templates, shorten
+from harness.tables import Table, TableCell, open_templates
 
 TABLE = Table(
     ("cell", "loss", "state"),
@@ -28,11 +28,7 @@ def printed(table: Table, width: int = 80) -> list[str]:
 
 
 def test_numbers_are_aligned_right_in_a_terminal_and_a_narrow_one_folds_text() -> None:
-    assert printed(TABLE) == [
-        "cell      loss  state",
-        "npy        4.5  same",
-        "parquet  12.25  differs",
-    ]
+    assert printed(TABLE) == ["cell      loss  state", "npy        4.5  same", "parquet  12.25  differs"]
     lines = printed(Table((), [("path", "/data/" + "x" * 60)]), width=40)
     assert "".join(line.removeprefix("path").strip() for line in lines) == "/data/" + "x" * 60
 
@@ -45,30 +41,6 @@ def test_markdown_is_bold_where_something_is_wrong() -> None:
         "| parquet | 12.25 | **differs** |",
     ]
     assert Table((), [("name", TableCell("a_b*", "code"))]).to_markdown().splitlines()[-1] == "| name | `a_b*` |"
-
-
-def test_html_has_heads_of_rows_links_signs_and_bars() -> None:
-    page = TABLE.to_html("all cells")
-    assert 'aria-label="all cells"' in page
-    assert '<th scope="col" class="number">loss</th>' in page
-    assert '<th scope="row">npy</th><td class="number">4.5</td>' in page
-    assert '<a class="tile different" href="#cell-1" title="x"><span class="sign" aria-hidden="true">✗</span>' in page
-    bar = Table((), [("fast", TableCell("10", share=0.25))]).to_html("speed")
-    assert '<td class="bar" style="--share: 0.250">10</td>' in bar
-
-
-def test_several_cells_share_a_place_and_an_ellipsis_ends_shortened_text() -> None:
-    table = Table((), [("both", [TableCell("a", "same"), TableCell("b")])])
-    assert printed(table) == ["both  a b"]
-    assert table.to_markdown().splitlines()[-1] == "| both | a b |"
-    assert (shorten("12345", 5), shorten("123456", 5)) == ("12345", "1234…")
-
-
-def test_a_histogram_draws_a_mark_for_every_count_but_zero() -> None:
-    histogram = make_histogram("tokens", {"16": 0, "32": 1, "64": 999})
-    assert [line.count("█") for line in printed(histogram)] == [0, 0, 1, 40]
-    assert [line.count("█") for line in histogram.to_markdown().splitlines()] == [0, 0, 0, 1, 40]
-    assert make_histogram("tokens", {"16": 0}).rows[0][:3] == ("16", "0", "0.0%")
 
 
 @pytest.mark.parametrize("cell", [TableCell(HOSTILE, "code", HOSTILE, HOSTILE), TableCell(HOSTILE, HOSTILE), HOSTILE])

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from harness.bench import BENCHES, load
-from harness.bench.figures import BenchReport, Figure, render_report, take_turns
+from harness.bench.figures import BenchReport, Figure, render_report
 from harness.bench.sizes import Sizes
 from harness.bench.workspace import Workspace, make_packs
 from harness.cli.app import app
@@ -23,7 +23,6 @@ from tests.benchmarks import reading, scheduling
 from tests.benchmarks.__main__ import PEERS
 from tests.benchmarks.clocks import rate
 from tests.benchmarks.links import make_dataset
-from tests.benchmarks.scheduling import NEXT_FIT
 
 ALL = BENCHES | PEERS
 KERNELS = Path(__file__).resolve().parents[2] / "golden" / "kernels.json"
@@ -96,13 +95,6 @@ def test_sides_are_measured_in_turns_and_compared_by_the_ratio_of_the_first_to_t
     ]
     assert report.figures[-1].met
     check(report)
-    calls = []
-
-    def side(name):
-        return lambda number: calls.append((number, name)) or 10.0 * number
-
-    assert take_turns({"a": side("a"), "b": side("b")}, rounds=2) == {"a": [0.0, 10.0], "b": [0.0, 10.0]}
-    assert calls == [(-1, "b"), (-1, "a"), (0, "a"), (0, "b"), (1, "b"), (1, "a")]
 
 
 def test_a_workspace_is_removed_unless_it_is_kept_and_its_packs_are_the_same_again(tmp_path):
@@ -160,16 +152,6 @@ def test_bytes_of_many_ranks_are_counted(tmp_path, monkeypatch):
     # Pages of 64 tokens, which lists share by 64.
     stored = report.figure("parquet, bytes stored, to lists in groups of 64 packs")
     assert stored.value > stored.at_most == 1.06
-
-
-def test_schedulers_are_compared_on_simulated_batches(tmp_path):
-    report = measure("schedule", tmp_path, steps=3)
-    ours, theirs = (report.figure(f"{name}, step cost") for name in ("cost_balanced", NEXT_FIT))
-    assert ours.value == statistics.mean(ours.samples) < theirs.value
-    assert (ours.at_most, theirs.at_most) == (1.01, None)
-    planned = measure("planning", tmp_path, ranks=64, rounds=2)
-    assert planned.figure("cost_balanced, 1,024 sequences on 8 ranks").unit == "ms"
-    assert planned.figure("cost_balanced, 8,192 sequences on 64 ranks").at_most == 15
 
 
 def test_a_microbatch_launches_what_the_golden_table_says(tmp_path):

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import statistics
 
-import numpy as np
 import pytest
 
 from harness.bench import BENCHES
-from harness.bench.step import bench_step, flops_of
+from harness.bench.step import bench_step
 from harness.bench.workspace import Workspace
-from harness.records import SequenceView
-from harness.schedule import SequenceCost
-from harness.thd import build_thd_batch
-
-
-def test_flops_of_a_step_count_real_tokens_three_times() -> None:
-    rows = [
-        build_thd_batch(
-            [SequenceView(np.ones(n + 1, dtype=np.int32), np.zeros(n + 1, dtype=np.uint8)) for n in lengths]
-        )
-        for lengths in ((3, 5), (7,))
-    ]
-    cost = SequenceCost(linear=10.0, quadratic=2.0)
-    assert sum(flops_of(cost, np.diff(row.cu_seqlens)) for row in rows) == 3 * (10 * 15 + 2 * 83)
 
 
 def test_the_bench_gives_its_figures_on_a_small_model(tmp_path) -> None:

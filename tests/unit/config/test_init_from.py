@@ -16,21 +16,9 @@ from harness.plan import ModelConfig, SftConfig
 from harness.settings import to_yaml
 from tests.samples.loopback_hub import LoopbackHub, cache_model
 
-QWEN3 = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "vocab_size": 300,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 500,
-    "initializer_range": 0.5,
-}
+QWEN3 = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+QWEN3 |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "vocab_size": 300}
+QWEN3 |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 500, "initializer_range": 0.5}
 
 
 @pytest.fixture
@@ -54,21 +42,10 @@ def model(*overrides: Any) -> ModelConfig:
 
 def test_a_folder_of_weights_alone_gives_every_size_and_no_training_choice(folder: Path) -> None:
     found = compose_config("sft", SftConfig, [f"model.init_from={folder}"])
-    assert found.model == ModelConfig(
-        init_from=str(folder),
-        family="qwen3",
-        hidden_size=32,
-        ffn_hidden_size=48,
-        num_layers=2,
-        num_attention_heads=4,
-        num_query_groups=2,
-        head_dim=16,
-        max_sequence_length=1024,
-        vocab_size=300,
-        tie_embeddings=True,
-        norm_epsilon=1e-6,
-        rotary_base=500,
-    )
+    sizes = {"hidden_size": 32, "ffn_hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    sizes |= {"num_query_groups": 2, "max_sequence_length": 1024, "vocab_size": 300, "rotary_base": 500}
+    others = {"family": "qwen3", "tie_embeddings": True, "norm_epsilon": 1e-6}
+    assert found.model == ModelConfig(init_from=str(folder), **sizes, **others)
     recorded = yaml.safe_load(to_yaml(found))["model"]
     assert (recorded["num_layers"], recorded["vocab_size"], recorded["dtype"]) == (2, 300, "auto")
 

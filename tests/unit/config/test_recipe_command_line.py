@@ -79,9 +79,6 @@ def test_an_experiment_of_a_users_own_folder_composes_with_the_built_in_groups(o
     composed = compose_run("mine", ["trainer.eval_interval=3"], config_dir=own)
     assert composed.arguments == ("--config-dir", str(own), "experiment=mine", "trainer.eval_interval=3")
     assert (composed.module, composed.config.trainer.steps) == ("harness.recipes.sft", 7)
-
-
-def test_a_recipe_that_trains_composes_like_an_experiment():
     assert compose_run("pretrain", ["data.path=x"]).module == "harness.recipes.pretrain"
 
 

@@ -32,23 +32,19 @@ def test_every_format_becomes_another(tmp_path: Path, source: str, target: str) 
     assert manifest.fingerprint == open_dataset(tmp_path / "a").fingerprint
 
 
-def test_bare_files_become_a_dataset_and_go_back(tmp_path: Path) -> None:
-    convert_dataset(write(tmp_path / "a"), tmp_path / "bare.npy", format="npy")
-    assert open_dataset(tmp_path / "bare.npy").manifest is None
-    convert_dataset(tmp_path / "bare.npy", tmp_path / "b", format="memmap", pack_size=8)
-    assert open_dataset(tmp_path / "b").fingerprint == open_dataset(tmp_path / "a").fingerprint
-
-
 def test_a_finished_conversion_is_not_written_again(tmp_path: Path) -> None:
     source = write(tmp_path / "a")
-    first = convert_dataset(source, tmp_path / "b", format="binidx")
+    first = convert_dataset(source, tmp_path / "b", format="memmap", pack_size=16)
     before = (tmp_path / "b" / "manifest.json").stat().st_mtime_ns
-    assert convert_dataset(source, tmp_path / "b", format="binidx") == first
+    assert convert_dataset(source, tmp_path / "b", format="memmap", pack_size=16) == first
     assert (tmp_path / "b" / "manifest.json").stat().st_mtime_ns == before
-    with pytest.raises(FormatError, match="already contains a dataset"):
-        convert_dataset(source, tmp_path / "b", format="jsonl")
-    with pytest.raises(FormatError, match="already contains a dataset"):
-        convert_dataset(write(tmp_path / "c", packs=PACKS[:2]), tmp_path / "b", format="binidx")
+    for other, settings in (
+        (source, {"format": "jsonl", "pack_size": 16}),
+        (source, {"format": "memmap"}),  # another size of packs
+        (write(tmp_path / "c", packs=PACKS[:2]), {"format": "memmap", "pack_size": 16}),
+    ):
+        with pytest.raises(FormatError, match="already contains a dataset"):
+            convert_dataset(other, tmp_path / "b", **settings)
 
 
 def test_a_destination_that_differs_names_the_first_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,14 +86,6 @@ def test_the_tokenizer_beside_the_source_is_found_from_the_destination(tmp_path,
     assert manifest.provenance.tokenizer == "../tokenizer"
 
 
-def test_a_destination_with_another_pack_size_is_not_taken_for_finished(tmp_path: Path) -> None:
-    source = write(tmp_path / "a")
-    convert_dataset(source, tmp_path / "b", format="memmap", pack_size=16)
-    with pytest.raises(FormatError, match="already contains a dataset"):
-        convert_dataset(source, tmp_path / "b", format="memmap")
-    assert convert_dataset(source, tmp_path / "b", format="memmap", pack_size=16).pack_size == 16
-
-
 def test_what_the_source_reads_is_not_replaced(tmp_path: Path) -> None:
     store, plan = tmp_path / "store", tmp_path / "plan"
     convert_dataset(write(tmp_path / "a"), store, format="virtual")
@@ -109,9 +97,11 @@ def test_what_the_source_reads_is_not_replaced(tmp_path: Path) -> None:
     assert list(open_dataset(plan)) == packs
 
 
-def test_the_other_name_of_npy_writes_a_file_and_finds_a_finished_folder(tmp_path: Path) -> None:
+def test_the_other_name_of_npy_writes_a_file_which_goes_back_and_finds_a_finished_folder(tmp_path: Path) -> None:
     source = write(tmp_path / "a")
     for _ in range(2):
         assert convert_dataset(source, tmp_path / "b", format="legacy_npy_pickle").format == "npy"
     convert_dataset(tmp_path / "b", tmp_path / "one.npy", format="legacy_npy_pickle")
-    assert list(open_dataset(tmp_path / "one.npy")) == PACKS
+    assert open_dataset(tmp_path / "one.npy").manifest is None
+    convert_dataset(tmp_path / "one.npy", tmp_path / "c", format="memmap", pack_size=8)
+    assert open_dataset(tmp_path / "c").fingerprint == open_dataset(source).fingerprint

@@ -15,10 +15,7 @@ from harness.formats.foreign import BridgeFiles, export_to_bridge, export_to_swi
 from harness.records import Pack
 
 # Two sequences of 4 and 3 tokens, and one of 5; token 9 ends a sequence.
-PACKS = [
-    Pack([1, 9, 3, 9, 4, 5, 9], [0, 1, 1, 0, 1, 1, 0], [0, 4]),
-    Pack([6, 7, 8, 8, 9], [0, 0, 1, 1, 0], [0]),
-]
+PACKS = [Pack([1, 9, 3, 9, 4, 5, 9], [0, 1, 1, 0, 1, 1, 0], [0, 4]), Pack([6, 7, 8, 8, 9], [0, 0, 1, 1, 0], [0])]
 
 
 def write(folder: Path, packs: list[Pack] = PACKS) -> Path:
@@ -89,11 +86,6 @@ def test_labels_after_the_token_that_ends_a_sequence_are_counted_because_bridge_
     assert (written.end_token, written.num_untrained) == (9, 1)
 
 
-def test_a_bucket_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written to object storage"):
-        export_to_bridge(write(tmp_path), "s3://bucket/root")
-
-
 def test_a_cached_dataset_of_ms_swift_has_a_row_of_tokens_and_weights_for_each_sequence(tmp_path: Path) -> None:
     written = export_to_swift(write(tmp_path), tmp_path / "cache")
 
@@ -130,7 +122,9 @@ def test_a_cached_dataset_of_ms_swift_is_refused_where_it_cannot_be_written_or_i
         import_dataset(tmp_path / "cache", tmp_path / "again", convention="ms_swift")
 
 
-def test_damaged_figures_of_another_split_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_bucket_and_damaged_figures_of_another_split_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written to object storage"):
+        export_to_bridge(write(tmp_path / "other"), "s3://bucket/root")
     folder = tmp_path / "root/packed"
     folder.mkdir(parents=True)
     (folder / "8_metadata.jsonl").write_text('[{"split": ')

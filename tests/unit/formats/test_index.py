@@ -84,13 +84,7 @@ def test_a_part_is_read_back_from_its_bytes_and_other_numbers_are_refused(tmp_pa
         again = IndexPart.from_bytes(data, 2, 3, media)
         for name in ("sequence_counts", "sequence_lengths", "checksums", "media"):
             assert getattr(again, name).tolist() == getattr(part, name).tolist()
-        for numbers in (
-            (3, 3, media),
-            (2, 4, media),
-            (2, 3, media + 1),
-            (-1, 12, media),
-            (4, -3, media),
-        ):
+        for numbers in ((3, 3, media), (2, 4, media), (2, 3, media + 1), (-1, 12, media), (4, -3, media)):
             with pytest.raises(ValueError, match="bytes for"):
                 IndexPart.from_bytes(data, *numbers)
         with pytest.raises(ValueError, match="bytes for"):

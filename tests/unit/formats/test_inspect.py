@@ -16,7 +16,6 @@ from harness.formats.inspect import (
     TRAINED_STYLE,
     find_tokenizer,
     inspect_dataset,
-    length_histogram,
     render_pack,
     render_runs,
     render_summary,
@@ -71,14 +70,6 @@ def test_a_summary_counts_packs_sequences_tokens_and_lengths(dataset):
     shown = text_of(render_summary(summary))
     for words in ["2 of up to 8 tokens", "4 (50.0%)", "50.00%", "next_fit", "2-3", "█"]:
         assert words in shown
-
-
-def test_lengths_are_binned_by_powers_of_two():
-    lengths = np.array([2, 3, 4, 7, 8, 1024, 1023], np.int64)
-    histogram = length_histogram(lengths)
-    assert histogram[:3] == [(2, 3, 2), (4, 7, 2), (8, 15, 1)]
-    assert histogram[-2:] == [(512, 1023, 1), (1024, 2047, 1)]
-    assert sum(count for _, _, count in histogram) == 7
 
 
 def test_the_token_after_a_trained_position_is_marked_and_control_characters_are_shown():

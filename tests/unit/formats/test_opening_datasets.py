@@ -117,10 +117,7 @@ def _set(*keys: Any) -> Callable[[Any], None]:
         (_set("shards", 0, "files", 0, "xxh3", "zz"), "file hash 'zz'"),
         (_set("shards", 0, "files", 0, "num_bytes", 1), "the manifest says 1"),
         (_set("index", []), "index"),
-        (
-            _set("index", 2, "path", "index/pack_cheCksums.npy"),
-            "the manifest lists 3 index files, expected index/pack_checksums.npy",
-        ),
+        (_set("index", 2, "path", "index/pack_cheCksums.npy"), "the manifest lists 3 index files, expected"),
         (_set("provenance", 5), "the file contains '5' instead of settings"),
         (_set("provenance", "counts", {"a": "b"}), "counts[] is 'b'"),
         (_set("provenance", "seed", "x"), "seed is 'x'"),
@@ -156,30 +153,26 @@ def test_a_destination_in_use_is_refused(tmp_path: Path) -> None:
         write(tmp_path / "docs" / "thesis.txt")
 
 
-def test_an_interrupted_write_of_other_settings_is_not_resumed(tmp_path: Path) -> None:
+def test_an_interrupted_write_is_not_resumed_with_other_settings_nor_after_a_damaged_shard(tmp_path: Path) -> None:
     def start(key: str) -> Any:
         return open_writer(tmp_path / "data", pack_size=4, packs_per_shard=1, resume_key=key)
 
-    with pytest.raises(KeyboardInterrupt), start("a") as writer:  # noqa: PT012
-        writer.append(PACKS[0])
-        raise KeyboardInterrupt
+    def interrupt(key: str) -> None:
+        with pytest.raises(KeyboardInterrupt), start(key) as writer:  # noqa: PT012
+            for pack in PACKS[writer.num_packs :]:
+                writer.append(pack)
+            raise KeyboardInterrupt
+
+    interrupt("a")
     with start("b") as writer:
         assert writer.num_packs == 0
         writer.append(PACKS[1])
     assert list(open_dataset(tmp_path / "data")) == [PACKS[1]]
-
-
-def test_a_damaged_shard_of_an_interrupted_write_is_written_again(tmp_path: Path) -> None:
-    def start() -> Any:
-        return open_writer(tmp_path / "data", pack_size=4, packs_per_shard=1, resume_key="a")
-
-    with pytest.raises(KeyboardInterrupt), start() as writer:  # noqa: PT012
-        for pack in PACKS:
-            writer.append(pack)
-        raise KeyboardInterrupt
+    shutil.rmtree(tmp_path / "data")
+    interrupt("a")
     shard = tmp_path / "data" / "shard_000001.parquet"
     shard.write_bytes(shard.read_bytes()[:-1] + b"X")
-    with start() as writer:
+    with start("a") as writer:
         assert writer.num_packs == 1
         writer.append(PACKS[1])
     assert list(open_dataset(tmp_path / "data")) == PACKS

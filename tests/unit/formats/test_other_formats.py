@@ -21,11 +21,7 @@ from harness.formats.layouts.memmap import MemmapShard, MemmapWriter
 from harness.records import Pack
 from harness.storage import LocalFolder, natural_key
 
-PACKS = [
-    Pack([1, 2, 300, 70_000, 5], [0, 1, 0, 1, 0], [0, 3]),
-    Pack([9], [0], [0]),
-    Pack([4, 4, 4], [1, 1, 0], [0]),
-]
+PACKS = [Pack([1, 2, 300, 70_000, 5], [0, 1, 0, 1, 0], [0, 3]), Pack([9], [0], [0]), Pack([4, 4, 4], [1, 1, 0], [0])]
 
 
 def write(path: Path, format: str, **options: Any) -> Path:
@@ -135,29 +131,21 @@ def _index(count: int, documents: int, *, version: int = 1, code: int = 4, magic
 LENGTHS = np.array([5, 1, 3], "<i4").tobytes()
 POINTERS = np.array([0, 20, 24], "<i8").tobytes()
 DOCUMENTS = np.arange(4, dtype="<i8").tobytes()
+REST = POINTERS + DOCUMENTS
 
 
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
         (b"", "not with the header of a Megatron index of version 1"),
-        (
-            _index(3, 4, magic=b"MMIDIDX\0X") + LENGTHS + POINTERS + DOCUMENTS,
-            "not with the header of a Megatron index of version 1",
-        ),
+        (_index(3, 4, magic=b"MMIDIDX\0X") + LENGTHS + POINTERS + DOCUMENTS, "not with the header of a Megatron"),
         (_index(3, 4, version=2) + LENGTHS + POINTERS + DOCUMENTS, "header of a Megatron index of version 1"),
         (_index(3, 4, code=8) + LENGTHS + POINTERS + DOCUMENTS, "holds uint16 tokens, expected int32"),
         (_index(2**32, 2**32 + 1) + LENGTHS + POINTERS + DOCUMENTS, "counts of 4,294,967,296 sequences"),
         (_index(2**63, 2**63) + LENGTHS, "counts of"),
         (_index(3, 4) + np.array([5, -1, 3], "<i4").tobytes() + POINTERS + DOCUMENTS, "sequence 1 has the length -1"),
-        (
-            _index(3, 4) + np.array([5, 2**31 - 1, 3], "<i4").tobytes() + POINTERS + DOCUMENTS,
-            "the pointer of sequence 2 is 24",
-        ),
-        (
-            _index(3, 4) + LENGTHS + np.array([0, 20, 2**62], "<i8").tobytes() + DOCUMENTS,
-            "the pointer of sequence 2 is 4,611,686,018,427,387,904",
-        ),
+        (_index(3, 4) + np.array([5, 2**31 - 1, 3], "<i4").tobytes() + REST, "sequence 2 is 24"),
+        (_index(3, 4) + LENGTHS + np.array([0, 20, 2**62], "<i8").tobytes() + DOCUMENTS, "the pointer of sequence 2"),
     ],
 )
 def test_an_index_that_claims_missing_data_is_an_error(tmp_path: Path, data: bytes, problem: str) -> None:

@@ -405,8 +405,7 @@ def test_packs_of_one_token_and_of_many_pages_are_read_back(
 def test_other_page_layouts_read_the_same(tmp_path: Path, options: dict[str, Any], own_types: bool) -> None:
     packs = make_packs(30, longest=50)
     table = pa.table(
-        {name: [getattr(pack, name).tolist() for pack in packs] for name in SCHEMA.names},
-        SCHEMA if own_types else None,
+        {name: [getattr(pack, name).tolist() for pack in packs] for name in SCHEMA.names}, SCHEMA if own_types else None
     )
     pq.write_table(table, tmp_path / "data.parquet", **options)
     assert list(open_dataset(tmp_path / "data.parquet")) == packs

@@ -59,10 +59,7 @@ def test_tokens_are_uint16_until_one_needs_more(tmp_path: Path) -> None:
         writer.append(np.array([65_536, 2**31 - 1]), np.array([1, 1]))
     assert writer.dtype == INT32
     theirs = built_by_megatron(
-        tmp_path / "theirs",
-        dtype=np.int32,
-        tokens=[[1, 65_535], [65_536], [2**31 - 1]],
-        documents=[1, 1, 1],
+        tmp_path / "theirs", dtype=np.int32, tokens=[[1, 65_535], [65_536], [2**31 - 1]], documents=[1, 1, 1]
     )
     assert files(tmp_path / "wide") == files(theirs)
 
@@ -158,8 +155,6 @@ DAMAGES = {
     "no idx": (lambda prefix: Path(f"{prefix}.idx").unlink(), "x.idx is missing"),
     "empty idx": (_cut(".idx", 114), "not with the header of a Megatron index of version 1"),
     "magic": (_set(0, "c", b"X"), "not with the header of a Megatron index of version 1"),
-    "version": (_set(9, "Q", 2), "not with the header of a Megatron index of version 1"),
-    "dtype code": (_set(17, "B", 9), "not with the header of a Megatron index of version 1"),
     "dtype of another size": (_set(17, "B", 8), "is 12, expected 6 from the lengths before it"),
     "dtype of no tokens": (_set(17, "B", 7), "declares tokens as float32, which cannot hold token ids"),
     "sequence count": (_set(18, "Q", 5), "its counts of 5 sequences and 4 document bounds require 126"),
@@ -179,10 +174,7 @@ DAMAGES = {
     "falling documents": (_set(90, "q", 4), "document bound 2 is 3, below the one before it"),
     "last document": (_set(106, "q", 5), "the last document ends at sequence 5 of 4"),
     "negative token": (_set(19, "B", 255, ".bin"), "sequence 2 has the token -16,777,207 at position 0"),
-    "token out of the vocabulary": (
-        _set(22, "B", 1, ".bin"),
-        "sequence 2 has the token 65,546 at position 1, expected 0 to 65,535",
-    ),
+    "token out of the vocabulary": (_set(22, "B", 1, ".bin"), "sequence 2 has the token 65,546 at position 1"),
 }
 
 

@@ -82,20 +82,10 @@ def test_a_batch_whose_rows_were_not_all_read_is_read_again(path: str) -> None:
 
 
 def arguments(**changes: Any) -> SimpleNamespace:
-    settings = {
-        "dataloader_type": "external",
-        "micro_batch_size": 1,
-        "calculate_per_token_loss": True,
-        "rampup_batch_size": None,
-        "mtp_num_layers": None,
-        "full_validation": False,
-        "eval_iters": 0,
-        "multiple_validation_sets": False,
-        "iteration": 3,
-        "load": None,
-        "virtual_pipeline_model_parallel_size": None,
-        "consumed_train_samples": 12,
-    }
+    settings = dict.fromkeys(("rampup_batch_size", "mtp_num_layers", "load", "virtual_pipeline_model_parallel_size"))
+    settings |= {"dataloader_type": "external", "micro_batch_size": 1, "calculate_per_token_loss": True}
+    settings |= {"full_validation": False, "eval_iters": 0, "multiple_validation_sets": False}
+    settings |= {"iteration": 3, "consumed_train_samples": 12}
     return SimpleNamespace(**{**settings, **changes})
 
 

@@ -36,14 +36,9 @@ def one_rank() -> Iterator[None]:
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    settings = {
-        "sequence_packing_scheduler": "dp_balanced",
-        "max_seqlen_per_dp_cp_rank": 8,
-        "virtual_pipeline_model_parallel_size": None,
-        "microbatch_group_size_per_vp_stage": None,
-        "sequence_parallel": False,
-        "mtp_num_layers": None,
-    }
+    stages = {"virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_vp_stage": None}
+    settings = {**stages, "sequence_parallel": False, "mtp_num_layers": None}
+    settings |= {"sequence_packing_scheduler": "dp_balanced", "max_seqlen_per_dp_cp_rank": 8}
     return SimpleNamespace(**{**settings, **changes})
 
 
@@ -261,10 +256,7 @@ def test_the_call_of_newer_versions_of_megatron_is_accepted(one_rank: None) -> N
     [
         ({"dynamic_context_parallel": True}, "dp_balanced does not use dynamic context parallelism"),
         ({"hybrid_context_parallel": True}, "dp_balanced does not use dynamic context parallelism"),
-        (
-            {"sequence_packing_scheduler": "default_dynamic_cp", "dynamic_context_parallel": False},
-            "default_dynamic_cp needs dynamic context parallelism",
-        ),
+        ({"sequence_packing_scheduler": "default_dynamic_cp", "dynamic_context_parallel": False}, "dynamic_cp needs"),
         ({"min_dynamic_context_parallel_size": 2}, "config.min_dynamic_context_parallel_size = 2 is not supported"),
         ({"pad_packed_seq_alignment": "max"}, "config.pad_packed_seq_alignment = 'max' is not supported"),
         ({"sequence_packing_scheduler": "other"}, "packing scheduler 'other' does not exist"),

@@ -21,11 +21,7 @@ from harness.integrations.packed_sft import PACKED_STORAGE, GPTSFTDataset
 from harness.records import Pack
 
 PACKS = [Pack(np.arange(6) + 10 * number, [1, 1, 0, 1, 1, 0], [0, 3] if number % 2 else [0]) for number in range(9)]
-CLASSES = {
-    "npy": GPTSFTPackedDataset,
-    "parquet": GPTSFTPackedParquetDataset,
-    "memmap": GPTSFTPackedMemmapDataset,
-}
+CLASSES = {"npy": GPTSFTPackedDataset, "parquet": GPTSFTPackedParquetDataset, "memmap": GPTSFTPackedMemmapDataset}
 
 
 def write(path: Path, storage: str) -> Path:

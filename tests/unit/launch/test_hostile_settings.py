@@ -134,9 +134,7 @@ SAMPLED = random.Random(0).sample(range(len(CASES)), len(CASES) // 3)
     ("config", "name"),
     [
         pytest.param(
-            *(config, name),
-            id=f"{kind}-{name}",
-            marks=pytest.mark.submission if at in SAMPLED else pytest.mark.nightly,
+            *(config, name), id=f"{kind}-{name}", marks=pytest.mark.submission if at in SAMPLED else pytest.mark.nightly
         )
         for at, (kind, config, name) in enumerate(CASES)
     ],

@@ -19,6 +19,7 @@ from harness.launch.preflight.judge import judge_nodes
 from harness.launch.preflight.probe import check_rendezvous, run_checks, share_folder
 from harness.launch.ranks import NodePlace
 
+H100 = {"name": "H100", "used_mib": 3}
 VERSIONS = {"python": "3.12.3", "torch": "2.9.0", "megatron-core": "0.19.2", "code": "ab", "folder": "/w"}
 
 
@@ -30,7 +31,7 @@ def lines(*nodes: str, **changed: dict) -> list[str]:
     """Answers of healthy nodes with two GPUs; `changed` replaces the facts of a check on the last node."""
     facts = {
         "versions": VERSIONS,
-        "gpus": {"gpus": [{"name": "H100", "used_mib": 3}] * 2, "driver": "570.1"},
+        "gpus": {"gpus": [H100] * 2, "driver": "570.1"},
         "shm": {"mib": 64000},
         "disk": {"gib": 500.0, "free": 10**6},
         "read rate of /d": {"mib_s": 900.0},
@@ -67,17 +68,13 @@ def test_healthy_nodes_are_summarized_in_one_line_unless_the_code_of_their_image
     [
         ("versions", {**VERSIONS, "torch": "2.8.0"}, "versions: torch is 2.8.0, on n1 it is 2.9.0"),
         ("versions", {**VERSIONS, "folder": "/tmp"}, "versions: folder is /tmp, on n1 it is /w"),
-        ("gpus", {"gpus": [{"name": "H100", "used_mib": 3}], "driver": "570.1"}, "gpus: nvidia-smi shows 1"),
+        ("gpus", {"gpus": [H100], "driver": "570.1"}, "gpus: nvidia-smi shows 1"),
         (
             "gpus",
-            {"gpus": [{"name": "H100", "used_mib": 3}, {"name": "H100", "used_mib": 40960}], "driver": "570.1"},
-            "gpus: 40,960 MiB of GPU 1 are in use before the job has begun",
+            {"gpus": [H100, {**H100, "used_mib": 40960}], "driver": "570.1"},
+            "gpus: 40,960 MiB of GPU 1 are in use",
         ),
-        (
-            "gpus",
-            {"gpus": [{"name": "H100", "used_mib": 3}] * 2, "driver": "550.9"},
-            "gpus: driver is 550.9, on n1 it is 570.1",
-        ),
+        ("gpus", {"gpus": [H100] * 2, "driver": "550.9"}, "gpus: driver is 550.9, on n1 it is 570.1"),
         ("shm", {"mib": 64}, "shm: /dev/shm has 64 MiB, loader workers need 1,024"),
         ("disk", {"gib": 3.5}, "disk: 3.5 GiB are free for the run's folder, 10 are required"),
         ("disk", {"free": 3}, "disk: 3 files can be created for the run, 1,000 are required"),

@@ -18,17 +18,9 @@ from harness.launch.ranks import (
     read_gpu_nodes,
 )
 
-STEP = {
-    "SLURM_JOB_ID": "424242",
-    "SLURM_RESTART_COUNT": "2",
-    "SLURM_JOB_NODELIST": "gpu[07-08]",
-    "SLURM_NNODES": "2",
-    "SLURM_NODEID": "1",
-    "SLURMD_NODENAME": "gpu08",
-    "SLURM_NTASKS": "16",
-    "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
-}
+STEP = {"SLURM_JOB_ID": "424242", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_NNODES": "2"}
+STEP |= {"SLURM_NODEID": "1", "SLURMD_NODENAME": "gpu08", "SLURM_NTASKS": "16", "SLURM_PROCID": "9"}
+STEP |= {"SLURM_LOCALID": "1"}
 RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

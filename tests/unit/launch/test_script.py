@@ -83,14 +83,7 @@ def test_settings_reach_the_recipe_unchanged_through_the_shell():
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("04:00:00", 14400),
-        ("2-12", 216_000),
-        ("1-00:30", 88_200),
-        ("1-00:00:05", 86_405),
-    ],
+    [("90", 5400), ("1:30", 90), ("04:00:00", 14400), ("2-12", 216_000), ("1-00:30", 88_200), ("1-00:00:05", 86_405)],
 )
 def test_time_limits_are_read_as_sbatch_reads_them(text, seconds):
     assert time_limit_s(text) == seconds

@@ -9,17 +9,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from live_streams import Trained, long_chats, some_chats, some_packs, train, write_stream
 
 from harness.errors import FormatError, LoaderError
-from harness.loader.live import LiveProducer, folder
+from harness.loader.live import LiveProducer
 from harness.loader.live.position import positions_from_json
 from harness.loader.live.rank import FolderReader, Offer
 from harness.prep import ChatTokenizer, TokenizerConfig
-from harness.prep.chat.reader import RecordReader
 from harness.prep.tokenize.bpe import train_bpe
 from harness.printing import count_of
 
@@ -236,17 +233,14 @@ def test_bad_conversations_are_refused_or_left_out_and_counted(tmp_path: Path, t
     trained = train(tmp_path, tokenizer=tokenizer, require_ready=False, on_bad="skip", size=1)
     assert len(trained.sequences) == 3
     assert trained.log == ["the stream ended: 5 rows in 1 chunk; left out: 1 no_messages"]
+    long = {"messages": [{"role": "user", "content": "question"}, {"role": "assistant", "content": "alpha " * 200}]}
+    write_stream(tmp_path / "long", [*some_chats(2), *[long] * 3], [5])
+    trained = train(tmp_path / "long", tokenizer=tokenizer)
+    assert trained.log == ["the stream ended: 5 rows in 1 chunk; left out: 3 over_long"]
     (tmp_path / "chunk_00000.jsonl").write_text(json.dumps({**some_chats(1)[0], "images": ["a.png"]}) + "\n")
     with pytest.raises(FormatError, match=r"invalid conversation \(media\)") as caught:
         train(tmp_path, tokenizer=tokenizer, require_ready=False)
     assert "`harness live produce` with source.drop_media=true" in caught.value.fix
-
-
-def test_conversations_longer_than_a_pack_are_left_out_and_counted(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
-    long = {"messages": [{"role": "user", "content": "question"}, {"role": "assistant", "content": "alpha " * 200}]}
-    write_stream(tmp_path, [*some_chats(2), *[long] * 3], [5])
-    trained = train(tmp_path, tokenizer=tokenizer)
-    assert trained.log == ["the stream ended: 5 rows in 1 chunk; left out: 3 over_long"]
 
 
 def test_conversations_left_out_after_the_last_step_are_counted_and_logged(
@@ -279,14 +273,3 @@ def test_the_next_step_is_read_while_one_is_trained(tmp_path: Path, monkeypatch:
             (tmp_path / "chunk_00001.jsonl").unlink()
 
     assert len(train(tmp_path, size=4, before_step=train_first_step).steps) == 2
-
-
-def test_rows_of_chats_in_rising_order_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, opened = tmp_path / "chats.parquet", []
-    pq.write_table(pa.table({"text": [str(row) for row in range(40)]}), path)
-    read = folder.read_parquet
-    monkeypatch.setattr(folder, "read_parquet", lambda *given: opened.append(1) or read(*given))
-    table = folder._TableOfChats(path, RecordReader())
-    assert [table.row(row)["text"] for row in (0, 3, 4, 30, 39)] == ["0", "3", "4", "30", "39"]
-    assert len(opened) == 1
-    assert table.row(3)["text"] == "3"

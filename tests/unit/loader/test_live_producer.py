@@ -26,14 +26,7 @@ from harness.formats import open_dataset
 from harness.formats.layouts.jsonl import line_of_pack
 from harness.loader.live import LiveProducer
 from harness.loader.live.folder import LiveChunk, LiveFolder, chunk_name
-from harness.loader.live.produce import (
-    Item,
-    Packing,
-    log_unused_fields,
-    produce_chunks,
-    read_conversations,
-    read_packs,
-)
+from harness.loader.live.produce import Item, Packing, log_unused_fields, produce_chunks, read_conversations, read_packs
 from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.prep.chat import RecordReader, parse_record
 from harness.prep.tokenize.bpe import train_bpe

@@ -80,17 +80,8 @@ def test_readers_are_shown_with_what_they_wait_for(tmp_path, harness):
         {"rank": 0, "chunk": 0, "row": 2, "waits_for": None, "waits_s": None},
         {"rank": 1, "chunk": None, "row": None, "waits_for": 3, "waits_s": 12.3},
     ]
-    train_somewhere(
-        tmp_path,
-        steps=7,
-        rows=5,
-        read_below=0,
-        read=[1],
-        waiting_for=[3],
-        packs_per_s=2.5,
-        tokens_per_s=80.0,
-        ranks=ranks,
-    )
+    rates = {"packs_per_s": 2.5, "tokens_per_s": 80.0}
+    train_somewhere(tmp_path, steps=7, rows=5, read_below=0, read=[1], waiting_for=[3], ranks=ranks, **rates)
     _, out, _ = harness("live", "status", tmp_path)
     assert "chunks to read: 1, completed and not deleted yet: 0" in out
     assert "5 rows read in 7 steps, 2.5 packs/s, 80 tokens/s" in out
@@ -112,9 +103,6 @@ def test_a_stream_is_produced_and_ended_from_the_command_line(tmp_path, harness)
     code, out, _ = harness("live", "end", tmp_path / "live")
     assert out == f"{tmp_path / 'live'}: ends after 3 chunks\n"
     assert live_status(tmp_path / "live").ended
-    code, _, err = harness("live", "produce", source, tmp_path / "live", "chunks.kind=images")
-    assert code == 2
-    assert "choose one of: chat, packs" in err
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
@@ -130,10 +118,17 @@ def test_calls_in_texts_are_lifted_on_the_way_into_a_stream(tmp_path, harness, f
     assert not made.messages[1].text
 
 
-def test_weights_of_tokens_are_refused_on_the_way_into_a_stream(tmp_path, harness):
-    settings = ("tokenizer.name=any", "tokenizer.train_on=weighted")
-    code, _, err = harness("live", "produce", tmp_path, tmp_path / "live", *settings)
-    assert (code, "live data does not support token weights" in err) == (2, True)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["tokenizer.name=any", "tokenizer.train_on=weighted"], "live data does not support token weights"),
+        (["--leave-rest"], "fix:   add --append"),  # a rest is left only for another input
+        (["chunks.kind=images"], "choose one of: chat, packs"),
+    ],
+)
+def test_settings_of_a_stream_that_no_reader_could_train_are_refused(tmp_path, harness, settings, message):
+    code, _, err = harness("live", "produce", tmp_path / "chats.jsonl", tmp_path / "live", *settings)
+    assert (code, message in err) == (2, True)
 
 
 @pytest.mark.parametrize("source", ["chats.jsonl", "-"])
@@ -152,8 +147,3 @@ def test_names_of_an_input_control_no_terminal_that_shows_the_producer(tmp_path,
     code, printed, _ = harness("live", "produce", tmp_path / "chats.jsonl", tmp_path / "live")
     assert (code, "\x1b" in printed) == (0, False)
     assert "ignored fields: x\u241b[2J\u240ay\n" in printed
-
-
-def test_a_rest_is_left_out_only_before_another_input(tmp_path, harness):
-    code, _, errors = harness("live", "produce", tmp_path / "chats.jsonl", tmp_path / "live", "--leave-rest")
-    assert (code, "fix:   add --append" in errors) == (2, True)

@@ -27,6 +27,7 @@ def test_a_state_survives_json_and_one_saved_without_a_tokenizer_still_resumes()
         START.to_json().replace("7", '"7"'),
         START.to_json().replace("7", "true"),
         "[" * 9999,
+        *(START.to_json().replace(f'"{name}": 0', f'"{name}": -1') for name in ("epoch", "packs_consumed")),
     ],
 )
 def test_anything_else_is_refused(text: str) -> None:
@@ -70,12 +71,6 @@ def test_another_tokenizer_is_refused_where_both_are_known() -> None:
         LoaderState(seed=7, fingerprint="aaaa", order="stored", tokenizer="t1").resumed(now, num_packs=10)
     assert START.resumed(now, num_packs=10) == now
     assert now.resumed(START, num_packs=10) == now
-
-
-@pytest.mark.parametrize("name", ["epoch", "packs_consumed"])
-def test_a_position_before_the_start_is_refused(name: str) -> None:
-    with pytest.raises(LoaderError, match=r"^the loader state is damaged: .*-1"):
-        LoaderState.from_json(START.to_json().replace(f'"{name}": 0', f'"{name}": -1'))
 
 
 def test_a_position_past_the_end_of_other_data_begins_its_next_epoch() -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import errno
 import importlib
-import io
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import ForkProcess
@@ -21,15 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.overrides import TorchFunctionMode
 
 from harness.errors import CheckpointError, ConfigError, FormatError, LoaderError, how_to_install
 from harness.loader import LoaderState
 from harness.megatron import compat
-from harness.megatron.export.folder import _copied_tensors, _find_checkpoint, _write_weights, export_checkpoint
+from harness.megatron.export.folder import _copied_tensors, _find_checkpoint, export_checkpoint
 from harness.megatron.run.resuming import check_resumed
 from harness.megatron.state import checkpoint as checkpoints
 from harness.megatron.state.checkpoint import find_newest, load_checkpoint
@@ -184,33 +179,6 @@ def test_a_checkpoint_with_a_file_that_cannot_be_read_is_passed_over_by_name(tmp
         find_newest(tmp_path)
 
 
-class FullAfter(io.RawIOBase):
-    """A file on a disk that has room for so many writes."""
-
-    def __init__(self, writes: int) -> None:
-        self._left = writes
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: object, /) -> int:
-        self._left -= 1
-        if self._left == -1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return len(data)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("place", "words"), [("/dev/full", "iostream error"), (FullAfter(1), r"unexpected pos \d+ vs \d+")]
-)
-def test_what_torch_raises_on_a_full_disk_is_said_in_words(place: Any, words: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.save(torch.zeros(100), place)
-    worker = f"Worker failure: {caught.value}"  # as Megatron passes it on
-    reason = rf"Worker failure: the disk is full or failing \({words}\)"
-    assert re.fullmatch(reason, checkpoints._reason(worker))
-
-
 @pytest.mark.parametrize(
     "at", ["its work", "its start", "its start, before another's", "its start, in a hook of a fork", "its own will"]
 )
@@ -298,22 +266,3 @@ def test_an_export_needs_initial_weights_only_if_it_copies_tensors_of_them(tmp_p
     assert list(_copied_tensors(model, tmp_path, keep_mtp=False)) == []
     with pytest.raises(ConfigError, match="there is no folder"):
         _copied_tensors(model, tmp_path, keep_mtp=True)
-
-
-def test_sizes_are_asked_of_each_exported_tensor_a_fixed_number_of_times(tmp_path: Path) -> None:
-    with Calls() as calls:
-        weights = _write_weights(((str(number), torch.zeros(2)) for number in range(100)), tmp_path)
-    assert weights == (200, 800)
-    assert calls.counts[torch.Tensor.numel] <= 300
-
-
-class Calls(TorchFunctionMode):
-    """Counts the calls of each function of PyTorch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[Any] = Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func] += 1
-        return func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from harness.errors import ConfigError, PrepError, reason_of_memory
+from harness.errors import ConfigError, PrepError
 from harness.formats import Provenance
 from harness.megatron.export import data
 from harness.megatron.export.card import model_card
@@ -57,13 +57,6 @@ def test_a_template_that_could_not_be_rendered_ends_an_export_and_is_not_taken_f
     assert data._hashes(str(tmp_path)) == (tokens, "")
 
 
-def test_an_error_in_place_of_one_of_memory_is_one_of_memory():
-    later = ValueError("too large")
-    later.__context__ = MemoryError()
-    assert reason_of_memory(later) is not None
-    assert reason_of_memory(ValueError("too large")) is None
-
-
 def test_a_tokenizer_that_needs_a_missing_package_is_listed_with_how_to_install_it(monkeypatch):
     def fail(_name):
         raise ConfigError("tokenizing requires `transformers`", where="here", fix="pip install 'package[extra]'")
@@ -90,9 +83,3 @@ def test_the_card_loads_a_model_by_a_class_that_transformers_has_for_it(tmp_path
     assert f"from transformers import {kind}, AutoTokenizer\n" in card
     assert f"model = {kind}.from_pretrained(folder)\n" in card
     compile(card.split("```python\n")[1].split("```")[0], "card", "exec")
-
-
-def test_an_end_token_that_the_tokenizer_has_not_is_named_by_its_number(tmp_path):
-    train_bpe(["one two"], tmp_path, vocab_size=300)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert data._special_tokens(tokenizer, {400}, 512).texts[400] == "token 400"

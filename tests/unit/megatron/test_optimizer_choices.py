@@ -98,10 +98,7 @@ def test_moments_of_another_dtype_are_converted_and_the_log_says_so(make, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"beta2": 0.999},
-            "optimizer.beta2 is 0.999, and optimizer.moments_dtype is bfloat16: a change of less than 0.0039",
-        ),
+        ({"beta2": 0.999}, "optimizer.beta2 is 0.999, and optimizer.moments_dtype is bfloat16"),
         ({"beta1": 0.998}, "optimizer.beta1 is 0.998"),
         ({"offload": 0.5}, "optimizer.moments_dtype is bfloat16, and optimizer.offload is 0.5"),
     ],

@@ -14,7 +14,6 @@ import pytest
 import torch
 from corpora import ALONE, VOCAB, batches, opened, settings, write_corpus
 
-from harness.bench.workspace import Workspace
 from harness.errors import ConfigError, FormatError, HarnessError, LoaderError
 from harness.indexed.convert import count_sequences, save_counts
 from harness.indexed.index import HEADER
@@ -24,7 +23,6 @@ from harness.megatron.compat import gpt_dataset_config
 from harness.megatron.data.corpus import build_corpus, open_corpus
 from harness.megatron.run.pretraining import _check_samples
 from harness.plan import PretrainConfig, TrainerConfig
-from tests.benchmarks.__main__ import PEERS
 from tests.samples.small_packs import batch_digest
 
 pytestmark = pytest.mark.usefixtures("job")
@@ -60,10 +58,7 @@ def test_fast_options_give_the_same_samples_once_the_indices_are_built(
     plain = settings(**of_splits, path_to_cache=str(tmp_path / "cache"))
     save_counts(count_sequences([str(corpus), str(other)], vocab_size=VOCAB), tmp_path / "counts.json")
     fast = replace(
-        plain,
-        fast_cache_load=True,
-        defer_npy_index_mmap=True,
-        per_dataset_sequences_path=str(tmp_path / "counts.json"),
+        plain, fast_cache_load=True, defer_npy_index_mmap=True, per_dataset_sequences_path=str(tmp_path / "counts.json")
     )
     with pytest.raises(LoaderError, match="a built index is missing") as refused:
         opened(replace(fast, defer_npy_index_mmap=False))
@@ -247,13 +242,6 @@ def test_an_option_that_megatron_core_has_not_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"megatron-core .* has no warp_speed") as refused:
         gpt_dataset_config({"warp_speed": True})
     assert refused.value.where == "data.warp_speed"
-
-
-def test_blocks_of_documents_read_fewer_pages_than_megatrons_order(tmp_path: Path) -> None:
-    with Workspace(tmp_path) as workspace:
-        bench = PEERS["corpus"]
-        report = bench.measure(bench.sizes(quick=True), workspace, lambda line: None)
-    assert report.figure("pages read, Megatron's order to blocks").value > 5
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.megatron.batch import to_device
@@ -84,14 +82,6 @@ def test_rotated_heads_and_their_gradients_equal_megatrons(chunks, cp_size, cp_r
     rotated.backward(up)
     expected.backward(up)
     assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_a_model_has_the_losses_of_megatrons_own_path(chunks) -> None:
-    row = to_device(row_of([9, 40, 2, 17, 65], multiple=4), CPU)
-    ours = losses_of(chunks, row)
-    fields = {field.name: getattr(row.packed_seq_params, field.name) for field in dataclasses.fields(PackedSeqParams)}
-    theirs = losses_of(chunks, dataclasses.replace(row, packed_seq_params=PackedSeqParams(**fields)))
-    assert torch.equal(ours, theirs)
 
 
 def test_the_number_of_kernels_does_not_depend_on_the_number_of_sequences(chunks) -> None:

@@ -31,15 +31,8 @@ from .conftest import one_rank
 MOE_AGAIN = {"recompute": "selective", "recompute_modules": ["moe"]}
 ONE, CPU, VOCAB = ParallelConfig(), torch.device("cpu"), 128
 STILL = OptimizerConfig(lr=1e-30, min_lr_ratio=0, warmup_steps=0, weight_decay=0.0, clip_grad=0.0)
-SIZES = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 48,
-    "num_experts": 4,
-    "router_score": "sigmoid",
-    "expert_bias": True,
-    "expert_bias_rate": 0.01,
-}
+SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_experts": 4}
+SIZES |= {"router_score": "sigmoid", "expert_bias": True, "expert_bias_rate": 0.01}
 
 
 def train_a_step(**settings) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.dtype]]:

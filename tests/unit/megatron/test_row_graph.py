@@ -75,8 +75,7 @@ def train(model: ModelConfig, *, graphs: bool) -> list[tuple[float, ...]]:
     [
         {},
         pytest.param(
-            {"family": "qwen3", "head_dim": 32, "recompute": "full", "tie_embeddings": False},
-            marks=pytest.mark.nightly,
+            {"family": "qwen3", "head_dim": 32, "recompute": "full", "tie_embeddings": False}, marks=pytest.mark.nightly
         ),
         pytest.param({"lora_rank": 4}, marks=pytest.mark.nightly),
     ],
@@ -167,16 +166,6 @@ def test_gradient_functions_are_made_on_the_stream_of_the_capture(monkeypatch) -
     # Nothing that Python decides row by row: exchanges behind layers, and what Transformer Engine does in a first row.
     assert not step.chunks[0].ddp_config.overlap_grad_reduce
     assert step.config.disable_parameter_transpose_cache
-
-
-def test_generators_of_a_gpu_are_those_that_a_graph_can_change(monkeypatch) -> None:
-    seeds = mock.Mock(side_effect=StopAsyncIteration)
-    monkeypatch.setattr(gpt.tensor_parallel, "model_parallel_cuda_manual_seed", seeds)
-    for graphs in (True, False):
-        parallel = ParallelConfig(static_rows=True, cuda_graphs=graphs)
-        with pytest.raises(StopAsyncIteration):
-            gpt.build_chunks(MODEL, parallel, vocab_size=VOCAB, device=torch.device("cuda"))
-        assert seeds.mock_calls[-1] == mock.call(MODEL.seed, use_cudagraphable_rng=graphs, force_reset_rng=graphs)
 
 
 def test_attention_that_reads_a_bound_on_the_host_cannot_be_captured(monkeypatch) -> None:

@@ -57,17 +57,7 @@ def found(*paths: Path) -> tuple[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("mask", "template"),
-    [
-        ("generation", MARKED),
-        ("assistant_turns", PLAIN),
-        ("assistant_turns", MARKED),
-        ("all", PLAIN),
-        ("auto", MARKED),
-        ("auto", PLAIN),
-    ],
-)
+@pytest.mark.parametrize(("mask", "template"), [("generation", MARKED), ("assistant_turns", PLAIN), ("all", PLAIN)])
 def test_the_prompt_is_that_of_the_template_under_every_rule(tmp_path: Path, mask: str, template: str) -> None:
     path = prepared(tmp_path, mask=mask, template=template)
     assert found(path) == ("<|user|>Hi<|end|><|assistant|>", {"<|end|>", "</s>"})

@@ -145,17 +145,8 @@ def test_layers_call_the_delta_rule_of_fla_with_whole_heads_and_the_bounds_of_th
 
     kernels = scan_reference.chunk_gated_delta_rule, scan_reference.causal_conv1d
     monkeypatch.setattr(scan, "choose_delta_rule", lambda device: [recorded(kernel) for kernel in kernels])
-    model = ModelConfig(
-        family="qwen3_5_text",
-        layer_pattern="D",
-        num_layers=1,
-        dtype="bfloat16",
-        scan_num_heads=8,
-        scan_head_dim=12,
-        scan_state_dim=16,
-        scan_num_groups=4,
-        head_dim=16,
-    )
+    sizes = {"scan_num_heads": 8, "scan_head_dim": 12, "scan_state_dim": 16, "scan_num_groups": 4, "head_dim": 16}
+    model = ModelConfig(family="qwen3_5_text", layer_pattern="D", num_layers=1, dtype="bfloat16", **sizes)
     with runtime.start("cpu"):
         join(ParallelConfig(), 1)
         (chunk,) = build_chunks(model, ParallelConfig(), vocab_size=300, device=torch.device("cpu"))

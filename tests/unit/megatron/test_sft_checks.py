@@ -29,7 +29,6 @@ from harness.records import Pack
 from harness.schedule import ScheduleConfig
 from harness.train.attempts import decide
 from harness.train.checkpoints import read_identity
-from harness.train.digests import read_digests
 from harness.train.folder import open_run_folder
 
 VOCABULARY = Provenance(counts={"vocab_size": 90})
@@ -134,10 +133,15 @@ def test_adapters_of_random_weights_are_refused(tmp_path, data):
         run(tmp_path, data(vocab_size=96), lora_rank=4)
 
 
-def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_records_lost(tmp_path, data, capsys):
+def test_a_finished_run_that_is_resumed_keeps_its_settings_and_names_how_to_train_more_and_what_its_records_lost(
+    tmp_path, data, capsys
+):
     made = data(vocab_size=96)
     run(tmp_path, made)
     folder = tmp_path / "runs" / "sft-001"
+    before = (folder / "config.yaml").read_bytes()
+    run(tmp_path, made, resume="true", max_tokens_per_rank=128)
+    assert ((folder / "config.yaml").read_bytes(), list(folder.glob("config.before-*"))) == (before, [])
     (folder / "metrics.jsonl").write_text("")  # a power failure, in a run that did not force it to disk
     (folder / "config.yaml").write_bytes(b"model: \xff")
     capsys.readouterr()
@@ -147,15 +151,6 @@ def test_a_finished_run_that_is_resumed_names_how_to_train_more_and_what_its_rec
     assert "trainer.steps=2" in printed
     assert "warning: metrics.jsonl has no records of 1 of the trained steps 1 to 1: " in printed
     assert (folder / "config.before-1.yaml").read_bytes() == b"model: \xff"
-
-
-def test_a_resume_that_has_nothing_to_train_keeps_the_settings_that_trained(tmp_path, data):
-    made = data(vocab_size=96)
-    run(tmp_path, made)
-    folder = tmp_path / "runs" / "sft-001"
-    before = (folder / "config.yaml").read_bytes()
-    run(tmp_path, made, resume="true", max_tokens_per_rank=128)
-    assert ((folder / "config.yaml").read_bytes(), list(folder.glob("config.before-*"))) == (before, [])
 
 
 def test_the_records_of_a_step_are_on_disk_before_the_checkpoint_after_it_has_its_name(tmp_path, data, monkeypatch):
@@ -328,22 +323,6 @@ def test_live_chunks_are_refused_with_settings_that_they_do_not_support(tmp_path
     for name, live in (("window_sequences", {"window_sequences": 8}), ("blend", {"blend": [LiveSource("some")]})):
         with pytest.raises(ConfigError, match=f"data.live.{name} is .*, and schedule.name is as_packed"):
             main(live_config(tmp_path / name, **live))
-
-
-def test_windows_of_two_folders_are_full_and_train_every_sequence_once(tmp_path):
-    # Windows are compared with the global batches of a stored dataset in tests/unit/loader/test_live_windows.py.
-    packs = {name: some_packs(16, seed=seed) for seed, name in enumerate("ab")}
-    for name, rows in packs.items():
-        write_stream(tmp_path / name, rows, [5, 8, 3])
-    blend = [LiveSource(str(tmp_path / "a"), 3.0), LiveSource(str(tmp_path / "b"))]
-    made = live_config(tmp_path, blend=blend, window_sequences=8)
-    made.schedule, made.optimizer.decay, made.optimizer.warmup_steps = ScheduleConfig("dp_balanced", 64), "constant", 5
-    made.trainer.steps, made.trainer.checkpoint_interval, made.trainer.record_digests = None, 0, True
-    assert main(made) == 0
-    steps = read_digests(tmp_path / "run")
-    assert {len(step.packs) for step in steps[:-1]} == {8}
-    trained = [one for step in steps for row in step.rows for one in row.sequences.tolist()]
-    assert len(trained) == len(set(trained)) == sum(pack.num_sequences for rows in packs.values() for pack in rows)
 
 
 def test_a_model_that_no_memory_of_the_machine_holds_is_refused_by_name(monkeypatch):

@@ -78,10 +78,7 @@ def test_a_signal_ends_a_startup_that_lasts_longer_than_its_grace(ended, capsys)
 def test_the_first_rank_in_the_store_reports_an_end(ended, capsys) -> None:
     """Two ranks end at the same time, and the other one was first in the run's folder."""
     event, _ = ended
-    with (
-        runtime.start("cpu"),
-        Watchdog(limit_s=4, requested=lambda: ("SIGTERM", 21.0), leave=lambda stop: False),
-    ):
+    with runtime.start("cpu"), Watchdog(limit_s=4, requested=lambda: ("SIGTERM", 21.0), leave=lambda stop: False):
         assert event.wait(timeout=300)
     assert "SIGTERM received before the first step" in capsys.readouterr().err
 

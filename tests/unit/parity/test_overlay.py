@@ -48,13 +48,6 @@ def test_runs_with_equal_losses_are_the_same_and_are_plotted(harness, make, tmp_
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_of_any_name_are_compared_in_a_table_that_names_its_curves(harness, make):
-    _, printed, _ = harness("compare", make("a" * 60, run_of(LOSSES)), make("b" * 60, run_of(LOSSES)))
-    rows = [line.split() for line in printed.splitlines()]
-    assert ["curve", "reference", "run", "at", "step", "largest", "at", "step", "mean"] in rows
-    assert ["loss", "3.0000", "3.0000", "4", "0.0e+00", "1", "0.0e+00"] in rows
-
-
 def test_the_first_step_beyond_the_tolerance_is_named(harness, make):
     runs = make("a", run_of(LOSSES)), make("b", run_of([6.0, 5.0, 4.04, 3.3]))
     code, printed, _ = harness("compare", *runs)

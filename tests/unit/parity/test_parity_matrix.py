@@ -170,42 +170,27 @@ def test_a_finished_cell_is_kept_until_its_settings_or_its_data_change(cell, tmp
     assert not cell.run_folder(folder).exists()
 
 
-def test_the_error_of_a_failed_cell_is_its_reason(cell, tmp_path) -> None:
-    script = tmp_path / "no-python"
-    script.write_text(
-        "#!/bin/sh\necho 'W1 warning'; echo 'FormatError: pack 3 is bad'; echo '  where: shard 1'; exit 2\n"
-    )
-    script.chmod(0o755)
-    folder = tmp_path / "parity"
-    failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
-    assert failed.reason == f"FormatError: pack 3 is bad; where: shard 1 (log: {cell.log_file(folder)})"
-    script.write_text("#!/bin/sh\necho '[rank0]: AttributeError: no such thing'; exit 1\n")
-    failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
-    assert failed.reason.startswith("AttributeError: no such thing")
-    script.write_text("#!/bin/sh\necho 'OSError: s3://key:tops3cret@bucket is gone'; exit 1\n")
-    failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
-    assert failed.reason.startswith("OSError: s3://***@bucket is gone")
-    script.write_text("#!/bin/sh\nkill -9 $$\n")
-    failed = run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)[cell.name]
-    assert failed.reason.startswith("killed by signal 9")
-    script.write_text("#!/bin/sh\nsleep 100\n")
-    failed = run_cells([cell], folder, slots=1, timeout_s=0.5, watch=lambda progress: None)[cell.name]
-    assert failed.reason == "ended after 0.5 s"
-
-
-def test_a_second_matrix_in_the_same_folder_is_refused(cell, tmp_path) -> None:
-    folder = tmp_path / "parity"
-    (tmp_path / "no-python").write_text("#!/bin/sh\nsleep 1\n")
-    (tmp_path / "no-python").chmod(0o755)
-    refused = []
+def test_the_error_of_a_failed_cell_is_its_reason_and_a_second_matrix_in_the_folder_is_refused(cell, tmp_path) -> None:
+    script, folder, refused = tmp_path / "no-python", tmp_path / "parity", []
 
     def second(progress: object) -> None:
-        if not refused:
-            with pytest.raises(ConfigError, match="another parity run is using this folder"):
-                run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)
-            refused.append(True)
+        """Begin another matrix in the folder while one runs."""
+        with pytest.raises(ConfigError, match="another parity run is using this folder"):
+            run_cells([cell], folder, slots=1, timeout_s=60, watch=lambda progress: None)
+        refused.append(True)
 
-    run_cells([cell], folder, slots=1, timeout_s=60, watch=second)
+    log = f" (log: {cell.log_file(folder)})"
+    for commands, timeout_s, reason in (
+        ("echo 'W1 warning'; echo 'FormatError: pack 3 is bad'; echo '  where: shard 1'; exit 2", 60,
+         f"FormatError: pack 3 is bad; where: shard 1{log}"),
+        ("echo '[rank0]: AttributeError: no such thing'; exit 1", 60, f"AttributeError: no such thing{log}"),
+        ("echo 'OSError: s3://key:tops3cret@bucket is gone'; exit 1", 60, f"OSError: s3://***@bucket is gone{log}"),
+        ("kill -9 $$", 60, f"killed by signal 9: no output{log}"),
+        ("sleep 100", 0.5, "ended after 0.5 s"),
+    ):  # fmt: skip
+        script.write_text(f"#!/bin/sh\n{commands}\n")
+        script.chmod(0o755)
+        assert run_cells([cell], folder, slots=1, timeout_s=timeout_s, watch=second)[cell.name].reason == reason
     assert refused
 
 

@@ -12,17 +12,14 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
-from parity_reports import DATA_DIFFERENCE, all_same, cell, checks, one_of_each, read_report, reference, report, series
+from parity_reports import DATA_DIFFERENCE, all_same, cell, checks, one_of_each, read_report, reference, report
 
 import harness.parity.pages
 from harness.errors import ConfigError
 from harness.parity import result
 from harness.parity.pages import publish, render_all, render_junit, render_page
-from harness.parity.pages.curves import FLOOR, differences, draw_charts
-from harness.parity.pages.words import arrange
 from harness.parity.result import Difference, Series, to_json
 from harness.printing import open_console
-from harness.tables import Table
 
 SCHEMA = json.loads(Path(harness.parity.pages.__file__).with_name("report.schema.json").read_text())
 
@@ -57,27 +54,19 @@ def test_the_page_names_the_first_difference_and_how_to_run_it_again():
     assert "no second interpreter was given" in text
 
 
+SKIPPED = cell("a", "memmap", 0, status="skipped", checks=[], reason="no")
+FAILED = cell("b", "memmap", 2, status="failed", checks=[])
+
+
 @pytest.mark.parametrize(
     ("found", "verdict", "text"),
     [
         (all_same(), "same", "Same 9 of 9 compared cells agree."),
-        (report([]), "failed", "Nothing was compared The report has no cells."),
-        (report([reference()]), "failed", "Nothing was compared 1 cell ran, but none was compared."),
-        (
-            report([reference(), cell("a", "memmap", 0, status="skipped", checks=[], reason="no")]),
-            "failed",
-            "Nothing was compared 0 of 0 compared cells agree, 1 skipped.",
-        ),
-        (
-            report([reference(), cell("a", "memmap", 0), cell("b", "memmap", 2, status="failed", checks=[])]),
-            "different",
-            "Failed 1 of 2 compared cells agree, 1 failed.",
-        ),
-        (
-            report([reference(status="failed", series=Series()), cell("a", "memmap", 0, status="skipped", checks=[])]),
-            "different",
-            "Failed 0 of 0 compared cells agree, 1 skipped, 1 reference failed.",
-        ),
+        (report([]), "failed", "Nothing was compared"),
+        (report([reference()]), "failed", "Nothing was compared"),
+        (report([reference(), SKIPPED]), "failed", "Nothing was compared"),
+        (report([reference(), cell("a", "memmap", 0), FAILED]), "different", "Failed 1 of 2 compared"),
+        (report([reference(status="failed", series=Series()), SKIPPED]), "different", "1 reference failed."),
         (one_of_each(), "different", "Different"),
     ],
 )
@@ -115,32 +104,6 @@ def test_every_comparison_is_an_xml_case_with_its_difference():
     assert cases["parity.formats.memmap, 4 workers", "loss"].find("failure") is None
     assert "exit code 2" in cases["parity.formats.jsonl, 0 workers", "run"].find("error").get("message")
     assert cases["parity.versions.npy, megatron-core 0.19", "run"].find("skipped") is not None
-
-
-def test_charts_show_losses_and_differences_with_zero_on_the_floor():
-    drift = cell("drift $x^", "memmap", 0, series=series(40, drift=1e-3, drift_from=12))
-    broken = replace(drift, name="nan", series=replace(drift.series, loss=[math.nan, None, *drift.series.loss[2:]]))
-    titles = [chart.title for chart in draw_charts(report([reference(), drift, broken]))]
-    apart = ["Loss: difference from the reference", "Gradient norm: difference from the reference"]
-    assert titles == ["Loss", *apart]
-    assert [chart.title for chart in draw_charts(report([reference()]))] == ["Loss"]
-    steps, values = differences(reference().series, broken.series, "loss")
-    assert steps == list(range(1, 41))
-    assert [math.isnan(value) for value in values[:3]] == [True, True, False]
-    assert (values[10], values[11]) == (FLOOR, pytest.approx(1e-3))
-
-
-def test_the_axis_that_varies_first_makes_rows_and_the_others_columns():
-    grid, settled = arrange(all_same().cells, {})
-    assert [row[0] for row in grid.rows] == ["legacy_npy_pickle", "parquet", "memmap", "binidx", "jsonl"]
-    assert (grid.head, settled) == (("format by num workers", "0", "4"), "layout dp2")
-    assert [len(found) for row in grid.rows for found in row[1:]] == [1] * 10
-    layouts = [cell(f"layout {number}", "parquet", number, axes={"layout": f"l{number}"}) for number in range(22)]
-    assert arrange(layouts, {})[0].head == ("layout", "")
-    # Few cells of many axes: a list of rows holds all of them.
-    sparse = [cell(str(n), "a", n, axes={"format": f"f{n}", "x": str(n), "y": str(-n)}) for n in range(9)]
-    assert sum(len(row[1]) for row in arrange(sparse, {})[0].rows) == 9
-    assert arrange([], {}) == (Table((), [("", [])]), "")
 
 
 @pytest.mark.parametrize("found", [all_same(), one_of_each(), report([])])

@@ -15,9 +15,7 @@ from harness.errors import ConfigError, ScheduleError
 from harness.plan import ParallelConfig, SftConfig
 from harness.plan.run_plan import AssumedPacks, compare_context_sizes, plan_run
 from harness.plan.search import search_layouts
-from harness.plan.waves import PlacedBatch
 from harness.plan.work import Machine
-from harness.records import Schedule
 from harness.schedule.batch import check_lengths
 from harness.thd import padded_lengths
 
@@ -48,16 +46,6 @@ def test_ranks_of_a_node_wait_less_for_each_other_and_the_predicted_step_agrees_
         assert shared.step_s / whole.step_s == pytest.approx(shared.context["4"] / shared.context["1"], rel=0.15)
 
 
-def test_chats_that_a_rank_holds_need_no_context_parallelism() -> None:
-    lengths = lengths_of("chats", 2000, TOKENS)
-    found = compare_context_sizes(lengths, sequences=1000, ranks=4, max_tokens_per_rank=TOKENS, cost=COST)
-    assert list(found) == ["1", "2", "4", "dynamic_context"]
-    assert found["dynamic_context"] == pytest.approx(found["1"])
-    assert found["1"] < found["2"] < found["4"]
-    config = compose_config("sft", SftConfig, ["schedule=dynamic_context", "model.dtype=float32"])
-    assert config.on("cuda").model.attention == "torch"
-
-
 def test_stages_of_a_pipeline_wait_for_the_costliest_row_of_each_microbatch_and_at_both_ends() -> None:
     sizes = {"ranks": 4, "max_tokens_per_rank": TOKENS, "cost": COST}
     # Two rows of each rank, all equal.
@@ -78,16 +66,6 @@ def test_stages_of_a_pipeline_wait_for_the_costliest_row_of_each_microbatch_and_
     assert sorted(waiting, key=waiting.__getitem__) == ["dynamic_context", "16", "8"]
 
 
-def test_a_plan_compares_the_sizes_on_its_own_pipeline() -> None:
-    settings = [*LONG, "parallel.ranks=32", "schedule.max_tokens_per_rank=16384"]
-    packs = AssumedPacks(640, 16_384, sequence_tokens=2048)
-    one, four = (
-        plan_run(compose_config("sft", SftConfig, [*settings, *parallel]), packs=packs).context
-        for parallel in (["parallel.ranks=8"], ["parallel.pipeline_parallel_size=4"])
-    )
-    assert one["1"] < 1.1 < four["1"]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -104,14 +82,6 @@ def test_settings_that_rows_of_several_ranks_do_not_have_are_refused(settings: l
     config = compose_config("sft", SftConfig, ["schedule=dynamic_context", "model.vocab_size=300", *settings])
     with pytest.raises(ConfigError, match=message):
         config.check(4)
-
-
-def test_microbatches_of_a_plan_are_those_of_a_placed_batch() -> None:
-    config = compose_config("sft", SftConfig, [*LONG, "loader.global_batch_size=12"])
-    # Each sequence takes two ranks, which leaves a quarter of every row empty.
-    planned = plan_run(config, packs=AssumedPacks(120, 50_000, 50_000))
-    assert planned.work is not None
-    assert planned.work.microbatches == 3
 
 
 def test_a_sequence_that_no_row_holds_is_refused_with_tokens_of_a_rank_that_do() -> None:
@@ -143,24 +113,12 @@ def test_the_size_that_is_suggested_for_a_sequence_is_one_that_settings_accept(s
     check_lengths(lengths, None, config.schedule.name, int(least), pad_to_multiple=padding, **layout)
 
 
-def test_layouts_of_a_search_hold_the_longest_sequence() -> None:
+def test_layouts_of_a_search_hold_the_longest_sequence_and_each_is_planned_once() -> None:
     config = compose_config("sft", SftConfig, [*LONG, "loader.global_batch_size=16"])
-    packs = AssumedPacks(100, 131_072, sequence_tokens=131_072)
-    found = search_layouts(config, machine=Machine(), packs=packs, gpu_bytes=None)
+    found = search_layouts(config, machine=Machine(), packs=AssumedPacks(100, 131_072, 131_072), gpu_bytes=None)
     assert {one.plan.dp_size for one in found.fitting} == {4, 8}
-
-
-def test_a_picture_shows_the_ranks_that_share_each_row_and_where_they_wait(tmp_path: Path) -> None:
-    lengths = np.array([4 * TOKENS, TOKENS, TOKENS])
-    placed = Schedule(4, np.arange(3), np.array([0, 1, 1, 1, 1, 2, 3, 3, 3]), np.array([4] * 4 + [1] * 4))
-    batch = PlacedBatch("a run", lengths, placed, COST)
-    image = batch.waves(width=100)
-    assert image.shape == (4, 100)
-    assert (image[:, 0] == 2).all()  # four ranks, as a power of two
-    assert set(image[~np.isnan(image)]) == {0.0, 2.0}
-    assert np.isnan(image[:, -1]).sum() == 2
-    batch.draw(tmp_path / "waves.png")
-    assert (tmp_path / "waves.png").read_bytes().startswith(b"\x89PNG")
+    found = search_layouts(config, machine=Machine(), packs=AssumedPacks(100, 8192, 1024), gpu_bytes=None)
+    assert found.considered == 3 * len(found.fitting)  # with each kind of recomputation
 
 
 def test_the_command_draws_a_batch_of_every_schedule_but_packs_as_they_are(harness, tmp_path: Path) -> None:
@@ -189,9 +147,3 @@ def test_the_rows_of_a_plan_hold_the_tokens_of_a_step_however_many_sequences_are
     assert planned.work.microbatches == pytest.approx(sequences / 8 / 2, rel=0.01)
     padding = 1 - planned.work.tokens / (planned.work.microbatches * 2 * 1024)
     assert planned.work.padding == pytest.approx(padding) != 0
-
-
-def test_a_search_of_rows_that_ranks_share_plans_each_layout_once(monkeypatch) -> None:
-    config = compose_config("sft", SftConfig, [*LONG, "loader.global_batch_size=16"])
-    found = search_layouts(config, machine=Machine(), packs=AssumedPacks(100, 8192, 1024), gpu_bytes=None)
-    assert found.considered == 3 * len(found.fitting)  # with each kind of recomputation

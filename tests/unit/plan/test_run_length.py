@@ -23,39 +23,16 @@ def test_the_learning_rate_is_that_of_the_kind_of_training_unless_it_is_given(mo
 @pytest.mark.parametrize(
     ("settings", "steps", "warmup", "decay"),
     [
-        ({}, 1000, 30, 1000),
-        ({}, 60, 2, 60),
-        ({}, 1, 0, 1),
-        ({"warmup_ratio": 0.07}, 100, 7, 100),
-        ({"warmup_ratio": 1}, 100, 99, 100),
-        ({"warmup_ratio": 0}, 100, 0, 100),
+        *(({}, 1000, 30, 1000), ({}, 60, 2, 60), ({}, 1, 0, 1), ({}, None, 5, None)),
+        *(({"warmup_ratio": ratio}, 100, steps, 100) for ratio, steps in ((0.07, 7), (1, 99), (0, 0))),
         ({"warmup_steps": 12}, 100, 12, 100),
-        ({"decay_steps": 200}, 100, 6, 200),
-        ({}, None, 5, None),
-        ({"decay_steps": 200}, None, 6, 200),
+        *(({"decay_steps": 200}, steps, 6, 200) for steps in (100, None)),
     ],
 )
 def test_the_warm_up_is_a_share_of_the_decay_which_is_as_long_as_the_run(settings, steps, warmup, decay) -> None:
     resolved = OptimizerConfig(**settings).resolved(RANDOM, steps)
     assert (resolved.warmup_steps, resolved.decay_steps) == (warmup, decay)
     assert resolved.resolved(PRETRAINED, steps) == resolved
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "steps", "line"),
-    [
-        (OptimizerConfig(), 1000, "learning rate 1e-05 after 30 warm-up steps, cosine decay to 1e-06 over 1,000 steps"),
-        (OptimizerConfig(warmup_steps=1), None, "learning rate 1e-05 after 1 warm-up step, without decay"),
-        (OptimizerConfig(decay="constant"), 1000, "learning rate 1e-05 after 30 warm-up steps, without decay"),
-        (
-            OptimizerConfig(decay="inverse-square-root"),
-            None,
-            "learning rate 1e-05 after 5 warm-up steps, inverse-square-root decay",
-        ),
-    ],
-)
-def test_the_log_describes_the_course_of_the_learning_rate(optimizer, steps, line) -> None:
-    assert optimizer.resolved(PRETRAINED, steps).describe() == line
 
 
 def test_the_old_name_of_the_final_rate_is_refused_with_the_new_one() -> None:
@@ -73,6 +50,8 @@ def test_a_run_is_one_epoch_of_pretrained_weights_and_sixty_steps_of_random_ones
     ]
     given = SftConfig(model=PRETRAINED, trainer=TrainerConfig(steps=7)).with_steps()
     assert (given.trainer.steps, given.trainer.epochs) == (7, None)
+    live = compose_config("sft", SftConfig, ["data=live", "schedule=as_packed"])
+    assert live.with_steps().trainer.steps is None
 
 
 def test_steps_and_epochs_together_and_epochs_of_data_without_them_are_refused() -> None:

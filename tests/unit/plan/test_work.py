@@ -101,80 +101,22 @@ def test_the_kernels_of_a_layer_are_those_that_the_bench_counts() -> None:
         assert whole == pytest.approx(figures["8 sequences, 32 layers"], rel=0.01), version
 
 
-def test_a_product_takes_as_many_rounds_as_its_tiles_fill_of_a_gpu() -> None:
-    def products(num_tokens: int, **settings) -> float:
-        work = replace(WORK, microbatches=1, tokens=num_tokens)
-        machine = replace(MACHINE, memory_bytes_per_s=1e30, multiprocessors=64)
-        return seconds(model=replace(WIDE, lora_rank=1, **settings), work=work, machine=machine)["matrix products"]
-
-    # Outputs of 2,048 have 8 tiles for every 128 tokens, so 1,024 tokens fill 64 multiprocessors once.
-    assert products(1024) == products(900) < products(1025) / 1.25
-    # The output matrix is not in 8 bits.
-    assert products(1024) / 2 < products(1024, fp8="tensorwise") < products(1024)
-
-
-def test_what_products_hide_is_not_waited_for() -> None:
-    layout = {"tensor_parallel_size": 2, "sequence_parallel": True, "static_rows": True}
-    tp, hidden = (ParallelConfig(**layout, overlap_tensor_parallel=overlaps) for overlaps in (False, True))
-    quick = replace(MACHINE, node_bytes_per_s=1e9)
-    waits, some = (seconds(one, ranks=2, model=WIDE, machine=quick)["tensor"] for one in (tp, hidden))
-    assert some == pytest.approx(waits / 2)  # the first of two parts
-    assert seconds(hidden, ranks=2, model=WIDE)["tensor"] > some
-    # Inputs in 8 bits are gathered in 8 bits, and outputs scattered in four bytes.
-    in_8_bits = seconds(tp, ranks=2, model=replace(WIDE, fp8="tensorwise"), machine=quick)["tensor"]
-    assert in_8_bits == pytest.approx(waits * 5 / 8)
-
-
-def test_stages_wait_for_the_last_which_has_the_output_matrix_and_less_with_more_chunks() -> None:
-    pp = ParallelConfig(pipeline_parallel_size=2, static_rows=True)
-    four = replace(MODEL, num_layers=4, vocab_size=12800)
-    plain = seconds(pp, ranks=2, model=four)["pipeline"]
-    assert plain > seconds(pp, ranks=2, model=replace(four, vocab_size=1))["pipeline"]
-    assert plain > seconds(replace(pp, virtual_pipeline_parallel_size=2), ranks=2, model=four)["pipeline"]
-
-
 EXPERTS = replace(MODEL, family="qwen3_moe", num_experts=8, expert_ffn_hidden_size=16, vocab_size=1)
 
 
-def test_tokens_go_to_a_node_once_with_deepep_and_wait_less_behind_another_microbatch() -> None:
+def test_what_is_hidden_or_sent_once_is_not_waited_for_and_the_last_stage_is() -> None:
     def exchange(kernels: Kernels = PLAIN, **layout) -> float:
         parallel = ParallelConfig(expert_parallel_size=8, **layout)
         return seconds(parallel, ranks=8, model=EXPERTS, kernels=kernels)["expert"]
 
-    plain = exchange()
-    assert exchange(expert_dispatcher="flex") < plain
-    assert exchange(Kernels(overlap_experts=True)) < plain
-    # Half of two experts' tokens go to the other node, at its share of the port, in two passes of two layers.
-    away = 4000 / 8 * 8 * 4 * 2 / 2 / (1e4 * MACHINE.all_to_all_share)
-    assert plain == pytest.approx(2 * 2 * 2 * away)
-
-
-def test_the_host_is_not_ahead_of_the_forward_pass_of_layers_with_experts() -> None:
-    slow = replace(MACHINE, launch_s=1.0)
-    kernels = 4 * (2 * count_kernels(EXPERTS, ParallelConfig(), parts="*E") + OTHER_KERNELS)
-    parts = seconds(model=EXPERTS, machine=replace(slow, launch_s=(launch_s := 1e3)))
-    busy = sum(parts[name] for name in ("matrix products", "attention", "memory"))
-    assert parts["launches"] == pytest.approx(kernels * launch_s - busy)
-    # The GPU's work is a little longer than the launches: a third of it comes too fast for the host.
-    launch_s = 0.95 * busy / kernels
-    assert seconds(model=EXPERTS, machine=replace(slow, launch_s=launch_s))["launches"] > 0
-    assert seconds(model=MODEL, machine=replace(slow, launch_s=0.1 * launch_s))["launches"] == 0
-    assert (
-        count_kernels(replace(EXPERTS, family="gpt_oss", sliding_window=9), ParallelConfig(), parts="*E") > kernels / 8
-    )
-
-
-def test_keys_of_short_sequences_are_waited_for_beside_long_ones_and_longer_between_nodes() -> None:
-    parallel = ParallelConfig(context_parallel_size=2)
-
-    def waited(lengths: list[int], cp_size: int = 2) -> float:
-        work = plan_work(WIDE, np.array(lengths), num_packs=1, global_batch_size=1)
-        sizes = {"ranks": cp_size, "machine": Machine(ranks=4, message_s=0), "kernels": PLAIN}
-        return estimate_step(WIDE, replace(parallel, context_parallel_size=cp_size), work, **sizes)["context"]
-
-    # The first of two ranks' keys come before any attention, which hides the others in a long sequence alone.
-    long, short = waited([1 << 20]), waited([64] * (1 << 14))
-    assert 1.5 * long < short < 2 * long
-    assert waited([1 << 20, *[64] * (1 << 14)]) == pytest.approx(long + 2 * long, rel=0.02)
-    # Of eight ranks each sends its eighth seven times, at 40 GB/s for 340.
-    assert waited([64] * (1 << 14), 8) == pytest.approx(2 * long * 7 / 4 * 340 / 40, rel=0.02)
+    assert exchange() > exchange(expert_dispatcher="flex")
+    assert exchange() > exchange(Kernels(overlap_experts=True))
+    tp = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, static_rows=True)
+    quick, hidden = replace(MACHINE, node_bytes_per_s=1e9), replace(tp, overlap_tensor_parallel=True)
+    waits, some = (seconds(one, ranks=2, model=WIDE, machine=quick)["tensor"] for one in (tp, hidden))
+    assert 0 < some < waits
+    pp, four = ParallelConfig(pipeline_parallel_size=2, static_rows=True), replace(MODEL, num_layers=4)
+    plain = seconds(pp, ranks=2, model=replace(four, vocab_size=12800))["pipeline"]
+    assert plain > seconds(pp, ranks=2, model=four)["pipeline"]
+    more = replace(pp, virtual_pipeline_parallel_size=2)
+    assert plain > seconds(more, ranks=2, model=replace(four, vocab_size=12800))["pipeline"]

@@ -285,6 +285,8 @@ def test_template_variables_come_from_the_record_but_none_that_are_not_its_own()
     assert parse_record(record, "").template_kwargs == {"enable_thinking": False}
     as_text = {**record, "chat_template_kwargs": '{"enable_thinking": false}'}
     assert parse_record(as_text, "") == parse_record(record, "")
+    for empty in (None, {}, "{}", "null", {"enable_thinking": None}):
+        assert parse_record({**record, "chat_template_kwargs": empty}, "").template_kwargs == {}
     for kwargs in ({"messages": []}, {"add_generation_prompt": True}, {"not a name": 1}, [1], "on"):
         assert refusal({**record, "chat_template_kwargs": kwargs})[0] == BadReason.BAD_TEMPLATE_KWARGS
 
@@ -540,10 +542,7 @@ REFUSED = {
         (with_tools([{"type": "function", "function": {"name": 7}}]), "tool 1 has no name"),
         (with_tools([{**FUNCTION, "strict": float("nan")}]), "in tool 1 there is the number nan"),
         (with_tools([{"name": "f", "parameters": {"city": "string"}}]), "'city' has no type"),
-        (
-            with_arguments(nested(70)),
-            "arguments of call 1 of the tool_calls of turn 2 (assistant) there is a value more",
-        ),
+        (with_arguments(nested(70)), "call 1 of the tool_calls of turn 2 (assistant) there is a value more"),
         (with_arguments({"x": "\ud800"}), "half a surrogate pair"),
         (with_arguments({"x": float("inf")}), "the number inf"),
         (with_arguments({"x": 10**5000}), "an integer of 16,610 bits"),
@@ -580,10 +579,8 @@ REFUSED = {
     ],
     "bad_weight": [
         (answer_with(weight=0.555), "has the weight 0.555, expected a number from 0 to 1 with at most two decimals"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi", "weight": 1}]}, ANSWER]},
-            "a part of turn 1 (user) has a weight, and only assistant turns are trained",
-        ),
+        (with_part({"type": "text", "text": "Hi", "weight": 1}), "a part of turn 1 (user) has a weight"),
+        (answer_with(weight=Decimal(0)), "has the weight Decimal('0')"),  # a number of a table, and not nothing
         (answer_with(weight="1"), "has the weight '1'"),
         (answer_with(weight=float("nan")), "has the weight nan"),
         (answer_with(train=1), "has the train 1, expected true or false"),
@@ -723,10 +720,6 @@ def test_a_turn_of_two_fields_without_a_value_has_no_field_that_is_passed_over(t
     assert turns_of(called, schema="sharegpt")[1].tool_calls == (CALL,)
 
 
-def test_a_number_of_a_table_that_is_zero_is_not_taken_for_nothing():
-    assert "has the weight Decimal('0')" in refusal(answer_with(weight=Decimal(0)))[1]
-
-
 @pytest.mark.parametrize("inside", ['{"x": NaN}', '"\\ud800"', "[" * 70 + "1" + "]" * 70])
 def test_parameters_of_a_tool_in_json_text_are_checked_like_others(inside):
     parameters = f'{{"type": "object", "properties": {{"x": {{"type": "string", "default": {inside}}}}}}}'
@@ -748,9 +741,9 @@ IMAGE = "data:image/gif;base64,R0lGODdhAQABAIAAAP///////ywAAAAAAQABAAACAkQBADs="
         (json.dumps({"messages": [{**ASK, "content": "<image>x" * 200_000}, ANSWER], "image": IMAGE}),
          {"media": MediaLimits()}, "the turns have 200,000 <image> placeholders, and the record has 1 for them"),
         (json.dumps({"messages": [{**ASK, "content": [{"type": "image"}] * 200_000}, ANSWER]}),
-         {"drop_media": True}, "turn 1 (user) is empty"),
+         {"drop_media": True}, "turn 1 (user) is empty")
     ],
-    ids=["keys", "calls", "placeholders", "parts"],
+    ids=["keys", "calls", "placeholders", "parts"]
 )  # fmt: skip
 def test_a_hostile_record_of_megabytes_is_refused_in_time_that_grows_with_its_length(line, settings, words):
     """Each takes seconds, and hours where the time grows with the square."""

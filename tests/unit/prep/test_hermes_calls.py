@@ -67,10 +67,7 @@ def test_tags_without_the_setting_are_text():
 @pytest.mark.parametrize(
     ("turn", "words"),
     [
-        (
-            ("gpt", '<tool_call>{"name": "add", "arguments": {</tool_call>'),
-            "<tool_call> 1 of turn 2 (assistant) is not",
-        ),
+        (("gpt", '<tool_call>{"name": "add", "arguments": {</tool_call>'), "<tool_call> 1 of turn 2 (assistant)"),
         (("gpt", "<tool_call>__import__('os')</tool_call>"), "is not JSON"),
         # As a template of Python's that was not filled in leaves it.
         (("gpt", '<tool_call>{{"name": "add", "arguments": {}}}</tool_call>'), "is not JSON"),

@@ -27,29 +27,29 @@ from harness.errors import HarnessError
 from harness.formats import open_dataset
 from harness.loader.live.folder import LiveChunk
 from harness.prep.sources.reading import read_chunks
-path = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 resource.setrlimit(resource.RLIMIT_DATA, (700 << 20, 700 << 20))
-for read in (
-    lambda: [one for chunk in read_chunks([path]) for one in chunk.parse()],
-    lambda: LiveChunk(path, None).conversation(0),
-    lambda: list(open_dataset(path)),
-):
-    try:
-        read()
-    except HarnessError as error:
-        assert error.fix
-        print(error.what)
-    else:
-        print("read")
+for path in map(Path, sys.argv[1:]):
+    for read in (
+        lambda: [one for chunk in read_chunks([path]) for one in chunk.parse()],
+        lambda: LiveChunk(path, None).conversation(0),
+        lambda: list(open_dataset(path)),
+    ):
+        try:
+            read()
+        except HarnessError as error:
+            assert error.fix
+            print(error.what)
+        else:
+            print("read")
 """
 
 
-def whats_of(path: Path) -> list[str]:
-    """Read a file as chats, as a live chunk and as packs, in a process of limited memory; returns the errors."""
+def whats_of(*paths: Path) -> list[str]:
+    """Read files as chats, as live chunks and as packs, in a process of limited memory; returns the errors."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(path)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", _CHILD, *map(str, paths)], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -188,16 +188,18 @@ def test_arrow_values_that_take_no_bytes_count(tmp_path: Path) -> None:
     repeats = pa.RunEndEncodedArray.from_arrays(pa.array([1 << 16], pa.int32()), pa.array([TEXT]))
     nulls = pa.nulls(1 << 30)
     structs = pa.StructArray.from_arrays([nulls], ["role"])
+    many = pa.py_buffer(view[1].to_pybytes() * (1 << 11))
+    parts = pa.Array.from_buffers(pa.string_view(), 1 << 11, [None, many, view[2]])
+    paths, wanted = [], ["the file cannot be read: batch 0 declares 1,073,741,824 rows in 1"]
     for values, num_bytes in ((nulls, 8 << 30), (structs, 8 << 30), (repeats, (1 << 36) + (1 << 18)), (views, 1 << 26)):
         lists = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
-        chats, *_ = whats_of(write_arrow(tmp_path / "chats.arrow", lists))
-        assert chats == f"the row decodes to {num_bytes:,} bytes, more than 33,554,432"
-    chats, *_ = whats_of(write_arrow(tmp_path / "chats.arrow", nulls))
-    assert chats.startswith("the file cannot be read: batch 0 declares 1,073,741,824 rows in 1")
-    many = pa.py_buffer(view[1].to_pybytes() * (1 << 11))
-    views = pa.Array.from_buffers(pa.string_view(), 1 << 11, [None, many, view[2]])
-    chats, *_ = whats_of(write_arrow(tmp_path / "chats.arrow", pa.StructArray.from_arrays([views], ["role"])))
-    assert chats == "the batch decompresses to 2,147,483,648 bytes, more than 1,073,741,824"
+        paths.append(write_arrow(tmp_path / f"{len(paths)}.arrow", lists))
+        wanted.insert(-1, f"the row decodes to {num_bytes:,} bytes, more than 33,554,432")
+    paths.append(write_arrow(tmp_path / "nulls.arrow", nulls))
+    paths.append(write_arrow(tmp_path / "parts.arrow", pa.StructArray.from_arrays([parts], ["role"])))
+    wanted.append("the batch decompresses to 2,147,483,648 bytes, more than 1,073,741,824")
+    found = whats_of(*paths)[::3]
+    assert [chats[: len(words)] for chats, words in zip(found, wanted, strict=True)] == wanted
     lists = pa.ListViewArray.from_arrays([1, 1], [1, 1], pa.array(["", TEXT]))
     assert tables.decoded_bytes(lists) >= 2 * len(TEXT)
 

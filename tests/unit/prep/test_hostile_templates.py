@@ -29,26 +29,18 @@ LOOPS = "{% for a in range(99999) %}" * 3 + "{{ a }}" + "{% endfor %}" * 3
 HOSTILE = [
     # numbers
     "{{ 3**60000000 }}",
-    "{{ 2 ** (2 ** 40) }}",
     GROWING.replace("OF", "9").replace("MORE", "ns.x * ns.x"),
     # loops and recursion
     LOOPS,
-    "{% for m in messages * 3000 %}" * 3 + "{% endfor %}" * 3,
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     # texts and lists
     "{{ 'a' * 10**10 }}",
-    "{{ 'x' | center(10**10) }}",
     "{{ '%*d' % (10**10, 1) }}",
     "{{ '%0999999999d' % 1 }}{{ '%0999999999d' % 1 }}",
-    "{{ '{:>9999999999}'.format(1) }}",
     "{{ [1, [2, [3]]] | tojson(indent=10**9) }}",
-    "{{ messages | slice(10**9) | list }}",
     "{{ ('x' * 10**6) | indent(10**9, true) }}{{ 'x\nx' | indent(10**10) }}",
-    "{{ ('a b ' * 10**7) | wordwrap(1) | length }}",
     "{{ lipsum(n=10**7, html=false) }}",
     GROWING.replace("OF", "'aa'").replace("MORE", "ns.x ~ ns.x"),
-    GROWING.replace("OF", "[1]").replace("MORE", "ns.x + ns.x"),
-    "{% set x = cycler(*range(99999)) %}" + LOOPS.replace("{{ a }}", "{% set b = x.next() %}"),
 ]
 ESCAPES = [
     "{{ messages.__class__.__mro__ }}",

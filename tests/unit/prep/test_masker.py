@@ -67,19 +67,11 @@ PUBLISHED = ("deepseekv3", "diffusion_gemma", "glm4moe", "gptoss", "qwen3", "qwe
 BUILT_IN = ("llama3", "mistral", "qwen3", "deepseek")
 
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {},
-    {"history": "kept"},
-    {"train_reasoning": False},
-    {"train_tool_calls": False},
-    {"train_end_of_turn": False},
-    {"train_on": "last_turn"},
-    {"train_on": "marked"},
-    {"train_on": "weighted"},
+    *({}, {"history": "kept"}, {"train_reasoning": False}, {"train_tool_calls": False}, {"train_end_of_turn": False}),
+    *({"train_on": name} for name in ("last_turn", "marked", "weighted")),
     {"train_on": "weighted", "history": "kept"},
     {"train_reasoning": False, "train_tool_calls": False, "train_end_of_turn": False},
-    {"mask": "assistant_turns"},
-    {"mask": "assistant_turns", "train_on": "weighted"},
-    {"mask": "all"},
+    *({"mask": "assistant_turns"}, {"mask": "assistant_turns", "train_on": "weighted"}, {"mask": "all"}),
     {"end_of_last_turn": "<|endoftext|>"},
 )
 _ANSWERED, _ASKED = [turn("user", "a"), turn("assistant", "b")], [turn("user", "d")]
@@ -158,34 +150,22 @@ def test_what_is_trained_is_what_earlier_versions_trained(name: str) -> None:
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] == EARLIER.get(name), "\n".join(lines)
 
 
-EARLIER = {
-    "plain": "e9a8cca3666d4354",
-    "forgetful": "2013d0790bc7d54c",
-    "opened": "fbd5b19cd65aa089",
-    "marked": "cb44686ca58adc26",
-    "closed": "89712bbeab0861e4",
-    "endless": "5d0f61ba0dc84ce9",
-    "marked with a hint": "bbe44e7798649561",
-    "marked, notes are not kept": "788b28d79ad4a2ca",
-    "marked, two ends are not": "023478adf08259d3",
-    "marked, a second end is not": "c15066161dd55f3e",
-    "a line after the last": "66567bce06d6d310",
-    "headless": "7cb5e9e1a057e522",
-    "calls or a text": "49b4752306adfe04",
-    "forgetful by name": "a0b5378909857417",
-    "published deepseekv3": "d3227453fd5eb33d",
-    "published diffusion_gemma": "63609bbebf0b66a2",
-    "published glm4moe": "6d4092713e68cdb0",
-    "published gptoss": "54848ba5a4a1bd35",
-    "published qwen3": "c54c9c4996a3fbbf",
-    "published qwen3_5_think": "04639a7aface5789",
-    "published lfm2_2_5": "e6b65b230e172b12",
-    "published phi3": "164db592acff7356",
-    "built in llama3": "98885e370c603323",
-    "built in mistral": "161ab24465973665",
-    "built in qwen3": "6ad01cc971989384",
-    "built in deepseek": "daf627d4aefd7075",
-}
+EARLIER = dict(
+    [
+        *(("plain", "e9a8cca3666d4354"), ("forgetful", "2013d0790bc7d54c"), ("opened", "fbd5b19cd65aa089")),
+        *(("marked", "cb44686ca58adc26"), ("closed", "89712bbeab0861e4"), ("endless", "5d0f61ba0dc84ce9")),
+        *(("marked with a hint", "bbe44e7798649561"), ("marked, notes are not kept", "788b28d79ad4a2ca")),
+        *(("marked, two ends are not", "023478adf08259d3"), ("marked, a second end is not", "c15066161dd55f3e")),
+        *(("a line after the last", "66567bce06d6d310"), ("headless", "7cb5e9e1a057e522")),
+        *(("calls or a text", "49b4752306adfe04"), ("forgetful by name", "a0b5378909857417")),
+        *(("published deepseekv3", "d3227453fd5eb33d"), ("published diffusion_gemma", "63609bbebf0b66a2")),
+        *(("published glm4moe", "6d4092713e68cdb0"), ("published gptoss", "54848ba5a4a1bd35")),
+        *(("published qwen3", "c54c9c4996a3fbbf"), ("published qwen3_5_think", "04639a7aface5789")),
+        *(("published lfm2_2_5", "e6b65b230e172b12"), ("published phi3", "164db592acff7356")),
+        *(("built in llama3", "98885e370c603323"), ("built in mistral", "161ab24465973665")),
+        *(("built in qwen3", "6ad01cc971989384"), ("built in deepseek", "daf627d4aefd7075")),
+    ]
+)
 
 
 def masker(template: str, *special: str, **settings: Any) -> Masker:
@@ -272,58 +252,39 @@ def test_where_no_token_is_special_no_end_of_a_turn_is_found() -> None:
     assert (reason, "writes turn 2 differently" in detail) == (BadReason.NOT_AS_SERVED, True)
 
 
-NO_END = "turn 2 is trained without an end token, so the model would not learn to stop; set tokenizer.end_of_last_turn="
+NO_END = "turn 2 is trained without an end token ... set tokenizer.end_of_last_turn="
 
 
 @pytest.mark.parametrize(
     ("template", "settings", "chat", "reason", "detail"),
     [
-        (
-            *(OWN["plain"], {}, talk("Hi", "Hello", weight=0.5), BadReason.BAD_WEIGHT),
-            "turn 2 has a weight between 0 and 1, or weights of its parts; "
-            "tokenizer.train_on=weighted trains with weights",
-        ),
+        (*(OWN["plain"], {}, talk("Hi", "Hello", weight=0.5), BadReason.BAD_WEIGHT), "turn 2 ... train_on=weighted"),
         (
             *(OWN["plain"], {"mask": "all"}, talk("Hi", "Hello", weight=0), BadReason.BAD_WEIGHT),
-            "turn 2 is not to be trained (a weight of 0, or a part of a prompt), and tokenizer.mask=all trains every "
-            "token; use tokenizer.mask=auto",
+            "turn 2 is not to be trained ... tokenizer.mask=auto",
         ),
         (OWN["plain"], {}, talk("Hi", "Hello", weight=0), BadReason.NOTHING_TRAINED, "no turn is marked as trained"),
-        (
-            *(OWN["plain"], {"train_on": "marked"}, talk("Hi", "Hello"), BadReason.NOTHING_TRAINED),
-            "no assistant turn has a weight, which tokenizer.train_on=marked requires",
-        ),
-        (
-            *(OWN["closed"], {"mask": "assistant_turns"}, TWICE, BadReason.TEMPLATE_FAILED),
-            "the chat template failed: it writes turn 2 differently once later turns follow; use tokenizer.mask=auto",
-        ),
+        (*(OWN["plain"], {"train_on": "marked"}, talk("Hi", "Hello"), BadReason.NOTHING_TRAINED), "train_on=marked"),
+        (*(OWN["closed"], {"mask": "assistant_turns"}, TWICE, BadReason.TEMPLATE_FAILED), "turn 2 ... mask=auto"),
         (
             OWN["plain"].replace("assistant\n{%", "assistant\n<an answer to {{ messages[-1].content }}>{%"),
             *({}, talk("Hi", "Hello", "What is your name?", "Joe"), BadReason.NOT_AS_SERVED),
             "turn 4 does not begin with the chat template's generation prompt (which ends in "
-            "'r to What is your name?>'), so a served model would not generate this text; set another template with "
-            "tokenizer.chat_template",
+            "'r to What is your name?>') ... tokenizer.chat_template",
         ),
-        (
-            *(OWN["closed"], {"history": "kept"}, TWICE, BadReason.NOT_AS_SERVED),
-            "the chat template writes turn 2 differently once later turns follow; use tokenizer.history=as_served",
-        ),
-        (
-            *(OWN["endless"], {}, talk("Hi", "Hello"), BadReason.NO_END),
-            NO_END + "\"'</s>'\", or set tokenizer.train_end_of_turn=false",
-        ),
+        (*(OWN["closed"], {"history": "kept"}, TWICE, BadReason.NOT_AS_SERVED), "turn 2 ... =as_served"),
+        (*(OWN["endless"], {}, talk("Hi", "Hello"), BadReason.NO_END), NO_END + "\"'</s>'\""),
         (
             OWN["marked"].replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
             *({}, talk("Hi", "Hello"), BadReason.NO_END),
-            NO_END + "\"'<|im_end|>'\", or set tokenizer.train_end_of_turn=false",
+            NO_END + "\"'<|im_end|>'\"",
         ),
         *(
             (
                 *(template, {"train_on": "weighted", "train_end_of_turn": False}),
                 talk("Hi", "", reasoning_content="b a", content=[{"type": "text", "text": "a", "weight": 0.5}]),
                 BadReason.BAD_WEIGHT,
-                "the chat template does not write the parts of turn 2, which have weights, exactly once "
-                "one after the other",
+                "the chat template does not write the parts of turn 2, which have weights, exactly once",
             )
             for template in (
                 *(OWN["headless"], OWN["forgetful"]),
@@ -335,7 +296,8 @@ NO_END = "turn 2 is trained without an end token, so the model would not learn t
 def test_a_chat_that_cannot_be_trained_is_refused_with_its_turn_and_what_to_set(
     template: str, settings: dict[str, Any], chat: Conversation, reason: BadReason, detail: str
 ) -> None:
-    assert refusal(masker(template, "<|im_end|>", "<|endoftext|>", **settings), chat) == (reason, detail)
+    found, words = refusal(masker(template, "<|im_end|>", "<|endoftext|>", **settings), chat)
+    assert (found, [part for part in detail.split(" ... ") if part not in words]) == (reason, []), words
 
 
 @pytest.mark.parametrize("name", ["qwen3", "built in qwen3"])
@@ -362,20 +324,9 @@ def test_a_record_of_many_turns_that_each_have_a_sequence_is_refused_early_with_
         assert len(masker(template, *ends, **settings).sequences(chat)) == 1
 
 
-def test_a_tokenizer_without_an_end_has_none_to_suggest() -> None:
-    made = Masker(Template(OWN["endless"], {}), TokenizerConfig(), (), where="t.jinja")
-    _, detail = refusal(made, talk("Hi", "Hello"))
-    assert detail.endswith("; set tokenizer.end_of_last_turn, or set tokenizer.train_end_of_turn=false")
-
-
 def test_a_template_that_needs_tools_shows_its_end_after_a_call() -> None:
     made = masker("{{ tools[0].function.name }}" + OWN["plain"], "<|im_end|>")
     assert made.end_tokens == ("<|im_end|>",)
-
-
-def test_the_end_of_a_turn_of_nothing_is_not_looked_for_before_it() -> None:
-    made = masker(OWN["plain"], "<|im_end|>")
-    assert made._core_end("<|im_end|>", 10, 10) == 10
 
 
 def test_white_space_that_is_marked_after_the_last_turn_alone_trains_nothing_of_the_next_one() -> None:

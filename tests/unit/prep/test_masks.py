@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import date
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,9 @@ import numpy as np
 import pytest
 
 from harness.errors import ConfigError
-from harness.prep.chat import BadReason, BadRecord, Conversation, MediaPart, Message, ToolCall, parse_record
+from harness.prep.chat import BadReason, BadRecord, Conversation, Message, ToolCall, parse_record
 from harness.prep.tokenize import ChatTokenizer, Encoded, TokenizerConfig, train_bpe
 from harness.prep.tokenize.chats import Form
-from harness.prep.tokenize.masks import _INLINE_REASONING
 
 TURN = "<|im_start|>{{ m.role }}\n"
 # Writes the reasoning of the last turn only, and a block for it in every prompt's place.
@@ -85,18 +82,6 @@ def trained(sequence: Encoded) -> list[str]:
     return [sequence.text[start:end] for start, end in sequence.spans]
 
 
-@pytest.mark.parametrize(("opened", "closed"), [("<think>\n", "\n</think>\n\n"), ("<think>", "</think>")])
-def test_a_prompt_that_opens_the_reasoning_is_closed_for_a_turn_that_has_none(
-    tokenizer: Any, opened: str, closed: str
-) -> None:
-    template = OPENED.replace("<think>\n", opened)
-    first, second = encode(tokenizer(template), chat("Hi", "Hello", "Bye", "So long"))
-    assert (trained(first), trained(second)) == ([f"{closed}Hello<|im_end|>"], [f"{closed}So long<|im_end|>"])
-    assert first.text == f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{opened}{closed}Hello<|im_end|>\n"
-    # Earlier turns stay as the template shows them.
-    assert "<|im_start|>assistant\nHello<|im_end|>\n" in second.text
-
-
 @pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
 @pytest.mark.parametrize("switch", [True, False])
 def test_a_prompt_with_thinking_switched_on_or_off_counts_as_served(tokenizer: Any, name: str, switch: bool) -> None:
@@ -135,20 +120,6 @@ def test_tokens_have_the_weight_of_their_part_or_else_of_their_message(tokenizer
         ("The quick", 20),
         (" brown fox<|im_end|>", 75),
     ]
-
-
-@pytest.mark.parametrize("rule", ["generation", "assistant_turns"])
-def test_weights_reach_the_tokens_by_every_rule(tokenizer: Any, rule: str) -> None:
-    marked = (
-        "{% for m in messages %}" + TURN + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
-        "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    weighted = tokenizer(marked, train_on="weighted", mask=rule)
-    talk = chat("Hi", "Hello", "Bye", "So long")
-    messages = tuple(replace(one, weight={1: 50, 3: 100}.get(number)) for number, one in enumerate(talk.messages))
-    (sequence,) = encode(weighted, replace(talk, messages=messages))
-    assert weights(weighted, sequence) == [("Hello<|im_end|>", 50), ("So long<|im_end|>", 100)]
     assert weighted.mask_facts()["weights"] == "hundredths"
 
 
@@ -224,20 +195,16 @@ def test_a_condition_that_repeats_the_name_of_a_parameter_is_not_a_parameter_of_
         encode(made, parsed(turns, tools=tools))
 
 
+LOSES_OK = "{{ m.content if m.content != 'ok' else '' }}"
+ASKED = [("user", "Is it ok?"), ("assistant", None), ("tool", "ok")]
+
+
 # What is lost stands elsewhere, too: a short result in the answer, an argument in the question.
 @pytest.mark.parametrize(
     ("lost", "messages", "words"),
     [
-        (
-            "{{ m.content if m.content != 'ok' else '' }}",
-            [("user", "Is it ok?"), ("assistant", None), ("tool", "ok"), ("assistant", "It is ok.")],
-            "turns 1 to 4 (assistant): 'It is ok.'",
-        ),
-        (
-            "{{ m.content if m.content != 'ok' else '' }}",
-            [("user", "Is it ok?"), ("assistant", None), ("tool", "ok"), ("assistant", "It is.")],
-            "turns 1 to 3 (tool): 'ok'",
-        ),
+        (LOSES_OK, [*ASKED, ("assistant", "It is ok.")], "turns 1 to 4 (assistant): 'It is ok.'"),
+        (LOSES_OK, [*ASKED, ("assistant", "It is.")], "turns 1 to 3 (tool): 'ok'"),
         (
             "{{ m.content if m.role != 'system' or 'w' in m.content else '' }}",
             [("system", "yes"), ("user", "Say"), ("assistant", "yes")],
@@ -306,10 +273,7 @@ def calling(arguments: dict[str, Any]) -> Conversation:
     [
         (TOOLS, chat("Hi", "Hello", reasoning_content="Hm"), "write the reasoning of turn 2 (assistant)"),
         (FORGETFUL, calling({"a": "b"}), "write the tool call's name of turn 2 (assistant)"),
-        (
-            *(FORGETFUL, parsed(HELLO, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])),
-            "write the tools",
-        ),
+        (FORGETFUL, parsed(HELLO, tools=[{"name": "f", "parameters": {}}]), "write the tools"),
         (TOOLS, parsed(HELLO, chat_template_kwargs={"enable_thinking": False}), "read `enable_thinking`"),
         (
             TOOLS.replace("m in messages", "m in messages if m.role != 'tool'"),
@@ -331,9 +295,8 @@ def calling(arguments: dict[str, Any]) -> Conversation:
             f"write all of the reasoning of turn 2 (assistant): {CUT}",
         ),
         (
-            TOOLS.replace(ARGUMENTS, "c.function.arguments.values() | select('string') | join"),
-            calling({"a": "b"}),
-            "write the tool call's arguments of turn 2 (assistant)",
+            *(TOOLS.replace(ARGUMENTS, "c.function.arguments.values() | join"), calling({"a": "b"})),
+            "write the tool call's arg",
         ),
         (
             TOOLS.replace(ARGUMENTS, "c.function.arguments.items() | selectattr(1, 'string') | list"),
@@ -398,12 +361,3 @@ def test_marks_inside_text_that_moves_are_refused(tokenizer: Any) -> None:
     bad = refused(tokenizer(moved + "{% for m in messages %}{{ say(m) }}{% endfor %}"), chat("Hi", "Hello"))
     assert bad.reason == BadReason.TEMPLATE_FAILED
     assert "inside a block whose text is moved" in bad.detail
-
-
-def test_reasoning_inside_the_text_is_taken_out_of_every_part_of_it() -> None:
-    bare = lambda content: Message("assistant", content).with_texts(partial(_INLINE_REASONING.sub, "")).content  # noqa: E731
-    assert bare("<think>Hm</think>\n\nHello") == "Hello"
-    assert bare(("<think>Hm</think> Hello", "", " you<think>So</think>")) == ("Hello", "", " you")
-    assert (bare(""), bare(None)) == ("", None)
-    image = MediaPart("image", b"png")
-    assert bare((image, "<think>Hm</think> Hello")) == (image, "Hello")

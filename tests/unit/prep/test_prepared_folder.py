@@ -40,9 +40,11 @@ def test_a_finished_folder_without_its_data_is_prepared_again(tmp_path):
     assert finished_report(LocalFolder(tmp_path / "d"), SETTINGS, overwrite=False) is None
 
 
-def test_an_interrupted_run_is_taken_over_with_any_settings(tmp_path):
+def test_a_running_preparation_locks_the_folder_and_an_interrupted_one_is_taken_over_with_any_settings(tmp_path):
     folder = PreparedFolder(tmp_path / "d")
     folder.begin()
+    with pytest.raises(FormatError, match="another process"):
+        PreparedFolder(tmp_path / "d").begin()
     (tmp_path / "d" / "train").mkdir()
     (tmp_path / "d" / "train" / "half").write_text("")
     folder.abandon()
@@ -53,14 +55,6 @@ def test_an_interrupted_run_is_taken_over_with_any_settings(tmp_path):
     again.abandon()
 
 
-def test_a_running_preparation_locks_the_folder(tmp_path):
-    folder = PreparedFolder(tmp_path / "d")
-    folder.begin()
-    with pytest.raises(FormatError, match="another process"):
-        PreparedFolder(tmp_path / "d").begin()
-    folder.abandon()
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_with_other_files_is_never_changed(tmp_path, overwrite):
     (tmp_path / "thesis.tex").write_text("x")
@@ -69,13 +63,9 @@ def test_a_folder_with_other_files_is_never_changed(tmp_path, overwrite):
     (tmp_path / "report.json").write_text(json.dumps({"title": "another tool"}))
     with pytest.raises(PrepError, match="was not written by a preparation"):
         finished_report(LocalFolder(tmp_path), SETTINGS, overwrite=overwrite)
-    assert (tmp_path / "thesis.tex").exists()
-
-
-def test_a_file_at_the_destination_is_an_error(tmp_path):
-    (tmp_path / "d").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
-        finished_report(LocalFolder(tmp_path / "d"), SETTINGS, overwrite=True)
+        finished_report(LocalFolder(tmp_path / "thesis.tex"), SETTINGS, overwrite=overwrite)
+    assert (tmp_path / "thesis.tex").read_text() == "x"
 
 
 @pytest.mark.parametrize("damage", [{"settings": "date"}, {"settings": ["date"]}, {"splits": 5}, {"splits": None}])

@@ -51,7 +51,8 @@ def source(tmp_path: Path) -> str:
 
 def shown(source: str, *, color: bool = False, count: int = 4, tokenizer: TokenizerConfig | None = None, **data) -> str:
     console = Console(file=io.StringIO(), width=80, force_terminal=color, color_system="standard" if color else None)
-    config = PrepareConfig(SourceConfig(path=source), tokenizer or TokenizerConfig(), PackingConfig(**data))
+    read = SourceConfig(path=source, limit=data.pop("limit", 0))
+    config = PrepareConfig(read, tokenizer or TokenizerConfig(), PackingConfig(**data))
     config.preview = count
     show_preview(config, console=console)
     return console.file.getvalue()
@@ -143,10 +144,7 @@ def test_the_commands_take_the_settings_of_a_preparation(source, tmp_path, monke
 
 
 def test_a_preview_shows_no_record_beyond_the_limit_of_the_source(source):
-    config = PrepareConfig(SourceConfig(path=source, limit=1), TokenizerConfig(), PackingConfig(), preview=4)
-    console = Console(file=io.StringIO(), width=80)
-    show_preview(config, console=console)
-    assert "1 record shown" in console.file.getvalue()
+    assert "1 record shown" in shown(source, limit=1)
 
 
 def test_a_sample_of_a_long_conversation_decodes_its_beginning_alone():

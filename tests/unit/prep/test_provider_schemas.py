@@ -215,33 +215,6 @@ CHOICE = {"finish_reason": "stop", "message": {"role": "assistant", "content": "
 BATCH = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": BODY}
 
 
-def test_a_line_of_a_batch_is_its_request_with_the_answer():
-    line = {**BATCH, "response": {"status_code": 200, "body": {"choices": [CHOICE]}}, "error": None}
-    assert detect_schema([line]) == "messages"
-    made = parse(line, "line 1")
-    assert [turn.text for turn in made.messages] == ["Oslo?", "Cold."]
-    assert made.tools == (TOOL,)
-    assert RecordReader().unused_keys(line) == {"model"}
-    items = {**BATCH, "body": {"input": "Oslo?"}, "response": {"body": {"output": RESPONSES["output"]}}}
-    assert [turn.text for turn in parse(items, "line 1").messages] == ["Oslo?", "Cold."]
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({}, "no assistant turn in a conversation of 1 turn"),
-        ({"body": "{"}, "not JSON"),
-        ({"body": []}, "expected an object"),
-        ({"error": {"code": "x"}}, "the request failed"),
-        ({"response": {"status_code": 429}}, "status 429"),
-        ({"response": {"body": {"choices": [CHOICE, CHOICE]}}}, "2 choices"),
-        ({"response": {"body": {"choices": [{**CHOICE, "finish_reason": "length"}]}}}, "is incomplete"),
-    ],
-)
-def test_a_line_of_a_batch_without_one_whole_answer_is_refused(more, words):
-    assert words in refusal({**BATCH, **more})[1]
-
-
 PARAMS = {"model": "m", "max_tokens": 9, "system": "Be brief.", "messages": [ASKED]}
 ASKED_OF = {"custom_id": "1", "params": PARAMS}
 ANSWER = {**ITEM, "content": [text("Cold.")], "id": "x"}
@@ -250,41 +223,54 @@ VERTEX = {"contents": [{"role": "user", "parts": [{"text": "Oslo?"}]}], "generat
 CANDIDATE = {"content": {"role": "model", "parts": [{"text": "Cold."}]}, "finishReason": "STOP"}
 
 
+STOPPED = {**SUCCEEDED, "message": {**ANSWER, "stop_reason": "max_tokens"}}
+CUT = {**CANDIDATE, "finishReason": "MAX_TOKENS"}
+
+
+OF_OPENAI = {**BATCH, "response": {"status_code": 200, "body": {"choices": [CHOICE]}}, "error": None}
+ITEMS = {**BATCH, "body": {"input": "Oslo?"}, "response": {"body": {"output": RESPONSES["output"]}}}
+
+
 @pytest.mark.parametrize(
     ("line", "schema"),
     [
+        (OF_OPENAI, "messages"),
+        (ITEMS, "responses"),
         ({**ASKED_OF, "result": SUCCEEDED}, "messages"),
         ({"request": VERTEX, "status": "", "response": {"candidates": [CANDIDATE], "modelVersion": "m"}}, "gemini"),
         ({"key": "1", "request": VERTEX, "response": {"candidates": [CANDIDATE]}}, "gemini"),
         ({"custom_id": "1", "request": PARAMS, "response": {**ANSWER, "stop_reason": "end_turn"}}, "messages"),
     ],
 )
-def test_a_line_of_another_provider_is_its_request_with_the_answer(line, schema):
+def test_a_line_of_a_batch_is_its_request_with_the_answer(line, schema):
     assert detect_schema([line]) == schema
-    assert [turn.text for turn in parse(line, "line 1").messages if turn.role != "system"] == ["Oslo?", "Cold."]
-    assert set(RecordReader().columns_to_read(line)) >= line.keys() - {"id"}
+    made = parse(line, "line 1")
+    assert [turn.text for turn in made.messages if turn.role != "system"] == ["Oslo?", "Cold."]
+    assert made.tools == ((TOOL,) if line is OF_OPENAI else ())
+    assert set(RecordReader().columns_to_read(line)) >= line.keys() - {"id", "method", "url"}
+    assert line is not OF_OPENAI or RecordReader().unused_keys(line) == {"model"}
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (ASKED_OF, "no assistant turn in a conversation of 2 turns"),
+        (BATCH, "no assistant turn in a conversation of 1 turn"),
+        ({**BATCH, "body": "{"}, "not JSON"),
+        ({**BATCH, "body": []}, "expected an object"),
+        ({**BATCH, "error": {"code": "x"}}, "the request failed"),
+        ({**BATCH, "response": {"status_code": 429}}, "status 429"),
+        ({**BATCH, "response": {"body": {"choices": [CHOICE, CHOICE]}}}, "2 choices"),
+        ({**BATCH, "response": {"body": {"choices": [{**CHOICE, "finish_reason": "length"}]}}}, "is incomplete"),
         ({**ASKED_OF, "result": {"type": "errored", "error": {}}}, "its result is 'errored'"),
         ({**ASKED_OF, "result": {"type": "succeeded"}}, "the `message` of `result`"),
-        (
-            {**ASKED_OF, "result": {**SUCCEEDED, "message": {**ANSWER, "stop_reason": "max_tokens"}}},
-            "its stop_reason is 'max_tokens'",
-        ),
+        ({**ASKED_OF, "result": STOPPED}, "its stop_reason is 'max_tokens'"),
         ({"custom_id": "1", "result": SUCCEEDED}, "add the `params` of the request"),
         ({"request": VERTEX, "status": "Quota exceeded", "response": {}}, "the request failed: 'Quota exceeded'"),
         ({"request": VERTEX, "response": {"candidates": []}}, "0 candidates"),
-        (
-            {"request": VERTEX, "response": {"candidates": [{**CANDIDATE, "finishReason": "MAX_TOKENS"}]}},
-            "its finishReason is 'MAX_TOKENS'",
-        ),
+        ({"request": VERTEX, "response": {"candidates": [CUT]}}, "its finishReason is 'MAX_TOKENS'"),
     ],
 )
-def test_a_line_of_another_provider_without_one_whole_answer_is_refused(line, words):
+def test_a_line_of_a_batch_without_one_whole_answer_is_refused(line, words):
     assert words in refusal(line)[1]
 
 
@@ -302,29 +288,13 @@ def test_texts_without_roles_are_turns_of_user_and_assistant():
 
 def test_what_is_wrong_with_the_first_records_comes_with_its_own_fix():
     for record, what, fix in (
-        (
-            *(
-                {"custom_id": "1", "response": {}},
-                "a batch response without its request; fields: custom_id, response",
-            ),
-            "add the `body` of the request with the same custom_id",
-        ),
+        ({"custom_id": "1", "response": {}}, "a batch response without its request", "add the `body` of the request"),
         ({"chosen": "a", "rejected": "b"}, "form a preference record", "source.schema=preference trains on `chosen`"),
-        (
-            *({"input_ids": [1], "loss_mask": [0]}, "tokens instead of chats; fields: input_ids, loss_mask"),
-            "to train on packs: data.path",
-        ),
+        (*({"input_ids": [1], "loss_mask": [0]}, "tokens instead of chats"), "to train on packs: data.path"),
     ):
         with pytest.raises(PrepError, match=what) as error:
             detect_schema([record])
         assert error.value.fix.startswith(fix)
-
-
-def test_template_variables_that_are_null_are_none():
-    chat = [ASKED, {"role": "assistant", "content": "Cold."}]
-    for empty in (None, {}, "{}", "null", {"enable_thinking": None}):
-        assert parse({"messages": chat, "chat_template_kwargs": empty}, "").template_kwargs == {}
-    assert parse({"messages": chat, "chat_template_kwargs": {"a": 1}}, "").template_kwargs == {"a": 1}
 
 
 def objects_of(value: Any) -> Iterator[dict[str, Any]]:

@@ -77,11 +77,7 @@ DATASETS = {
         "data/all/test-00000-of-00001.parquet": parquet("a3"),
         "data/short/train-00000-of-00001.parquet": parquet("s"),
     },
-    "org/parts": {
-        "README.md": CARD_OF_PARTS,
-        "a/train.parquet": parquet("a"),
-        "b/train.parquet": parquet("b1", "b2"),
-    },
+    "org/parts": {"README.md": CARD_OF_PARTS, "a/train.parquet": parquet("a"), "b/train.parquet": parquet("b1", "b2")},
     "org/twice": {"chats.jsonl": jsonl("a"), "chats.parquet": parquet("a")},
     "org/held": {"chats.jsonl": jsonl("a"), "test.jsonl": jsonl("t")},
     "org/scripts": {"chats.py": b"", "README.md": b""},

@@ -22,11 +22,8 @@ def packed(lengths: list[int], *, pack_size: int, max_open: int) -> list[list[in
     return [[one.key for one in pack] for pack in out if pack is not None]
 
 
-def test_a_sequence_goes_to_the_tightest_pack_and_full_packs_leave_at_once() -> None:
+def test_a_sequence_goes_to_the_tightest_pack_and_full_packs_or_the_oldest_of_too_many_leave_at_once() -> None:
     assert packed([6, 7, 3, 4], pack_size=10, max_open=4) == [[1, 2], [0, 3]]
-
-
-def test_the_oldest_pack_leaves_once_too_many_are_open() -> None:
     assert packed([6, 7, 8, 5], pack_size=10, max_open=2) == [[0], [1], [2], [3]]
     assert packed([6, 7, 8, 4], pack_size=10, max_open=3) == [[0, 3], [1], [2]]
 
@@ -71,13 +68,9 @@ def test_a_restored_pack_that_is_too_large_by_current_sizes_is_split() -> None:
     assert packer.open_keys == [[0, 1], [2]]
 
 
-def test_a_pack_joins_its_members_end_to_end() -> None:
+def test_a_pack_joins_its_members_end_to_end_and_counts_their_media_from_its_first_token() -> None:
     pack = pack_of([member(7, 3), member(9, 2)])
-    assert pack.input_ids.tolist() == [7, 7, 7, 9, 9]
-    assert pack.seq_start_id.tolist() == [0, 3]
-
-
-def test_media_of_joined_sequences_are_counted_from_the_first_token_of_the_pack() -> None:
+    assert (pack.input_ids.tolist(), pack.seq_start_id.tolist()) == ([7, 7, 7, 9, 9], [0, 3])
     image = Medium("image", 1, 2, b"abc")
     shown = SequenceView(np.zeros(4, np.int32), np.zeros(4, np.uint8), (image,))
     joined = pack_of([member(1, 3), Member(2, shown, 4), Member(3, shown, 4)])

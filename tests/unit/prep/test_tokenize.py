@@ -72,20 +72,16 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize("conversation", CHATS)
-def test_tokens_and_mask_are_those_of_apply_chat_template(folder, tokenizer, conversation):
+def test_tokens_and_masks_are_those_of_apply_chat_template(folder, tokenizer):
     from transformers import AutoTokenizer
 
-    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        [turn.as_dict() for turn in conversation.messages],
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    sequence = encode(tokenizer, conversation)
-    assert sequence.input_ids.tolist() == expected["input_ids"]
-    assert sequence.loss_mask.tolist() == [*expected["assistant_masks"][1:], 0]
-    assert (sequence.input_ids.dtype, sequence.loss_mask.dtype) == (np.int32, np.uint8)
+    for conversation, sequence in zip(CHATS, tokenizer.encode(CHATS), strict=True):
+        turns = [turn.as_dict() for turn in conversation.messages]
+        asked = {"return_dict": True, "return_assistant_tokens_mask": True}
+        expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(turns, tokenize=True, **asked)
+        assert sequence.input_ids.tolist() == expected["input_ids"]
+        assert sequence.loss_mask.tolist() == [*expected["assistant_masks"][1:], 0]
+        assert (sequence.input_ids.dtype, sequence.loss_mask.dtype) == (np.int32, np.uint8)
 
 
 def test_white_space_outside_the_offsets_neither_loses_nor_adds_trained_tokens(folder, tmp_path):
@@ -108,16 +104,12 @@ def test_white_space_outside_the_offsets_neither_loses_nor_adds_trained_tokens(f
 @pytest.mark.parametrize(
     ("template", "reason", "words"),
     [
-        (
-            "{% generation %}{{ raise_exception('roles must alternate') }}{% endgeneration %}",
-            "template_failed",
-            "altern",
-        ),
+        ("{% generation %}{{ raise_exception('must alternate') }}{% endgeneration %}", "template_failed", "altern"),
         ("{% generation %}{{ messages + 1 }}{% endgeneration %}", "template_failed", "TypeError"),
         (
             "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}",
             "nothing_trained",
-            "no trainable assistant token",
+            "no trainable",
         ),
         ("{% generation %}x<|im_end|>{% endgeneration %}", "not_written", "turn 1 (user): 'Hi'"),
     ],
@@ -198,29 +190,23 @@ def test_a_token_of_no_bytes_is_spelled_as_it_is():
     assert made.mask(np.array([0, 1], np.int32), "a世", [(1, 2)]).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("change", [{"normalizer": True}, {"added": True}, {}])
+@pytest.mark.parametrize("change", ["normalizer", "added", ""])
 def test_masks_from_the_bytes_of_tokens_equal_those_from_all_offsets(folder, change):
     from tokenizers import AddedToken, Tokenizer, normalizers
 
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if "normalizer" in change:
+    if change == "normalizer":
         backend.normalizer = normalizers.NFC()
-    if "added" in change:
+    if change == "added":
         backend.add_tokens([AddedToken("<x>", lstrip=True, rstrip=True, normalized=False), AddedToken("世界")])
     added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
     made = TokenBytes.of(backend, added)
     assert made is not None
     texts = ["An \u00e9migr\u00e9 火車 🙂🙂 stops.\n ", "plain  words ", "cafe\u0301", "a  <x>  世界 b"]
-    known = [
-        text
-        for text in texts
-        if (ids := np.array(backend.encode(text).ids, np.int32)) is not None and made.mask(ids, text, []) is not None
-    ]
+    known = [text for text in texts if made.mask(np.array(backend.encode(text).ids, np.int32), text, []) is not None]
     # Both change the text that the tokens stand for.
-    assert (
-        set(texts) - set(known)
-        == {None: set(), "normalizer": {texts[2]}, "added": {texts[3]}}[next(iter(change), None)]
-    )
+    unknown = {"": set(), "normalizer": {texts[2]}, "added": {texts[3]}}
+    assert set(texts) - set(known) == unknown[change]
     random = np.random.default_rng(0)
     for text in known:
         encoding = backend.encode(text)
@@ -276,7 +262,7 @@ def test_a_mask_of_many_spans_takes_time_in_proportion():
     assert (mask[::2] == mask[1::2]).all()
 
 
-END = "<|im_end|>"
+END, ESCAPED = "<|im_end|>", '{"a": "\\u003c|im_end|>"}'
 
 
 @pytest.mark.parametrize(
@@ -285,10 +271,7 @@ END = "<|im_end|>"
         (Message("user", "Hi", name=END), {}, "the name of turn 2 (user)"),
         (Message("tool", "Hi", tool_call_id=END), {}, "the id of turn 2 (tool)"),
         (Message("assistant", "", tool_calls=(ToolCall("f", {}, END),)), {}, "the id of a tool call of turn 2"),
-        (
-            *(Message("assistant", "", tool_calls=(ToolCall("f", '{"a": "\\u003c|im_end|>"}'),)), {}),
-            "a tool call of turn 2 (assistant)",
-        ),
+        (Message("assistant", "", tool_calls=(ToolCall("f", ESCAPED),)), {}, "a tool call of turn 2 (assistant)"),
         (Message("user", "Hi"), {"greeting": END}, "`chat_template_kwargs`"),
     ],
 )

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from dataclasses import replace
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +12,7 @@ from hypothesis import strategies as st
 from harness.prep import plan_packs
 from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule import GlobalBatch, Imbalance, SequenceCost, measure_imbalance, schedule
-from harness.schedule.cost_balanced import (
-    EVEN,
-    _excess,
-    _place,
-    _Placement,
-    _sorted,
-    _targets,
-    _whole_packs,
-    exchange_sequences,
-    fill_rows,
-    rows_needed,
-)
+from harness.schedule.cost_balanced import rows_needed
 from harness.thd import padded_lengths
 
 
@@ -212,48 +200,16 @@ def test_placements_are_tried_until_one_is_good(lengths, offsets, rows) -> None:
     assert placed.num_microbatches == 2
 
 
+def test_the_rows_that_sequences_need_count_those_that_share_none() -> None:
+    counts = {(1,): 1, (10, 1): 2, (5, 5): 1, (5, 5, 5): 2, (6, 6, 6): 3, (6, 4, 6, 4): 2, (7, 7, 4): 3, (3,) * 7: 3}
+    for lengths, rows in (counts | {(7, 7, 3, 3, 1): 3, (7, 7, 3, 3, 10): 3, (8, 3, 3, 3, 3, 2): 3}).items():
+        assert rows_needed(GlobalBatch(np.asarray(lengths), 1, 10, 1, None, SequenceCost())) == rows, lengths
+
+
 def test_packs_stay_whole_where_one_sequence_decides_the_step() -> None:
     lengths, offsets = np.asarray([100, 9, 8, 7, 6, 5, 4]), np.asarray([0, 1, 4, 7])
     placed = schedule("cost_balanced", lengths, dp_size=3, max_tokens_per_rank=110, pack_offsets=offsets)
     assert sorted(placed.row(0, rank).tolist() for rank in range(3)) == [[0], [1, 2, 3], [4, 5, 6]]
-
-
-def test_whole_packs_whose_rows_wait_for_each_other_have_no_placement() -> None:
-    batch = replace(batch_of([2048] * 2 + [64] * 64, dp_size=2, packs=[2, 64]), max_tokens_per_row=4096)
-    assert _place(batch, batch.costs(), 1, 1.003, whole=True) is None
-    assert _place(batch, batch.costs(), 1, 1.003) is not None
-
-
-@pytest.mark.parametrize(
-    ("costs", "num_microbatches", "is_placed"),
-    [
-        ([27, 26, 24, 23], 1, True),  # 53 for 50: just good enough
-        ([27, 27, 23, 23], 1, False),
-        ([2, 2, 1, 1, 1, 1, 1, 1], 2, False),  # 4 + 2 for 5
-    ],
-)
-def test_whole_packs_may_wait_a_little_in_all_microbatches(costs, num_microbatches, is_placed) -> None:
-    batch = batch_of([5] * len(costs), dp_size=2, packs=[2] * (len(costs) // 2))
-    placed = _place(batch, np.asarray(costs, np.float64), num_microbatches, 1.003, whole=True)
-    assert (placed is not None) == is_placed
-
-
-def test_packs_of_equal_cost_are_placed_in_their_order() -> None:
-    batch = batch_of([9, 10] * 20, dp_size=40, packs=[1] * 40)
-    placed = _place(batch, batch.costs(), 1, 1.003, whole=True)
-    assert placed is not None
-    assert placed.order.tolist() == [*range(1, 40, 2), *range(0, 40, 2)]
-
-
-def test_sequences_go_longest_first_even_if_the_media_of_others_cost_more() -> None:
-    batch = batch_of([6, 5, 5, 4], dp_size=2)
-    assert _place(batch, np.asarray([1.0, 9.0, 8.0, 7.0]), 1, 1.003) is not None
-
-
-def test_the_shortest_sequences_of_packs_longer_than_their_part_of_a_row_are_alone() -> None:
-    batch = batch_of([5, 6, 5, 5, 3, 9], packs=[2, 2, 2])
-    assert _whole_packs(batch, 3).tolist() == [3, 0, 1, 1, 4, 2]
-    assert _whole_packs(batch, 2).tolist() == [2, 1, 0, 3, 5, 4]
 
 
 @settings(deadline=None, max_examples=150)
@@ -274,193 +230,31 @@ def test_packs_longer_than_a_row_find_room_too(packs: list[list[int]], dp_size: 
     assert ours.cost_ratio <= theirs.cost_ratio + 1e-3
 
 
-def batch_of(
-    lengths: list[int], *, dp_size: int = 1, cost: SequenceCost | None = None, packs: list[int] | None = None
-) -> GlobalBatch:
-    offsets = None if packs is None else np.cumsum([0, *packs])
-    return GlobalBatch(np.asarray(lengths), dp_size, 10, 1, offsets, cost or SequenceCost())
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rows"),
-    [
-        ([1], 1),
-        ([10, 1], 2),
-        ([5, 5], 1),
-        ([5, 5, 5], 2),
-        ([6, 6, 6], 3),
-        ([6, 4, 6, 4], 2),
-        ([7, 7, 4], 3),
-        ([7, 7, 3, 3, 1], 3),
-        ([7, 7, 3, 3, 10], 3),
-        ([3] * 7, 3),
-        ([8, 3, 3, 3, 3, 2], 3),
-    ],
-)
-def test_the_rows_that_sequences_need_count_those_that_share_none(lengths: list[int], rows: int) -> None:
-    assert rows_needed(batch_of(lengths)) == rows
-
-
-@pytest.mark.parametrize(
-    ("costs", "dp_size", "targets"),
-    [([5, 3], 1, [5, 3]), ([8, 1, 1, 2], 1, [8, 2, 2]), ([5, 1, 5, 1, 2], 2, [5, 2]), ([5, 3], 1, [5, 3, 0])],
-)
-def test_microbatches_share_evenly_what_the_longest_sequences_leave(costs, dp_size, targets) -> None:
-    found = _targets(np.asarray(costs, dtype=np.float64), dp_size, len(targets))
-    assert found.tolist() == targets
-
-
-@pytest.mark.parametrize(
-    ("ratios", "in_order", "excess"),
-    [
-        ((1.01, 1.06), (1.3, 1.5), 0.0),
-        ((1.03, 1.05), (1.3, 1.5), 0.2),
-        ((1.0, 1.36), (1.3, 1.5), 0.3),
-        ((1.01, 1.06), (1.0, 1.04), 0.12),
-    ],
-)
-def test_ratios_count_from_where_another_microbatch_pays(ratios, in_order, excess: float) -> None:
-    measured, theirs = (SimpleNamespace(cost_ratio=step, sync_ratio=sync) for step, sync in (ratios, in_order))
-    assert _excess(measured, theirs) == pytest.approx(excess)
-
-
-def test_rows_that_have_other_sequences_take_none_but_count_for_their_ranks() -> None:
-    batch = batch_of([1, 1, 1, 1], dp_size=2, cost=SequenceCost(linear=0.1, quadratic=0.0))
-    costs, taken = batch.cost.of(batch.lengths), np.asarray([0.2, 0.0, 0.0, 0.0])
-    made = exchange_sequences(np.ones(4, dtype=np.int64), costs, batch, 2, 1.003, taken)
-    # Rank 0 has a cost of 0.2 in its first row, rank 1 all four sequences there.
-    assert [made.row(number, rank).size for number in range(2) for rank in range(2)] == [0, 3, 1, 0]
-
-
-def test_equal_rows_are_paired_in_their_order() -> None:
-    batch = batch_of([1] * 42, dp_size=64)
-    # Every third row has two sequences, up to the 61st, and the rest none.
-    made = exchange_sequences(np.arange(42) // 2 * 3, batch.costs(), batch, 1, np.inf, np.zeros(64))
-    # The last of the former gives its first sequence to the first of the latter.
-    empty = [rank for rank in range(64) if rank % 3]
-    assert [made.row(0, rank).tolist() for rank in empty[:21]] == [[number] for number in range(40, -1, -2)]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "costs", "position", "rows"),
-    [
-        ([9, 5, 1, 5], [9, 5, 1, 5], [0, 0, 0, 1], [[0, 2], [1, 3]]),
-        ([2] * 8, [2] * 8, [0] * 8, [[4, 5, 6, 7], [0, 1, 2, 3]]),
-        ([3, 2] * 4, [2] * 8, [0] * 8, [[4, 5, 6, 7], [0, 1, 2, 3]]),  # with media, shorter ones cost as much
-    ],
-)
-def test_rows_exchange_half_of_what_they_differ_by(lengths, costs, position, rows) -> None:
-    batch = replace(batch_of(lengths, dp_size=2), max_tokens_per_row=20)
-    made = exchange_sequences(np.asarray(position), np.asarray(costs, np.float64), batch, 1, np.inf, np.zeros(2))
-    assert [made.row(0, rank).tolist() for rank in range(2)] == rows
-
-
-@pytest.mark.parametrize(
-    ("sizes", "taken", "exchanged"),
-    [
-        # The busiest rows have no sequences to give.
-        ([0] * 300 + [2] * 300 + [0] * 600, [9.0] * 300 + [0.0] * 900, [0] * 300 + [1] * 300 + [0] * 300 + [1] * 300),
-        # The last pairs have no exchange, and the first ones two.
-        ([4] * 256 + [1] * 256 + [0] * 512, [0.0] * 1024, [2] * 256 + [1] * 768),
-    ],
-)
-def test_pairs_exchange_where_many_others_do_not(sizes, taken, exchanged) -> None:
-    batch, position = batch_of([1] * sum(sizes), dp_size=len(sizes)), np.repeat(np.arange(len(sizes)), sizes)
-    made = exchange_sequences(position, batch.costs(), batch, 1, np.inf, np.asarray(taken))
-    assert np.diff(made.row_offsets).tolist() == exchanged
-
-
-def test_rows_exchange_only_above_the_least_difference_that_counts() -> None:
-    state = _Placement(np.asarray([0, 0]), np.asarray([1.0, 1.0]), batch_of([1, 1], dp_size=2), 1)
-    state.mean = 2 / (EVEN - 1)
-    state.even_rows()
-    assert state.row_costs.tolist() == [2, 0]
-
-
-def test_ranks_of_the_mean_cost_give_nothing() -> None:
-    # The busiest has no exchange; that of ranks 1 and 3 would be 48 for 47.
-    costs, position = np.asarray([110.0, 52, 48, 95, 48, 47]), np.asarray([0, 1, 1, 2, 3, 3])
-    state = _Placement(position, costs, batch_of([1] * 6, dp_size=4), 1)
-    state.even_ranks(1.0)
-    assert state.row_of.tolist() == position[state.by_cost].tolist()
-
-
-def test_the_next_ranks_are_tried_after_one_exchange_of_fifty_pairs() -> None:
-    # Only rank 0 has what another can take; after three of its 20 sequences no next one is left to try.
-    costs = np.asarray([10.0] * 20 + [110.0] * 49 + [86.0] * 60)
-    state = _Placement(np.maximum(0, np.arange(129) - 19), costs, batch_of([0] * 129, dp_size=110), 1)
-    state.even_ranks(1.0)
-    assert np.count_nonzero(state.row_of == 0) == 17
-
-
-def test_equally_costly_sequences_are_in_order_whatever_their_lengths() -> None:
-    batch = batch_of(list(range(80, 0, -1)))
-    state = _Placement(np.zeros(80, np.int64), np.arange(80) % 4.0, batch, 1)
-    assert state.by_cost.tolist() == sorted(range(80), key=lambda sequence: sequence % 4)
-
-
-def test_whole_numbers_of_any_sign_are_sorted() -> None:
-    assert _sorted(np.asarray([-1, -55, -200])).tolist() == [2, 1, 0]
-    assert _sorted(np.asarray([3, -300, 200])).tolist() == [1, 0, 2]
-
-
-def test_many_sequences_are_placed_several_at_a_time() -> None:
-    batch = replace(batch_of([1] * 801), max_tokens_per_row=1000)
-    row_of = fill_rows(batch, batch.costs(), np.asarray([1000.0, 0.0, 0.0, 0.0]), np.argsort(-batch.lengths))
-    assert row_of is not None
-    # Three to different rows each time: the row that lacks most gets one of them.
-    assert np.bincount(row_of).tolist() == [267, 178, 178, 178]
-
-
-@pytest.mark.parametrize("lacking", [1, 2, 3, 5])
-def test_the_rows_that_lack_most_are_found_wherever_they_are(lacking: int) -> None:
-    places = np.arange(6000)
-    targets = np.where(places % lacking, 0.0, 6000.0 - places % 3000)  # each twice
-    batch = replace(batch_of([1] * 6000), max_tokens_per_row=6000)
-    made = fill_rows(batch, np.ones(6000), targets, places)
-    expected = []
-    while len(expected) < 6000:
-        chosen = np.argsort(-targets, kind="stable")[:375]
-        expected += chosen.tolist()
-        targets[chosen] -= 1
-    assert made is not None
-    assert made.tolist() == expected
-
-
-def test_all_rows_that_have_room_are_found_where_a_sample_has_only_those_that_lack_most() -> None:
-    # The first 15 portions of 2,048 fill all rows but the first ones, of which every other one is in the sample.
-    targets = np.where(np.arange(32768) < 2048, 2.0 - np.arange(32768) % 2, 100.0)
-    batch = batch_of([10] * 30720 + [5] * 2048)
-    made = fill_rows(batch, np.ones(32768), targets, np.arange(32768))
-    assert made is not None
-    assert made.tolist() == [*range(2048, 32768), *range(0, 2048, 2), *range(1, 2048, 2)]
-
-
 @pytest.mark.parametrize(
     ("dp_size", "group_size", "digest"),
     [
-        *((2, 1, "40187c0834c2fefd"), (8, 1, "35de1686c1aa1e29"), (8, 3, "e97a67e3270fddf6")),
-        *((64, 1, "f95e9f6b9d4d527d"), (700, 1, "35eb4705ccc56c22"), (4200, 3, "3b68d7a99ac5cf68")),
+        *((2, 1, "85ad991df27d65a7"), (8, 1, "76c19bcb0d71546e"), (8, 3, "6d00656e3468b26f")),
+        *((64, 1, "b876026a4dd8fef9"), (700, 1, "0d9ce5be67438419"), (4200, 3, "2b9ee8d1aabdfadb")),
     ],
 )
 def test_the_placement_is_the_same_on_every_machine(dp_size: int, group_size: int, digest: str) -> None:
-    """Ranks on other processors plan for themselves; equal rows stay in order for them all."""
+    """Ranks on other processors plan for themselves; equal rows and packs stay in order for them all."""
     found = hashlib.sha256()
     for count in (3, 40, 500, 5000):
-        lengths = 2 + (np.arange(count) * 7919 % 1009) * (np.arange(count) % 4 + 1)
-        for sizes, max_tokens, cost in (
-            (lengths, 8192, SequenceCost()),
-            (lengths, 4096, SequenceCost(linear=1.0, quadratic=0.25)),
-            (lengths // 100 + 1, 64, SequenceCost()),
-            (lengths // 10 % 16 + 25, 64, SequenceCost()),  # little room beside another
+        numbers = np.arange(count)
+        lengths = 2 + (numbers * 7919 % 1009) * (numbers % 4 + 1)
+        media, offsets = numbers % 3 * 400.0, np.append(np.arange(0, count, 7), count)
+        plain: dict[str, Any] = {"media_cost": None, "pack_offsets": None}
+        for sizes, max_tokens, cost, more in (
+            (lengths, 8192, SequenceCost(), plain),
+            (lengths, 4096, SequenceCost(linear=1.0, quadratic=0.25), plain),
+            (lengths // 100 + 1, 64, SequenceCost(), plain),
+            (lengths // 10 % 16 + 25, 64, SequenceCost(), plain),  # little room beside another
+            (lengths, 16384, SequenceCost(), plain | {"pack_offsets": offsets}),
+            (lengths % 7 * 300 + 1, 8192, SequenceCost(), {"media_cost": media, "pack_offsets": offsets}),
+            (lengths, 4096, SequenceCost(linear=0.1), plain | {"media_cost": media}),
         ):
-            placed = schedule(
-                "cost_balanced",
-                sizes,
-                dp_size=dp_size,
-                max_tokens_per_rank=max_tokens,
-                group_size=group_size,
-                cost=cost,
-            )
+            layout: dict[str, Any] = {"dp_size": dp_size, "max_tokens_per_rank": max_tokens, "group_size": group_size}
+            placed = schedule("cost_balanced", sizes, cost=cost, **layout, **more)
             found.update(placed.order.astype("<i8").tobytes() + placed.row_offsets.astype("<i8").tobytes())
     assert found.hexdigest()[:16] == digest

@@ -232,17 +232,6 @@ def test_the_placement_is_the_same_on_every_machine(dp_size: int, group_size: in
     assert found.hexdigest()[:16] == digest
 
 
-def test_a_sequence_longer_than_its_ranks_hold_is_refused_with_the_arithmetic() -> None:
-    lengths = np.array([5, 4 * TOKENS + 1])
-    message = r"65,537 .* more than the 65,536 .* \* 4, the largest power of two that divides 12 data-parallel ranks"
-    with pytest.raises(ScheduleError, match=message) as caught:
-        placed(lengths, 12)
-    assert "max_tokens_per_rank to 16,386 or more" in caught.value.fix
-    placed(lengths, 12, max_tokens_per_rank=16_386)
-    with pytest.raises(ScheduleError, match="cp_size is 2"):
-        placed(lengths, 12, cp_size=2)
-
-
 def test_a_scan_divides_its_heads_and_limits_the_ranks_that_share_a_sequence() -> None:
     options = {"max_tokens_per_rank": 24, "cost": SequenceCost(quadratic=1.0, most_ranks=2)}
     # Without the limit, eight ranks share each, because one takes longer than the step should.

@@ -104,17 +104,21 @@ def test_an_unknown_schedule_is_refused_with_the_names_of_the_known() -> None:
     with pytest.raises(ConfigError, match="'dp_balancd' is not known") as caught:
         ScheduleConfig(name="dp_balancd")
     assert "dp_balanced" in caught.value.fix
-    with pytest.raises(ScheduleError, match="is not a schedule"):
-        schedule("dp_balancd", [1], dp_size=1, max_tokens_per_rank=8)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_tokens_per_rank is 0"):
         ScheduleConfig(max_tokens_per_rank=0)
-    with pytest.raises(ScheduleError, match="dp_size is 0"):
-        schedule("dp_balanced", [1], dp_size=0, max_tokens_per_rank=8)
-    with pytest.raises(ScheduleError, match="group_size is 0"):
-        schedule("dp_balanced", [1], dp_size=1, max_tokens_per_rank=8, group_size=0)
+    for name, lengths, changes, message in (
+        ("dp_balancd", [1], {}, "is not a schedule"),
+        ("dp_balanced", [1], {"dp_size": 0}, "dp_size is 0"),
+        ("dp_balanced", [1], {"group_size": 0}, "group_size is 0"),
+        ("dynamic_context", [1], {"cp_size": 2}, "cp_size is 2"),
+        ("dp_balanced", [], {}, "no sequences"),
+        ("dp_balanced", [5, 8, 9], {}, "sequence 2 has 9 model tokens .* more than the 8 of a row"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            schedule(name, lengths, **{"dp_size": 1, "max_tokens_per_rank": 8, **changes})
     for linear, quadratic in ((-1.0, 2.0), (2.0, -1.0), (0.0, 0.0), (math.nan, 1.0), (1.0, math.inf)):
         with pytest.raises(ConfigError, match=f"cannot cost {linear} per token and {quadratic} per squared token"):
             SequenceCost(linear=linear, quadratic=quadratic)
@@ -188,6 +192,9 @@ def test_the_most_ranks_that_share_a_row_are_the_largest_power_of_two_that_divid
     assert largest_share(dp_size) == ranks
 
 
+FOUR_OF_TWELVE = "4, the largest power of two that divides 12 data-parallel ranks"
+
+
 @pytest.mark.parametrize(
     ("name", "dp_size", "cp_size", "changes", "fits", "ranks", "least"),
     [
@@ -197,13 +204,10 @@ def test_the_most_ranks_that_share_a_row_are_the_largest_power_of_two_that_divid
         # Settings require two equal chunks of every rank.
         ("dynamic_context", 3, 1, {}, 9, "1, the largest power of two that divides 3 data-parallel ranks", 14),
         # Each of four ranks holds two equal chunks of 4 tokens.
-        ("dynamic_context", 12, 1, {}, 32, "4, the largest power of two that divides 12 data-parallel ranks", 10),
+        ("dynamic_context", 12, 1, {}, 32, FOUR_OF_TWELVE, 10),
         ("dynamic_context", 12, 1, {"most_ranks": 2}, 16, "2, the most ranks that can divide the heads of a scan", 10),
         # Chunks of ranks that share a sequence are multiples of 4 together.
-        (
-            *("dynamic_context", 12, 1, {"pad_to_multiple": 4}, 32),
-            *("4, the largest power of two that divides 12 data-parallel ranks", 12),
-        ),
+        ("dynamic_context", 12, 1, {"pad_to_multiple": 4}, 32, FOUR_OF_TWELVE, 12),
     ],
 )
 def test_a_sequence_that_its_ranks_cannot_hold_is_refused_with_what_would(

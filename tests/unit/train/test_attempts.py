@@ -200,15 +200,14 @@ def test_a_job_whose_nodes_die_again_and_again_stops(tmp_path: Path, monkeypatch
     note_lost(tmp_path, job="12", restarts=12)
 
 
-def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
+def test_a_line_or_a_reason_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
     assert decide(tmp_path, exit_code=137).requeue
     with (tmp_path / ATTEMPTS_FILE).open("a") as file:
         file.write('{"step": 0, "rea')
     assert decide(tmp_path, exit_code=137).requeue
     assert noted(tmp_path) == [("exit code 137", 0)] * 2
 
-
-def test_a_reason_that_was_cut_short_is_none_and_the_exit_code_decides(tmp_path: Path) -> None:
+    # A reason that was cut short is none: the exit code decides.
     (tmp_path / STOPPED_FILE).write_text('{"step": 4, "rea')
     assert not decide(tmp_path, exit_code=2).requeue
     assert write_stop(tmp_path / "gone", Stop(3, "hang", "rank 1"))  # nowhere to write: the rank prints it

@@ -114,24 +114,19 @@ def test_digests_round_trip_and_a_resumed_run_replaces_the_steps_it_repeats(data
     assert np.array_equal(kept["labels"], whole.labels[start:stop])
     assert row.lengths[1] == kept["tokens"].shape[0]
     assert kept_sequence(tmp_path, 9, row, 1) == {}
-    for damaged in (b"", b"no archive", (tmp_path / "batches/step-00000001.npz").read_bytes()[:300]):
-        (tmp_path / "batches/step-00000002.npz").write_bytes(damaged)
-        with pytest.raises(FormatError, match="the batches of step 2 cannot be read"):
-            kept_sequence(tmp_path, 2, row, 1)
-
     (tmp_path / DIGESTS_FILE).write_bytes(b"")  # a power failure, in a run that did not force it to disk
     printed: list[str] = []
     DigestWriter(tmp_path, first_step=3, log=printed.append).close()
     assert "digests.jsonl has no records of 2 of the trained steps 1 to 2" in printed[0]
 
 
-@pytest.mark.parametrize("content", [b"PK\x03\x04 cut", b"", b"text", b"\x93NUMPY\x01\x00"])
+@pytest.mark.parametrize("content", [b"PK\x03\x04 cut", b"", b"text", b"\x93NUMPY\x01\x00", None])
 def test_damaged_batches_are_an_error_with_their_place(data, tmp_path, content) -> None:
     step, writer = digests(data), DigestWriter(tmp_path)
     writer.write(step)
     writer.close()
     (path,) = (tmp_path / "batches").iterdir()
-    path.write_bytes(content)
+    path.write_bytes(path.read_bytes()[:300] if content is None else content)
     with pytest.raises(FormatError, match="the batches of step 1 cannot be read") as refused:
         kept_sequence(tmp_path, 1, step.rows[0], 0)
     assert refused.value.where == str(path)

@@ -122,19 +122,6 @@ def test_a_run_without_a_number_of_steps_trains_until_the_batches_end():
     assert (len(noted.records), [number for number, _ in noted.saved]) == (65, [20, 40, 60, 65])
 
 
-def test_validation_sets_are_recorded_by_name_beside_the_runs_own():
-    _, noted = run(TrainerConfig(steps=2, eval_interval=1), LinearLoss(), validation={})
-    assert [record.evaluations for record in noted.records] == [{}, {}]
-    sets = {"validation": lambda: [1], "code": lambda: [1, 2], "math": lambda: [1, 2, 3]}
-    _, noted = run(TrainerConfig(steps=2, eval_interval=2), LinearLoss(), validation=sets)
-    assert noted.records[0].evaluations == {}
-    assert noted.records[1].evaluations == {
-        "validation": Evaluation(1.0, 5),
-        "code": Evaluation(2.0, 5),
-        "math": Evaluation(3.0, 5),
-    }
-
-
 class Plateau(LinearLoss):
     """A step with the given validation losses."""
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from step_metrics import metrics
 
-from harness.printing import duration
 from harness.train.metrics import StepMetrics
 from harness.train.progress import RunProgress
 
@@ -57,11 +56,6 @@ def test_a_run_of_unknown_length_ends_with_the_line_of_its_last_step(capsys: pyt
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 20", "step 22"]
 
 
-def test_further_validation_sets_are_on_the_line_without_one_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = printed(capsys, metrics(3, evaluation_losses={"code": 1.5, "chat": 3.0}))
-    assert line.startswith("step 3: loss 2.0000, code loss 1.5000, chat loss 3.0000, lr 1.00e-03, grad norm 1.5, ")
-
-
 def test_the_time_left_counts_the_steps_of_this_part_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,14 +64,6 @@ def test_the_time_left_counts_the_steps_of_this_part_alone(
     progress = RunProgress(24, done=19)
     progress.step(metrics(20))
     assert capsys.readouterr().out.endswith("about 40 s left\n")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-1, "0 s"), (0.4, "0 s"), (59.7, "1 min"), (125, "2 min 5 s"), (3600, "1 h"), (12_060, "3 h 21 min")],
-)
-def test_a_time_is_shown_by_its_two_largest_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def show(*, quiet: bool = False, terminal: bool = True, **environment: str) -> str:

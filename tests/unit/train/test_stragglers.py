@@ -84,9 +84,7 @@ def test_a_slow_network_is_not_taken_for_a_slow_rank():
     assert steps[:12] == [[]] * 12
     assert steps[12] == [Straggler("network", pytest.approx(20))]
     assert "although no rank is slow" in steps[12][0].describe(5)
-
-
-def test_exchanges_up_to_three_times_as_long_are_no_slow_network():
+    # Exchanges up to three times as long are no slow network.
     assert run(watch(), ([USUAL] * 4, 8), ([replace(USUAL, wait_s=0.59)] * 4, 9)) == [[]] * 17
     assert run(watch(), ([USUAL] * 4, 8), ([replace(USUAL, wait_s=0.61)] * 4, 9))[-1] != []
 

@@ -100,14 +100,8 @@ def test_metrics_are_steps_without_gaps_and_numbers_that_are_finite(run: Path, l
         ("model: [", "the run's settings cannot be read"),
         ("model: {}\n", "the run's settings lack data, loader, optimizer, parallel, trainer"),
         (YAML.replace("num_layers", "num_layerr"), "the run's settings are damaged, or of another version: there is"),
-        (
-            YAML.replace("eps: 1.0e-08", "eps: tiny"),
-            "the run's settings are damaged, or of another version: optimizer.eps",
-        ),
-        (
-            YAML.replace("blend: []", "blend: [{path: 3}]"),
-            "the run's settings are damaged, or of another version: data",
-        ),
+        (YAML.replace("eps: 1.0e-08", "eps: tiny"), "the run's settings are damaged, or of another"),
+        (YAML.replace("blend: []", "blend: [{path: 3}]"), "the run's settings are damaged, or of another"),
         (YAML.replace("parallel:", "parallel: 5\n#", 1), "the run's settings cannot be read"),
         *((YAML + f"more: {text}\n", "the run's settings cannot be read") for text in ("!!bool x", "!!int ''")),
         (YAML + "more: !!timestamp x\n", "the run's settings cannot be read"),
