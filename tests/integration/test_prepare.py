@@ -294,15 +294,12 @@ def test_a_split_without_conversations_is_an_error(tmp_path, chats, change, word
     assert fix in caught.value.fix
 
 
-def test_of_a_few_conversations_each_split_has_one(tmp_path, chats):
+def test_a_split_has_a_conversation_although_its_fraction_is_less_than_one_and_a_line_says_so(tmp_path, chats):
     report, log = run(tmp_path / "d", chats, limit=4, validation_fraction=0.000001, test_fraction=0.000001)
     found = {name: split.conversations for name, split in report.splits.items()}
     assert found == dict.fromkeys(("train", "validation", "test"), 1)
     for name in ("validation", "test"):
         assert f"{name}: 1 conversation, more than data.{name}_fraction=1e-06 of 3." in log
-
-
-def test_a_split_of_several_conversations_although_its_fraction_is_less_than_one_is_counted(tmp_path, chats):
     counted = []
     for limit in range(4, 9):
         report, log = run(tmp_path / f"{limit}", chats, limit=limit, validation_fraction=0.99 / limit)
