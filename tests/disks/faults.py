@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import re
 import shutil
 import signal
@@ -36,13 +37,18 @@ _TORCHS = "the disk is full or failing"
 
 @dataclass(frozen=True)
 class Fault:
-    """Number `at` of the calls below a folder fails with `error`, in one rank; the rest is as for `Commands.run`."""
+    """Number `at` of the calls below a folder fails with `error`; the rest is as for `Commands.run`.
+
+    Attributes:
+        rank: whose calls are counted; None for those of all.
+    """
 
     at: int = -1
     error: int = 0
     stays_full: bool = False
     reads: bool = False
-    rank: int = 0
+    everyone: bool = False
+    rank: int | None = 0
     smallest: int = 0
     forced: Path | None = None
 
@@ -54,23 +60,26 @@ class Disk:
     commands: Commands
     folder: Path
 
-    def run(self, arguments: list[str], *, fault: Fault | None = None, ranks: int = 1) -> Ran:
-        """Run `harness ARGUMENTS`, its temporary files on the disk too."""
+    def run(
+        self, arguments: list[str], *, fault: Fault | None = None, ranks: int = 1, copies: int = 1, **more: Any
+    ) -> Ran:
+        """Run `harness ARGUMENTS`, its temporary files on the disk too; `more` is as for `Commands.run`."""
         fault = fault or Fault()
         temporary = self.folder / "temporary"
         temporary.mkdir(parents=True, exist_ok=True)
         return self.commands.run(
-            *[["harness", *arguments]] * ranks,
+            *[["harness", *arguments]] * ranks * copies,
             root=self.folder,
             at=fault.at,
             error=fault.error,
             stays_full=fault.stays_full,
             reads=fault.reads,
-            everyone=fault.forced is not None,
+            everyone=fault.everyone or fault.forced is not None,
             smallest=fault.smallest,
             forced=fault.forced,
             counted=fault.rank,
-            environments=[{"TMPDIR": str(temporary), **place} for place in environments_of(ranks)],
+            environments=[{"TMPDIR": str(temporary), **place} for place in environments_of(ranks)] * copies,
+            **more,
         )
 
 
@@ -85,7 +94,10 @@ def prepare(
     if not template.exists():
         template.mkdir(parents=True)
         command.make(template)
-    folder = _begin(disk, template)
+        if command.before:
+            ended = disk.run(split(command.before, template))
+            assert ended.code == 0, ended.output
+    folder = begin(disk, template)
     ended = disk.run(split(command.arguments, folder), fault=fault, ranks=ranks)
     assert ended.code == 0, ended.output
     return command.result(folder), ended.calls
@@ -93,7 +105,7 @@ def prepare(
 
 def attempt(disk: Disk, command: Command, template: Path, expected: Any, fault: Fault, *, ranks: int = 1) -> Ran:
     """Run the command with a fault, and again without; assert all that holds for any fault."""
-    folder = _begin(disk, template)
+    folder = begin(disk, template)
     before = [contents(folder / name) for name in command.inputs]
     ended = disk.run(split(command.arguments, folder), fault=fault, ranks=ranks)
     at = f"{os.strerror(fault.error)} at {fault.at}, {ended.died_in}"
@@ -104,7 +116,7 @@ def attempt(disk: Disk, command: Command, template: Path, expected: Any, fault: 
 
 def attempt_with_room(disk: Disk, command: Command, template: Path, expected: Any, room: int) -> Ran:
     """Run the command on a real disk with `room` bytes left, and again with more; assert the same as `attempt`."""
-    folder, ballast = _begin(disk, template), disk.folder / "ballast"
+    folder, ballast = begin(disk, template), disk.folder / "ballast"
     before = [contents(folder / name) for name in command.inputs]
     free = shutil.disk_usage(disk.folder).free
     with ballast.open("wb") as file:
@@ -117,28 +129,65 @@ def attempt_with_room(disk: Disk, command: Command, template: Path, expected: An
     return ended
 
 
-def attempt_without_power(
-    disk: Disk, command: Command, template: Path, expected: Any, at: int, *, names: bool
+def attempt_that_dies(
+    disk: Disk, command: Command, template: Path, expected: Any, at: int, *, loses: str, ranks: int = 1
 ) -> tuple[Ran, dict[str, str]]:
-    """Lose power at a call, or once the command has ended, and run it again; assert the same as `attempt`.
+    """Kill the command, or lose power, at a call, and run it again; assert the same as `attempt`.
+
+    Of several ranks, half of the times one is killed, which the others must notice, and half of the times all.
 
     Args:
-        at: of the call; -1 for the end, after which the result must be there without another attempt.
-        names: as for `lose_power`.
+        at: of the call; -1 for a loss of power after the end, when the result must be there without another attempt.
+        loses: `nothing` for SIGKILL, and for a loss of power `names` or only `bytes` that were not forced to disk.
 
     Returns:
         The first attempt, and the fingerprints of the datasets that opened between the two.
     """
-    folder, forced = _begin(disk, template), disk.folder.with_name("forced")
+    folder, forced = begin(disk, template), disk.folder.with_name("forced") if loses != "nothing" else None
     before = [contents(folder / name) for name in command.inputs]
-    keep_forced(folder, forced)
-    ended = disk.run(split(command.arguments, folder), fault=Fault(at, forced=forced))
-    lose_power(folder, forced, names=names)
-    where = f"power lost at {at}, {ended.died_in}"
-    assert ended.code == (0 if at < 0 else KILLED), f"{where}: exit code {ended.code}\n{ended.output}"
+    if forced:
+        keep_forced(folder, forced)
+    fault = Fault(at, forced=forced, everyone=ranks > 1 and at % 2 == 0, rank=0 if ranks == 1 else None)
+    ended = disk.run(split(command.arguments, folder), fault=fault, ranks=ranks, grace_s=20)
+    if forced:
+        lose_power(folder, forced, names=loses == "names")
+    where = f"died at {at}, {ended.died_in}"
+    # Where a process that it has started is killed, such as one that writes a checkpoint, the command ends by itself.
+    codes = (0,) if at < 0 else (KILLED,) if forced else (KILLED, 2)
+    assert ended.code in codes or (ranks > 1 and KILLED in ended.codes), f"{where}: {ended.codes}\n{ended.output}"
     opened = fingerprints(folder)
-    _finish(disk, command, folder, before, ended, expected, where, 1)
+    _finish(disk, command, folder, before, ended, expected, where, ranks)
     return ended, opened
+
+
+def try_deaths(
+    disk: Disk,
+    command: Command,
+    folder: Path,
+    points: int | None,
+    seed: str,
+    losses: tuple[str, ...] = ("nothing",),
+    *,
+    ranks: int = 1,
+) -> int:
+    """Let a command die at a seeded sample of `points` calls, or at all that differ; return the number of deaths.
+
+    Args:
+        losses: each as for `attempt_that_dies`; power fails after the end too.
+    """
+    counted = Fault(rank=0 if ranks == 1 else None)
+    expected, calls = prepare(disk, command, folder / "template", fault=counted, ranks=ranks)
+    whole = known(disk, folder / "template")
+    chosen = distinct(calls)
+    if points is not None:
+        chosen = sorted(random.Random(seed).sample(chosen, min(points, len(chosen))))
+    made = [(at, loses) for at in (-1, *chosen) for loses in losses if at >= 0 or loses != "nothing"]
+    for at, loses in made:
+        ended, opened = attempt_that_dies(disk, command, folder / "template", expected, at, loses=loses, ranks=ranks)
+        # A stream may be read before it is whole.
+        is_whole = opened.items() <= whole or "live" in command.arguments.split()
+        assert is_whole, f"a part opens as a dataset, {loses} lost at {at}, {ended.died_in}: {opened}"
+    return len(made)
 
 
 def attempt_without_memory(
@@ -148,7 +197,7 @@ def attempt_without_memory(
 
     Code in Rust and C++ may end the process in place of an error.
     """
-    folder = _begin(disk, template)
+    folder = begin(disk, template)
     before = [contents(folder / name) for name in command.inputs]
     ended = disk.run(split(command.arguments, folder), fault=Fault(at, smallest=smallest))
     where = f"no memory at {at}, {ended.died_in}"
@@ -170,7 +219,13 @@ def fingerprints(folder: Path) -> dict[str, str]:
     return found
 
 
-def _begin(disk: Disk, template: Path) -> Path:
+def known(disk: Disk, template: Path) -> set[tuple[str, str]]:
+    """Return the fingerprints of what was there before a command, and of what it has just left."""
+    return {one for folder in (template, disk.folder / "work") for one in fingerprints(folder).items()}
+
+
+def begin(disk: Disk, template: Path) -> Path:
+    """Copy what a command finds to where it runs; return the folder."""
     folder = disk.folder / "work"
     for old in (folder, disk.folder / "temporary"):
         shutil.rmtree(old, ignore_errors=True)

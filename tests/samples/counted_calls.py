@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -121,6 +122,10 @@ class Commands:
         self._server.stdin.close()
         self._server.wait()
         self._server.stdout.close()
+
+    def limit_memory(self, num_bytes: int) -> None:
+        """Refuse the commands that begin from now on more address space than this."""
+        resource.prlimit(self._server.pid, resource.RLIMIT_AS, (num_bytes, num_bytes))
 
     def run(
         self,
