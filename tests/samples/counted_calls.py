@@ -15,7 +15,6 @@ import ctypes
 import json
 import mmap
 import os
-import random
 import resource
 import shutil
 import signal
@@ -207,11 +206,6 @@ def environments_of(ranks: int) -> list[dict[str, str]]:
         return [{}]
     job = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_ports(1)[0]}"}
     return [{**job, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(ranks)]
-
-
-def points_of(count: int, kills: int, *, seed: str) -> list[int]:
-    """Return `kills` different calls out of `count`, in order; all of them if there are fewer."""
-    return sorted(random.Random(seed).sample(range(count), min(kills, count)))
 
 
 def keep_forced(root: Path, forced: Path) -> None:
