@@ -103,15 +103,42 @@ def prepare(
     return command.result(folder), ended.calls
 
 
-def attempt(disk: Disk, command: Command, template: Path, expected: Any, fault: Fault, *, ranks: int = 1) -> Ran:
-    """Run the command with a fault, and again without; assert all that holds for any fault."""
+def attempt(
+    disk: Disk,
+    command: Command,
+    template: Path,
+    expected: Any,
+    fault: Fault,
+    *,
+    ranks: int = 1,
+    whole: set[tuple[str, str]] | None = None,
+) -> Ran:
+    """Run the command with a fault, and again without; assert all that holds for any fault.
+
+    Where an allocation is refused, code in Rust and C++ may end the process in place of an error.
+
+    Args:
+        whole: of `known`; then what opens as a dataset between the two runs is one of these.
+    """
     folder = begin(disk, template)
     before = [contents(folder / name) for name in command.inputs]
     ended = disk.run(split(command.arguments, folder), fault=fault, ranks=ranks)
-    at = f"{os.strerror(fault.error)} at {fault.at}, {ended.died_in}"
-    assert not (problem := judge(ended, os.strerror(fault.error))), f"{at}: {problem}\n{ended.output}"
+    reason = os.strerror(fault.error) if fault.error else ""
+    at = f"{reason or 'no memory'} at {fault.at}, {ended.died_in}"
+    if fault.smallest:
+        ended = replace(ended, output=_NOT_OURS.sub("", ended.output))
+    has_aborted = fault.smallest and ended.code == -signal.SIGABRT and "memory allocation of" in ended.output
+    assert has_aborted or not (problem := judge(ended, reason)), f"{at}: {problem}\n{ended.output}"
+    if whole is not None:
+        check_whole(command, folder, whole, at)
     _finish(disk, command, folder, before, ended, expected, at, ranks)
     return ended
+
+
+def check_whole(command: Command, folder: Path, whole: set[tuple[str, str]], at: str) -> None:
+    """Fail if a part of what a command writes opens as a dataset; a stream may be read before it is whole."""
+    opened = fingerprints(folder)
+    assert opened.items() <= whole or "live" in command.arguments.split(), f"{at}: a part opens: {opened}"
 
 
 def attempt_with_room(disk: Disk, command: Command, template: Path, expected: Any, room: int) -> Ran:
@@ -129,37 +156,6 @@ def attempt_with_room(disk: Disk, command: Command, template: Path, expected: An
     return ended
 
 
-def attempt_that_dies(
-    disk: Disk, command: Command, template: Path, expected: Any, at: int, *, loses: str, ranks: int = 1
-) -> tuple[Ran, dict[str, str]]:
-    """Kill the command, or lose power, at a call, and run it again; assert the same as `attempt`.
-
-    Of several ranks, half of the times one is killed, which the others must notice, and half of the times all.
-
-    Args:
-        at: of the call; -1 for a loss of power after the end, when the result must be there without another attempt.
-        loses: `nothing` for SIGKILL, and for a loss of power `names` or only `bytes` that were not forced to disk.
-
-    Returns:
-        The first attempt, and the fingerprints of the datasets that opened between the two.
-    """
-    folder, forced = begin(disk, template), disk.folder.with_name("forced") if loses != "nothing" else None
-    before = [contents(folder / name) for name in command.inputs]
-    if forced:
-        keep_forced(folder, forced)
-    fault = Fault(at, forced=forced, everyone=ranks > 1 and at % 2 == 0, rank=0 if ranks == 1 else None)
-    ended = disk.run(split(command.arguments, folder), fault=fault, ranks=ranks, grace_s=20)
-    if forced:
-        lose_power(folder, forced, names=loses == "names")
-    where = f"died at {at}, {ended.died_in}"
-    # Where a process that it has started is killed, such as one that writes a checkpoint, the command ends by itself.
-    codes = (0,) if at < 0 else (KILLED,) if forced else (KILLED, 2)
-    assert ended.code in codes or (ranks > 1 and KILLED in ended.codes), f"{where}: {ended.codes}\n{ended.output}"
-    opened = fingerprints(folder)
-    _finish(disk, command, folder, before, ended, expected, where, ranks)
-    return ended, opened
-
-
 def try_deaths(
     disk: Disk,
     command: Command,
@@ -170,43 +166,37 @@ def try_deaths(
     *,
     ranks: int = 1,
 ) -> int:
-    """Let a command die at a seeded sample of `points` calls, or at all that differ; return the number of deaths.
+    """Let a command die at a seeded sample of `points` calls, or at all that differ, and run it again.
+
+    Asserts the same as `attempt`, and returns the number of deaths. Of several ranks, half of the times one is killed,
+    which the others must notice, and half of the times all.
 
     Args:
-        losses: each as for `attempt_that_dies`; power fails after the end too.
+        losses: `nothing` for SIGKILL, and for a loss of power `names` or only `bytes` that were not forced to disk.
+            Power fails after the end of the command too, when the result must be there without another attempt.
     """
-    counted = Fault(rank=0 if ranks == 1 else None)
-    expected, calls = prepare(disk, command, folder / "template", fault=counted, ranks=ranks)
-    whole = known(disk, folder / "template")
-    chosen = distinct(calls)
+    template, rank = folder / "template", 0 if ranks == 1 else None
+    expected, calls = prepare(disk, command, template, fault=Fault(rank=rank), ranks=ranks)
+    whole, chosen = known(disk, template), distinct(calls)
     if points is not None:
         chosen = sorted(random.Random(seed).sample(chosen, min(points, len(chosen))))
     made = [(at, loses) for at in (-1, *chosen) for loses in losses if at >= 0 or loses != "nothing"]
     for at, loses in made:
-        ended, opened = attempt_that_dies(disk, command, folder / "template", expected, at, loses=loses, ranks=ranks)
-        # A stream may be read before it is whole.
-        is_whole = opened.items() <= whole or "live" in command.arguments.split()
-        assert is_whole, f"a part opens as a dataset, {loses} lost at {at}, {ended.died_in}: {opened}"
+        place, forced = begin(disk, template), disk.folder.with_name("forced") if loses != "nothing" else None
+        before = [contents(place / name) for name in command.inputs]
+        if forced:
+            keep_forced(place, forced)
+        fault = Fault(at, forced=forced, everyone=ranks > 1 and at % 2 == 0, rank=rank)
+        ended = disk.run(split(command.arguments, place), fault=fault, ranks=ranks, grace_s=20)
+        if forced:
+            lose_power(place, forced, names=loses == "names")
+        where = f"died at {at}, {ended.died_in}, {loses} lost"
+        # Where a process that it started is killed, such as one that writes a checkpoint, the command ends by itself.
+        codes = (0,) if at < 0 else (KILLED,) if forced else (KILLED, 2)
+        assert ended.code in codes or (ranks > 1 and KILLED in ended.codes), f"{where}: {ended.codes}\n{ended.output}"
+        check_whole(command, place, whole, where)
+        _finish(disk, command, place, before, ended, expected, where, ranks)
     return len(made)
-
-
-def attempt_without_memory(
-    disk: Disk, command: Command, template: Path, expected: Any, at: int, *, smallest: int
-) -> tuple[Ran, dict[str, str]]:
-    """Refuse an allocation of at least `smallest` bytes, and run the command again; the rest is as for a power failure.
-
-    Code in Rust and C++ may end the process in place of an error.
-    """
-    folder = begin(disk, template)
-    before = [contents(folder / name) for name in command.inputs]
-    ended = disk.run(split(command.arguments, folder), fault=Fault(at, smallest=smallest))
-    where = f"no memory at {at}, {ended.died_in}"
-    ended = replace(ended, output=_NOT_OURS.sub("", ended.output))
-    has_aborted = ended.code == -signal.SIGABRT and "memory allocation of" in ended.output
-    assert has_aborted or not (problem := judge(ended, "")), f"{where}: {problem}\n{ended.output}"
-    opened = fingerprints(folder)
-    _finish(disk, command, folder, before, ended, expected, where, 1)
-    return ended, opened
 
 
 def fingerprints(folder: Path) -> dict[str, str]:

@@ -25,7 +25,6 @@ from .faults import (
     Fault,
     attempt,
     attempt_with_room,
-    attempt_without_memory,
     distinct,
     known,
     prepare,
@@ -41,6 +40,8 @@ KINDS = {
     "quota": Fault(error=errno.EDQUOT, stays_full=True),
     "failing": Fault(error=errno.EIO),
 }
+# What a loss of power takes with it.
+WITHOUT_POWER = ("bytes", "names")
 # Above the objects of Python, below the buffers of a dataset of three packs.
 _LARGE_BYTES = 1 << 14
 FINISHED = "each named, and finished by the same command with the result of an undisturbed one"
@@ -86,11 +87,6 @@ def try_points(disk: Disk, command: Command, folder: Path, kind: str, points: in
     return len(chosen)
 
 
-def try_power(disk: Disk, command: Command, folder: Path, points: int | None, seed: str) -> int:
-    """Lose power at a seeded sample of `points` calls, or at all that differ, and at the end; return their number."""
-    return try_deaths(disk, command, folder, points, seed, ("bytes", "names"))
-
-
 def try_memory(disk: Disk, command: Command, folder: Path, points: int | None, seed: str) -> int:
     """Refuse a seeded sample of the allocations of 16 kB and more, or all; return their number."""
     expected, calls = prepare(disk, command, folder / "template", fault=Fault(smallest=_LARGE_BYTES))
@@ -99,9 +95,7 @@ def try_memory(disk: Disk, command: Command, folder: Path, points: int | None, s
     whole = known(disk, folder / "template")
     chosen = range(len(calls)) if points is None else sorted(random.Random(seed).sample(range(len(calls)), points))
     for at in chosen:
-        found = attempt_without_memory(disk, command, folder / "template", expected, at, smallest=_LARGE_BYTES)
-        is_whole = found[1].items() <= whole or "live" in command.arguments.split()
-        assert is_whole, f"a part opens as a dataset without memory at {at}, {found[0].died_in}: {found[1]}"
+        attempt(disk, command, folder / "template", expected, Fault(at, smallest=_LARGE_BYTES), whole=whole)
     return len(chosen)
 
 
@@ -110,7 +104,7 @@ def try_memory(disk: Disk, command: Command, folder: Path, points: int | None, s
 def test_a_fault_a_loss_of_power_or_memory_is_named_and_the_same_command_finishes(disk, tmp_path, name) -> None:
     kind = random.Random(name).choice(list(KINDS))
     assert try_points(disk, COMMANDS[name], tmp_path, kind, 1, name) == 1
-    assert try_power(disk, COMMANDS[name], tmp_path, 1, name) == 4
+    assert try_deaths(disk, COMMANDS[name], tmp_path, 1, name, WITHOUT_POWER) == 4
     assert try_memory(disk, COMMANDS[name], tmp_path, 2, name) == 2
 
 
@@ -120,7 +114,7 @@ def test_a_fault_a_loss_of_power_or_memory_is_named_and_the_same_command_finishe
 def test_a_power_failure_at_any_operation_leaves_a_run_that_resumes_exactly_or_a_dataset_that_is_whole_or_none(
     training_disk: Disk, tmp_path: Path, name: str, report_points: Callable[..., None]
 ) -> None:
-    points = try_power(training_disk, EVERY[name], tmp_path, None, name)
+    points = try_deaths(training_disk, EVERY[name], tmp_path, None, name, WITHOUT_POWER)
     report_points("disks", f"{name} without power", points, of="failures", outcome=FINISHED)
 
 
