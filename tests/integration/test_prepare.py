@@ -77,7 +77,7 @@ def test_every_conversation_is_stored_with_the_tokens_and_mask_of_the_tokenizer(
     assert len(expected) < 300
 
 
-def test_the_report_counts_the_stored_data(prepared):
+def test_the_report_counts_the_stored_data_and_the_manifest_records_its_provenance(prepared):
     path, report, output = prepared
     for name, split in report.splits.items():
         reader = open_dataset(path / name)
@@ -93,10 +93,6 @@ def test_the_report_counts_the_stored_data(prepared):
     assert f"{report.splits['train'].tokens:,}" in output
     names = {"report.html", "report.json", "report.md", "tokenizer", "train", "validation"}
     assert {entry.name for entry in path.iterdir()} == names
-
-
-def test_the_manifest_records_the_provenance(prepared):
-    path, report, _ = prepared
     tokenizer = ChatTokenizer(TokenizerConfig(name=str(path / "tokenizer")))
     provenance = open_dataset(path / "validation").manifest.provenance
     assert provenance.tokenizer_hash == tokenizer.tokenizer_hash
