@@ -14,7 +14,13 @@ from harness.records import Pack
 PACK_SIZE = 16
 
 
-def literal_packs() -> list[Pack]:
+@pytest.fixture(params=FORMATS)
+def format_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def packs() -> list[Pack]:
     """Five packs: full, of one token, of one sequence, with the largest ids, with nothing trained."""
     return [
         Pack(
@@ -27,16 +33,6 @@ def literal_packs() -> list[Pack]:
         Pack(input_ids=[2**31 - 1, 0, 2**31 - 1, 2**16], loss_mask=[1, 0, 1, 0], seq_start_id=[0, 2]),
         Pack(input_ids=[1, 2, 3, 4, 5], loss_mask=[0, 0, 0, 0, 0], seq_start_id=[0, 1, 2, 3, 4]),
     ]
-
-
-@pytest.fixture(params=FORMATS)
-def format_name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def packs() -> list[Pack]:
-    return literal_packs()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from harness.records import Pack
 from harness.storage import file_digest, read_checksums
 
 ROOT = Path(__file__).resolve().parents[2]
+_OF_THE_WRITER = ("stream", "producer", "time")
 PACKS = [Pack([number, 2, 3, 4, 5], [1, 0, 1, 1, 0], [0, 2]) for number in range(3)]
 _TRAINED = (
     "model.num_layers=1 model.hidden_size=16 model.ffn_hidden_size=32 model.num_attention_heads=2 "
@@ -54,27 +56,35 @@ class Command:
         again: arguments that finish what was interrupted; the same if empty.
         result: what must be equal in the end, from the folder.
         inputs: names in the folder that nothing may change.
+        before: arguments of a command that has written to the same place.
         is_exact: the results are equal bit by bit, not to 1e-6.
     """
 
     make: Callable[[Path], object]
     arguments: str
     again: str = ""
-    result: Callable[[Path], Any] = lambda folder: contents(folder / "out")
+    result: Callable[[Path], Any] = lambda folder: contents(folder)
     inputs: tuple[str, ...] = ("source",)
+    before: str = ""
     is_exact: bool = True
 
 
 def contents(path: Path) -> dict[str, str]:
-    """Return the hash of every file of a folder, or of one file and those that begin with its name."""
-    files = path.rglob("*") if path.is_dir() else path.parent.glob(f"{path.name}*")
-    # The lock of a writer, which means nothing beside what it has finished.
-    files = [file for file in sorted(files) if file.is_file() and not file.name.endswith("_writing")]
-    return {str(file.relative_to(path.parent)): file_digest(file) for file in files}
+    """Return what a folder holds: the hash of each file, without what names the process that wrote it or the time."""
+    found = {}
+    for file in sorted(path.rglob("*")):
+        name = str(file.relative_to(path))
+        if file.name.endswith(".ready") or file.name == "END.json":
+            values = json.loads(file.read_text())
+            found[name] = json.dumps({key: value for key, value in values.items() if key not in _OF_THE_WRITER})
+        # A lock means nothing beside what its owner has finished.
+        elif file.name != "_producer" and not file.name.endswith("_writing"):
+            found[name] = "folder" if file.is_dir() else file_digest(file)
+    return found
 
 
-def make_dataset(folder: Path, *, name: str = "source", format: str = "binidx") -> None:
-    write_packs(folder / name, PACKS, format=format, pack_size=8)
+def make_dataset(folder: Path, *, format: str = "binidx") -> None:
+    write_packs(folder / "source", PACKS, format=format, pack_size=8)
 
 
 def make_chunks(folder: Path) -> None:
@@ -97,10 +107,17 @@ def make_chats(folder: Path) -> None:
     (folder / "source" / "chats.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
+def make_more_chats(folder: Path) -> None:
+    make_chats(folder)
+    more = "".join(json.dumps({"messages": chat(number)}) + "\n" for number in range(12, 20))
+    (folder / "source" / "more.jsonl").write_text(more)
+
+
 def make_tokens(folder: Path) -> None:
     (folder / "source").mkdir()
-    rows = [[number, 70_000, 3, number] for number in range(40)]
-    pq.write_table(pa.table({"input_ids": pa.array(rows, pa.list_(pa.int32()))}), folder / "source" / "tokens.parquet")
+    for shard, largest in enumerate((300, 70_000)):  # the second does not fit the uint16 that the first is kept in
+        rows = pa.array([[number, largest, 3, number] for number in range(40)], pa.list_(pa.int32()))
+        pq.write_table(pa.table({"input_ids": rows}), folder / "source" / f"tokens-{shard}.parquet")
 
 
 def make_pairs(folder: Path) -> None:
@@ -138,14 +155,8 @@ def make_stream(folder: Path) -> None:
         producer.end()
 
 
-def stream(folder: Path) -> list[Any]:
-    """Return the contents of a stream's chunks, and the chain of their hashes."""
-    chunks = [file_digest(path) for path in sorted((folder / "out").glob("chunk_*")) if path.suffix != ".ready"]
-    return [chunks, json.loads((folder / "out" / "END.json").read_text())["chain"]]
-
-
 def losses(folder: Path) -> list[Any]:
-    """Return losses, norms and data of every step of the run, as they were recorded."""
+    """Return losses, norms and data of every step of the run as they were recorded, and the chunks that are marked."""
     run = folder / "run"
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = ("step", "loss", "validation_loss", "grad_norm", "learning_rate", "tokens", "packs_consumed")
@@ -153,7 +164,9 @@ def losses(folder: Path) -> list[Any]:
     checkpoint = read_checksums(run / "checkpoints" / "step-00000004") or []
     weights = [file for file in checkpoint if file.path.endswith(".distcp")]
     there = [file_digest(path) for path in more if path.exists() and path.suffix != ".npz"]
-    return [[{name: step[name] for name in names} for step in steps], there, [path.name for path in more], weights]
+    marks = sorted(path.name for path in folder.glob("live/*.completed"))
+    trained = [{name: step[name] for name in names} for step in steps]
+    return [trained, there, [path.name for path in more], weights, marks]
 
 
 def figures(folder: Path) -> list[float]:
@@ -165,26 +178,25 @@ def figures(folder: Path) -> list[float]:
 def prepared(folder: Path) -> dict[str, str]:
     """Return the hashes of what a preparation wrote, without its times."""
     timed = ("report.json", "report.md", "report.html")
-    return {name: digest for name, digest in contents(folder / "out").items() if Path(name).name not in timed}
+    return {name: digest for name, digest in contents(folder).items() if Path(name).name not in timed}
 
 
 def commands() -> Iterator[tuple[str, Command]]:
     """Yield the commands that need no torch, by name."""
     for format in FORMATS:
-        arguments = f"convert {{}}/source {{}}/out {format} data.packs_per_shard=2"
-        yield f"convert-{format}", Command(make_dataset, arguments)
+        yield (
+            f"convert-{format}",
+            Command(make_dataset, f"convert {{}}/source {{}}/out {format} data.packs_per_shard=2"),
+        )
+    for format in ("parquet", "npy"):
+        yield f"convert-{format}-file", Command(make_dataset, f"convert {{}}/source {{}}/out.{format} {format}")
     yield (
-        "convert-file",
-        Command(
-            make_dataset,
-            "convert {}/source {}/out.parquet parquet",
-            result=lambda folder: contents(folder / "out.parquet"),
-        ),
+        "convert-over",
+        Command(make_dataset, "convert {}/source {}/out memmap --overwrite", before="convert {}/source {}/out npy"),
     )
-    yield (
-        "repack",
-        Command(lambda folder: make_dataset(folder, format="virtual"), "repack {}/source {}/out data.pack_size=16"),
-    )
+    store, repack = partial(make_dataset, format="virtual"), "repack {}/source {}/out data.pack_size="
+    yield "repack", Command(store, f"{repack}16")
+    yield "repack-over", Command(store, f"{repack}16 --overwrite", before=f"{repack}8")
     yield "import", Command(make_chunks, "import {}/source {}/out ms_swift parquet")
     for format in FORMATS:
         yield (
@@ -192,26 +204,25 @@ def commands() -> Iterator[tuple[str, Command]]:
             Command(
                 make_chats,
                 "prepare source.path={}/source data.path={}/out data.pack_size=256 tokenizer.vocab_size=300 "
-                "data.validation_fraction=0.2 source.on_bad=skip "
+                "data.validation_fraction=0.2 source.on_bad=skip source.shard_bytes=700 "
                 f"data.packed_storage={format} data.num_workers={int(format == 'npy')}",
                 result=prepared,
             ),
         )
-    yield "indexed-convert", Command(make_tokens, "indexed convert {}/source {}/out data.column=input_ids")
-    yield (
-        "indexed-family",
-        Command(
-            make_tokens,
-            "indexed family {}/out name {}/source data.column=input_ids split.train=3 split.valid=1 "
-            "tokenizer.vocab_size=100000",
-        ),
-    )
+    tokens = "indexed convert {}/source{} {}/out data.column=input_ids"
+    family = "indexed family {}/out name {}/source{} data.column=input_ids split.train=3 split.valid=1 "
+    for name, whole in (("convert", tokens), ("family", f"{family}tokenizer.vocab_size=100000")):
+        whole, first = whole.replace("source{}", "source"), whole.replace("source{}", "source/tokens-0.parquet")
+        yield f"indexed-{name}", Command(make_tokens, whole)
+        yield f"indexed-{name}-over", Command(make_tokens, f"{whole} --overwrite", before=first)
     yield "indexed-merge", Command(make_pairs, "indexed merge {}/source/a {}/source/b {}/out")
-    parquet = "chunks.format=parquet"
+    parquet, produce = "chunks.format=parquet", "live produce {}/source{} {}/out source.on_bad=skip chunks.rows=2 "
     for kind, options in (("chat", ""), ("chat", parquet), ("packs", ""), ("packs", parquet)):
         make = make_chats if kind == "chat" else make_dataset
-        produced = f"live produce {{}}/source {{}}/out chunks.kind={kind} source.on_bad=skip chunks.rows=2 {options}"
-        yield f"live-produce-{kind}{'-parquet' if options else ''}", Command(make, produced, result=stream)
+        name = f"live-produce-{kind}{'-parquet' if options else ''}"
+        yield name, Command(make, f"{produce.replace('source{}', 'source')}chunks.kind={kind} {options}")
+    first, more = (produce.replace("source{}", f"source/{name}.jsonl") for name in ("chats", "more"))
+    yield "live-append", Command(make_more_chats, f"{more}--append", before=f"{first}--leave-open")
 
 
 def training() -> Iterator[tuple[str, Command]]:

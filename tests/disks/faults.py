@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import re
 import shutil
 import signal
@@ -36,13 +37,18 @@ _TORCHS = "the disk is full or failing"
 
 @dataclass(frozen=True)
 class Fault:
-    """Number `at` of the calls below a folder fails with `error`, in one rank; the rest is as for `Commands.run`."""
+    """Number `at` of the calls below a folder fails with `error`; the rest is as for `Commands.run`.
+
+    Attributes:
+        rank: whose calls are counted; None for those of all.
+    """
 
     at: int = -1
     error: int = 0
     stays_full: bool = False
     reads: bool = False
-    rank: int = 0
+    everyone: bool = False
+    rank: int | None = 0
     smallest: int = 0
     forced: Path | None = None
 
@@ -54,23 +60,26 @@ class Disk:
     commands: Commands
     folder: Path
 
-    def run(self, arguments: list[str], *, fault: Fault | None = None, ranks: int = 1) -> Ran:
-        """Run `harness ARGUMENTS`, its temporary files on the disk too."""
+    def run(
+        self, arguments: list[str], *, fault: Fault | None = None, ranks: int = 1, copies: int = 1, **more: Any
+    ) -> Ran:
+        """Run `harness ARGUMENTS`, its temporary files on the disk too; `more` is as for `Commands.run`."""
         fault = fault or Fault()
         temporary = self.folder / "temporary"
         temporary.mkdir(parents=True, exist_ok=True)
         return self.commands.run(
-            *[["harness", *arguments]] * ranks,
+            *[["harness", *arguments]] * ranks * copies,
             root=self.folder,
             at=fault.at,
             error=fault.error,
             stays_full=fault.stays_full,
             reads=fault.reads,
-            everyone=fault.forced is not None,
+            everyone=fault.everyone or fault.forced is not None,
             smallest=fault.smallest,
             forced=fault.forced,
             counted=fault.rank,
-            environments=[{"TMPDIR": str(temporary), **place} for place in environments_of(ranks)],
+            environments=[{"TMPDIR": str(temporary), **place} for place in environments_of(ranks)] * copies,
+            **more,
         )
 
 
@@ -85,26 +94,56 @@ def prepare(
     if not template.exists():
         template.mkdir(parents=True)
         command.make(template)
-    folder = _begin(disk, template)
+        if command.before:
+            ended = disk.run(split(command.before, template))
+            assert ended.code == 0, ended.output
+    folder = begin(disk, template)
     ended = disk.run(split(command.arguments, folder), fault=fault, ranks=ranks)
     assert ended.code == 0, ended.output
     return command.result(folder), ended.calls
 
 
-def attempt(disk: Disk, command: Command, template: Path, expected: Any, fault: Fault, *, ranks: int = 1) -> Ran:
-    """Run the command with a fault, and again without; assert all that holds for any fault."""
-    folder = _begin(disk, template)
+def attempt(
+    disk: Disk,
+    command: Command,
+    template: Path,
+    expected: Any,
+    fault: Fault,
+    *,
+    ranks: int = 1,
+    whole: set[tuple[str, str]] | None = None,
+) -> Ran:
+    """Run the command with a fault, and again without; assert all that holds for any fault.
+
+    Where an allocation is refused, code in Rust and C++ may end the process in place of an error.
+
+    Args:
+        whole: of `known`; then what opens as a dataset between the two runs is one of these.
+    """
+    folder = begin(disk, template)
     before = [contents(folder / name) for name in command.inputs]
     ended = disk.run(split(command.arguments, folder), fault=fault, ranks=ranks)
-    at = f"{os.strerror(fault.error)} at {fault.at}, {ended.died_in}"
-    assert not (problem := judge(ended, os.strerror(fault.error))), f"{at}: {problem}\n{ended.output}"
+    reason = os.strerror(fault.error) if fault.error else ""
+    at = f"{reason or 'no memory'} at {fault.at}, {ended.died_in}"
+    if fault.smallest:
+        ended = replace(ended, output=_NOT_OURS.sub("", ended.output))
+    has_aborted = fault.smallest and ended.code == -signal.SIGABRT and "memory allocation of" in ended.output
+    assert has_aborted or not (problem := judge(ended, reason)), f"{at}: {problem}\n{ended.output}"
+    if whole is not None:
+        check_whole(command, folder, whole, at)
     _finish(disk, command, folder, before, ended, expected, at, ranks)
     return ended
 
 
+def check_whole(command: Command, folder: Path, whole: set[tuple[str, str]], at: str) -> None:
+    """Fail if a part of what a command writes opens as a dataset; a stream may be read before it is whole."""
+    opened = fingerprints(folder)
+    assert opened.items() <= whole or "live" in command.arguments.split(), f"{at}: a part opens: {opened}"
+
+
 def attempt_with_room(disk: Disk, command: Command, template: Path, expected: Any, room: int) -> Ran:
     """Run the command on a real disk with `room` bytes left, and again with more; assert the same as `attempt`."""
-    folder, ballast = _begin(disk, template), disk.folder / "ballast"
+    folder, ballast = begin(disk, template), disk.folder / "ballast"
     before = [contents(folder / name) for name in command.inputs]
     free = shutil.disk_usage(disk.folder).free
     with ballast.open("wb") as file:
@@ -117,47 +156,47 @@ def attempt_with_room(disk: Disk, command: Command, template: Path, expected: An
     return ended
 
 
-def attempt_without_power(
-    disk: Disk, command: Command, template: Path, expected: Any, at: int, *, names: bool
-) -> tuple[Ran, dict[str, str]]:
-    """Lose power at a call, or once the command has ended, and run it again; assert the same as `attempt`.
+def try_deaths(
+    disk: Disk,
+    command: Command,
+    folder: Path,
+    points: int | None,
+    seed: str,
+    losses: tuple[str, ...] = ("nothing",),
+    *,
+    ranks: int = 1,
+) -> int:
+    """Let a command die at a seeded sample of `points` calls, or at all that differ, and run it again.
+
+    Asserts the same as `attempt`, and returns the number of deaths. Of several ranks, half of the times one is killed,
+    which the others must notice, and half of the times all.
 
     Args:
-        at: of the call; -1 for the end, after which the result must be there without another attempt.
-        names: as for `lose_power`.
-
-    Returns:
-        The first attempt, and the fingerprints of the datasets that opened between the two.
+        losses: `nothing` for SIGKILL, and for a loss of power `names` or only `bytes` that were not forced to disk.
+            Power fails after the end of the command too, when the result must be there without another attempt.
     """
-    folder, forced = _begin(disk, template), disk.folder.with_name("forced")
-    before = [contents(folder / name) for name in command.inputs]
-    keep_forced(folder, forced)
-    ended = disk.run(split(command.arguments, folder), fault=Fault(at, forced=forced))
-    lose_power(folder, forced, names=names)
-    where = f"power lost at {at}, {ended.died_in}"
-    assert ended.code == (0 if at < 0 else KILLED), f"{where}: exit code {ended.code}\n{ended.output}"
-    opened = fingerprints(folder)
-    _finish(disk, command, folder, before, ended, expected, where, 1)
-    return ended, opened
-
-
-def attempt_without_memory(
-    disk: Disk, command: Command, template: Path, expected: Any, at: int, *, smallest: int
-) -> tuple[Ran, dict[str, str]]:
-    """Refuse an allocation of at least `smallest` bytes, and run the command again; the rest is as for a power failure.
-
-    Code in Rust and C++ may end the process in place of an error.
-    """
-    folder = _begin(disk, template)
-    before = [contents(folder / name) for name in command.inputs]
-    ended = disk.run(split(command.arguments, folder), fault=Fault(at, smallest=smallest))
-    where = f"no memory at {at}, {ended.died_in}"
-    ended = replace(ended, output=_NOT_OURS.sub("", ended.output))
-    has_aborted = ended.code == -signal.SIGABRT and "memory allocation of" in ended.output
-    assert has_aborted or not (problem := judge(ended, "")), f"{where}: {problem}\n{ended.output}"
-    opened = fingerprints(folder)
-    _finish(disk, command, folder, before, ended, expected, where, 1)
-    return ended, opened
+    template, rank = folder / "template", 0 if ranks == 1 else None
+    expected, calls = prepare(disk, command, template, fault=Fault(rank=rank), ranks=ranks)
+    whole, chosen = known(disk, template), distinct(calls)
+    if points is not None:
+        chosen = sorted(random.Random(seed).sample(chosen, min(points, len(chosen))))
+    made = [(at, loses) for at in (-1, *chosen) for loses in losses if at >= 0 or loses != "nothing"]
+    for at, loses in made:
+        place, forced = begin(disk, template), disk.folder.with_name("forced") if loses != "nothing" else None
+        before = [contents(place / name) for name in command.inputs]
+        if forced:
+            keep_forced(place, forced)
+        fault = Fault(at, forced=forced, everyone=ranks > 1 and at % 2 == 0, rank=rank)
+        ended = disk.run(split(command.arguments, place), fault=fault, ranks=ranks, grace_s=20)
+        if forced:
+            lose_power(place, forced, names=loses == "names")
+        where = f"died at {at}, {ended.died_in}, {loses} lost"
+        # Where a process that it started is killed, such as one that writes a checkpoint, the command ends by itself.
+        codes = (0,) if at < 0 else (KILLED,) if forced else (KILLED, 2)
+        assert ended.code in codes or (ranks > 1 and KILLED in ended.codes), f"{where}: {ended.codes}\n{ended.output}"
+        check_whole(command, place, whole, where)
+        _finish(disk, command, place, before, ended, expected, where, ranks)
+    return len(made)
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
@@ -170,7 +209,13 @@ def fingerprints(folder: Path) -> dict[str, str]:
     return found
 
 
-def _begin(disk: Disk, template: Path) -> Path:
+def known(disk: Disk, template: Path) -> set[tuple[str, str]]:
+    """Return the fingerprints of what was there before a command, and of what it has just left."""
+    return {one for folder in (template, disk.folder / "work") for one in fingerprints(folder).items()}
+
+
+def begin(disk: Disk, template: Path) -> Path:
+    """Copy what a command finds to where it runs; return the folder."""
     folder = disk.folder / "work"
     for old in (folder, disk.folder / "temporary"):
         shutil.rmtree(old, ignore_errors=True)

@@ -25,14 +25,14 @@ from .faults import (
     Fault,
     attempt,
     attempt_with_room,
-    attempt_without_memory,
-    attempt_without_power,
     distinct,
-    fingerprints,
+    known,
     prepare,
+    try_deaths,
 )
 
 COMMANDS, TRAINING = dict(commands()), dict(training())
+EVERY = {**COMMANDS, **TRAINING}
 # One of each kind of writer; the nightly tests have all.
 SAMPLED = ("convert-memmap", "repack", "prepare-parquet", "indexed-convert", "live-produce-packs")
 KINDS = {
@@ -40,6 +40,8 @@ KINDS = {
     "quota": Fault(error=errno.EDQUOT, stays_full=True),
     "failing": Fault(error=errno.EIO),
 }
+# What a loss of power takes with it.
+WITHOUT_POWER = ("bytes", "names")
 # Above the objects of Python, below the buffers of a dataset of three packs.
 _LARGE_BYTES = 1 << 14
 FINISHED = "each named, and finished by the same command with the result of an undisturbed one"
@@ -85,75 +87,44 @@ def try_points(disk: Disk, command: Command, folder: Path, kind: str, points: in
     return len(chosen)
 
 
-@pytest.mark.submission
-@pytest.mark.parametrize("name", SAMPLED)
-def test_a_fault_is_named_and_the_same_command_finishes(disk: Disk, tmp_path: Path, name: str) -> None:
-    kind = random.Random(name).choice(list(KINDS))
-    assert try_points(disk, COMMANDS[name], tmp_path, kind, 1, name) == 1
-
-
-def try_power(disk: Disk, command: Command, folder: Path, points: int | None, seed: str) -> int:
-    """Lose power at a seeded sample of `points` calls, or at all that differ, and at the end; return their number.
-
-    Both with the names that were not forced to disk and without them.
-    """
-    expected, calls = prepare(disk, command, folder / "template")
-    whole = fingerprints(disk.folder / "work")
-    chosen = distinct(calls)
-    if points is not None:
-        chosen = random.Random(seed).sample(chosen, points)
-    for at in [-1, *sorted(chosen)]:
-        for names in (False, True):
-            ended, opened = attempt_without_power(disk, command, folder / "template", expected, at, names=names)
-            # A stream may be read before it is whole.
-            is_whole = opened.items() <= whole.items() or "live" in command.arguments.split()
-            assert is_whole, f"a part opens as a dataset after a power failure at {at}, {ended.died_in}: {opened}"
-    return 2 * len(chosen) + 2
-
-
 def try_memory(disk: Disk, command: Command, folder: Path, points: int | None, seed: str) -> int:
     """Refuse a seeded sample of the allocations of 16 kB and more, or all; return their number."""
     expected, calls = prepare(disk, command, folder / "template", fault=Fault(smallest=_LARGE_BYTES))
     if not command.is_exact:
         expected = pytest.approx(expected, rel=1e-6)
-    whole = fingerprints(disk.folder / "work")
+    whole = known(disk, folder / "template")
     chosen = range(len(calls)) if points is None else sorted(random.Random(seed).sample(range(len(calls)), points))
     for at in chosen:
-        found = attempt_without_memory(disk, command, folder / "template", expected, at, smallest=_LARGE_BYTES)
-        is_whole = found[1].items() <= whole.items() or "live" in command.arguments.split()
-        assert is_whole, f"a part opens as a dataset without memory at {at}, {found[0].died_in}: {found[1]}"
+        attempt(disk, command, folder / "template", expected, Fault(at, smallest=_LARGE_BYTES), whole=whole)
     return len(chosen)
 
 
 @pytest.mark.submission
 @pytest.mark.parametrize("name", SAMPLED)
-def test_a_power_failure_leaves_a_whole_dataset_or_none_and_the_same_command_finishes(disk, tmp_path, name) -> None:
-    assert try_power(disk, COMMANDS[name], tmp_path, 1, name) == 4
-
-
-@pytest.mark.submission
-@pytest.mark.parametrize("name", SAMPLED)
-def test_memory_that_runs_out_is_named_and_the_same_command_finishes(disk: Disk, tmp_path: Path, name: str) -> None:
+def test_a_fault_a_loss_of_power_or_memory_is_named_and_the_same_command_finishes(disk, tmp_path, name) -> None:
+    kind = random.Random(name).choice(list(KINDS))
+    assert try_points(disk, COMMANDS[name], tmp_path, kind, 1, name) == 1
+    assert try_deaths(disk, COMMANDS[name], tmp_path, 1, name, WITHOUT_POWER) == 4
     assert try_memory(disk, COMMANDS[name], tmp_path, 2, name) == 2
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", [*COMMANDS, *TRAINING])
+@pytest.mark.parametrize("name", EVERY)
 def test_a_power_failure_at_any_operation_leaves_a_run_that_resumes_exactly_or_a_dataset_that_is_whole_or_none(
     training_disk: Disk, tmp_path: Path, name: str, report_points: Callable[..., None]
 ) -> None:
-    points = try_power(training_disk, {**COMMANDS, **TRAINING}[name], tmp_path, None, name)
+    points = try_deaths(training_disk, EVERY[name], tmp_path, None, name, WITHOUT_POWER)
     report_points("disks", f"{name} without power", points, of="failures", outcome=FINISHED)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", [*COMMANDS, *TRAINING])
+@pytest.mark.parametrize("name", EVERY)
 def test_any_large_allocation_that_is_refused_is_named_and_the_same_command_finishes(
     training_disk: Disk, tmp_path: Path, name: str, report_points: Callable[..., None]
 ) -> None:
-    command = {**COMMANDS, **TRAINING}[name]
+    command = EVERY[name]
     if name.startswith("train"):
         # A library of products rounds otherwise where its buffer is refused.
         command = replace(command, result=figures, is_exact=False)
@@ -179,11 +150,11 @@ def test_a_real_disk_that_fills_up_is_named_and_the_same_command_finishes(disk: 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", [*COMMANDS, *TRAINING])
+@pytest.mark.parametrize("name", EVERY)
 def test_a_real_disk_with_any_room_is_named_and_the_same_command_finishes(
     training_disk: Disk, tmp_path: Path, name: str
 ) -> None:
-    command = {**COMMANDS, **TRAINING}[name]
+    command = EVERY[name]
     try_rooms(training_disk.commands, command, tmp_path, 12, 48 if name in TRAINING else 16)
 
 
@@ -205,7 +176,7 @@ def test_one_rank_on_a_full_disk_ends_the_job_by_name_and_it_resumes(training_di
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["train", "train-resumed", "convert-parquet", "prepare-parquet"])
 def test_a_file_that_cannot_be_read_is_named_and_the_same_command_finishes(training_disk, tmp_path, name) -> None:
-    command, template = {**COMMANDS, **TRAINING}[name], tmp_path / "template"
+    command, template = EVERY[name], tmp_path / "template"
     expected, calls = prepare(training_disk, command, template, fault=Fault(reads=True))
     for at in distinct(calls):
         if not calls[at].startswith(("read", "pread")):
@@ -214,20 +185,11 @@ def test_a_file_that_cannot_be_read_is_named_and_the_same_command_finishes(train
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_fault_at_any_operation_is_named_and_the_same_command_finishes(disk, tmp_path, name, kind, report_points):
-    points = try_points(disk, COMMANDS[name], tmp_path, kind, None, name)
-    report_points("disks", f"{name} on a {kind} disk", points, of="faults", outcome=FINISHED)
-
-
-@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TRAINING)
-def test_a_run_that_a_disk_stops_at_any_operation_resumes_as_if_undisturbed(
+@pytest.mark.parametrize("name", EVERY)
+def test_a_fault_at_any_operation_is_named_and_the_same_command_finishes_as_if_undisturbed(
     training_disk: Disk, tmp_path: Path, name: str, kind: str, report_points: Callable[..., None]
 ) -> None:
-    points = try_points(training_disk, TRAINING[name], tmp_path, kind, None, name)
+    points = try_points(training_disk, EVERY[name], tmp_path, kind, None, name)
     report_points("disks", f"{name} on a {kind} disk", points, of="faults", outcome=FINISHED)

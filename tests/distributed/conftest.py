@@ -173,17 +173,12 @@ def sft(dataset: Path) -> Callable[..., Run]:
 
 def kill_after(step: int, arguments: list[str], folder: Path) -> None:
     """Start a run, and SIGKILL every process of it once `step` is in its metrics."""
-    kill_when(lambda: len(read_metrics(folder)) >= step, arguments)
-
-
-def kill_when(condition: Callable[[], object], arguments: list[str]) -> None:
-    """Start a run, and SIGKILL every process of it once the condition holds."""
     process = subprocess.Popen(
         arguments, env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 600
     try:
-        while not condition():
+        while len(read_metrics(folder)) < step:
             assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -9,7 +9,6 @@ For tests of what ranks compute; those of how they start and end use torchrun it
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import json
@@ -17,18 +16,18 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed import ProcessGroupGloo
 
 from harness.megatron import prepare_process
+from tests.samples.warm_python import end
 
 # What jobs need and import late; the first optimizer imports torch._dynamo, which takes each rank two seconds.
 LATE = (
@@ -156,23 +155,11 @@ def main() -> int:
     return run_ranks(int(sys.argv[1]), sys.argv[2:])
 
 
-def leave(code: Any) -> NoReturn:
-    """End this process as `sys.exit` does, but free nothing: each page would be copied first, which takes 0.6 s."""
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
-
-
 if __name__ == "__main__":
     try:
-        leave(main())
+        end(main())
     except SystemExit as ended:
-        leave(ended.code)
+        end(ended.code)
     except BaseException:
         traceback.print_exc()
-        leave(1)
+        end(1)

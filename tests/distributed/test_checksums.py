@@ -15,7 +15,7 @@ from harness.storage import file_digest, read_checksums
 from harness.storage.checksums import CHECKSUMS_FILE
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE
 
-from .conftest import command, overrides_of, read_metrics, run_command, run_here
+from .conftest import forked, overrides_of, read_metrics, run_command, run_here
 
 SETTINGS = ("trainer.checkpoint_interval=2", "trainer.eval_interval=0")
 # Megatron-Core before 0.19 writes `common.pt` and a second file of weights too.
@@ -48,24 +48,17 @@ def files_of(checkpoint: Path) -> list[Path]:
     return files
 
 
-def test_every_file_of_a_checkpoint_has_the_hash_of_its_bytes(run: Path) -> None:
+def test_every_file_has_its_hash_and_only_small_ones_are_read_again_for_it(run: Path) -> None:
     newest = run / CHECKPOINTS / "step-00000004"
-    files = read_checksums(newest)
-    assert {file.path: file.xxh3 for file in files} == {
-        path.name: file_digest(path) for path in newest.iterdir() if path.name != CHECKSUMS_FILE
+    others = [path for path in newest.iterdir() if path.name != CHECKSUMS_FILE]
+    assert {file.path: file.xxh3 for file in read_checksums(newest)} == {
+        path.name: file_digest(path) for path in others
     }
-
-
-def test_weights_are_hashed_while_they_are_written_and_only_small_files_after(run: Path) -> None:
-    newest = run / CHECKPOINTS / "step-00000004"
     document = json.loads((newest / RUN_FILE).read_text())
-    sizes = {path.name: path.stat().st_size for path in newest.iterdir()}
-    assert document["hashed_while_written_bytes"] == sum(
-        size for name, size in sizes.items() if name.endswith(".distcp")
-    )
-    assert document["hashed_after_bytes"] == sum(
-        size for name, size in sizes.items() if not name.endswith(".distcp") and name not in (RUN_FILE, CHECKSUMS_FILE)
-    )
+    sizes = {path: path.stat().st_size for path in others if path.name != RUN_FILE}
+    weights = sum(size for path, size in sizes.items() if path.suffix == ".distcp")
+    assert document["hashed_while_written_bytes"] == weights
+    assert document["hashed_after_bytes"] == sum(sizes.values()) - weights
 
 
 @pytest.mark.parametrize("position", [0, 77, -1])
@@ -84,8 +77,8 @@ def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_taken(c
 def test_two_ranks_agree_on_the_checkpoint_before_and_record_why(dataset: Path, run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run, tmp_path / "run")
     flip_a_bit(folder / CHECKPOINTS / "step-00000004" / "__0_0.distcp", 1000)
-    resume = [*SETTINGS, "trainer.steps=6", "resume=true"]
-    code, output = run_command(command(dataset, folder, *resume, ranks=2))
+    resume = overrides_of(dataset, folder, *SETTINGS, "trainer.steps=6", "resume=true")
+    code, output = run_command([*forked(2), "harness.recipes.sft", *resume])
     assert code == 0, output
     assert output.count("skipped: the checkpoint's file __0_0.distcp has the hash") == 1
     assert "resuming after step 2" in output

@@ -27,7 +27,6 @@ from .forked import jobs_of
 EXPERTS = ("model.family=qwen3_moe", "model.num_experts=4", "model.expert_ffn_hidden_size=16", "schedule=as_packed")
 # Settings, the end of a drifting parameter's name on the second rank, its name in the error, and the copies.
 DRIFTS = {
-    "data": (["parallel=data"], "layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc1.weight", "data"),
     "distributed": (["parallel=data_distributed"], "final_layernorm.weight", "decoder.final_layernorm.weight", "data"),
     "context": (["parallel=cp2"], "layers.0.mlp.linear_fc2.weight", "decoder.layers.0.mlp.linear_fc2.weight", "data"),
     "norms": (["parallel=tp2_sp"], "pre_mlp_layernorm.weight", "decoder.layers.0.pre_mlp_layernorm.weight", "tensor"),
@@ -38,33 +37,23 @@ DRIFTS = {
         "decoder.layers.1.mlp.experts.3.linear_fc2.weight",
         "expert-data",
     ),
-    "router": ([*EXPERTS, "parallel=tp2_ep2"], "router.weight", "decoder.layers.0.mlp.router.weight", "tensor"),
 }
 
 
-# Of each kind of copies; the others at night.
-SAMPLED = ("distributed", "norms", "stages", "experts")
-
-
 @pytest.fixture(scope="module")
-def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("drift")
     settings = ("trainer.steps=3", "trainer.drift_interval=1", "trainer.eval_interval=0", "loader.num_workers=0")
-    mine = [item for item in request.session.items if item.path == request.path and "runs" in item.fixturenames]
-    wanted = {item.callspec.params["name"] for item in mine}
     runs = [
         [end, overrides_of(dataset, place / name, "model.num_layers=2", *settings, *more)]
         for name, (more, end, *_) in DRIFTS.items()
-        if name in wanted
     ]
     run_jobs(2, "test_drift", place, runs)
     return place
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.submission if name in SAMPLED else pytest.mark.nightly) for name in DRIFTS],
-)
+@pytest.mark.submission
+@pytest.mark.parametrize("name", DRIFTS)
 def test_one_bit_on_one_rank_is_named_by_parameter_ranks_and_step(runs, name) -> None:
     _, _, parameter, kind = DRIFTS[name]
     for rank in (0, 1):  # every rank stops, with the same words

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,15 +44,14 @@ from .test_weights import MODELS, SIZES, settings_of, tensors
 
 STEPS = ("optimizer.decay_steps=4", "trainer.eval_interval=2", "trainer.eval_batches=1", "trainer.record_digests=true")
 SMALLER = ("model.num_layers=2", "loader.num_workers=0", "resume=auto", "trainer.checkpoint_interval=0")
-# For every change, because it has most parts: latent attention, a bias of experts, shared ones, and further tokens.
-DEFAULT_KIND = "deepseek_like"
-# Fault, kind of model, layout, and what names it.
-FAULTS = (
-    ("padding in the router", "qwen3_moe", "cp2_ep2", "routed_tokens"),
-    ("MTP rolled at unpadded bounds", "deepseek_like", "tp2_ep2", "mtp_tokens"),
-    ("expert bias sees padding", "deepseek_like", "tp2_ep2", "bias_tokens"),
-    ("shared expert skipped on one rank", "deepseek_like", "ep2", "shared_tokens"),
-)
+# It has most parts: latent attention, a bias of experts, shared ones, and further tokens.
+KIND = "deepseek_like"
+# Fault, layout, and what names it.
+FAULTS = {
+    "MTP rolled at unpadded bounds": ("tp2_ep2", "mtp_tokens"),
+    "expert bias sees padding": ("tp2_ep2", "bias_tokens"),
+    "shared expert skipped on one rank": ("ep2", "shared_tokens"),
+}
 
 
 def steps_of(fault: str | None) -> int:
@@ -61,11 +59,7 @@ def steps_of(fault: str | None) -> int:
     return 4 if fault is None else 2
 
 
-def settings_of_kind(kind: str) -> list[str]:
-    return [*compose_config("parity", ParityConfig).kinds[kind].split(), *SMALLER, *STEPS]
-
-
-Compare = Callable[[str, str, "str | None"], dict[str, Check]]
+Compare = Callable[["str | None"], dict[str, Check]]
 
 
 def differences(checks: dict[str, Check]) -> list[str]:
@@ -80,46 +74,43 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compare(dataset: Path, place: Path) -> Compare:
-    """compare(kind, layout, fault): the checks of a run on two ranks against the same run on one.
-
-    All runs of a kind are made when the first is asked for.
-    """
-    # A blend, whose sources have loads of their own; with a pipeline other rows come before a layer is computed again.
+    """compare(fault): the checks of a run on two ranks against the same run on one; all have been made together."""
+    # A blend, whose sources have loads of their own.
     blend = f"data.blend=[{{path: {dataset}}}, {{path: {dataset / 'validation'}}}]"
 
-    @cache
-    def runs_of(kind: str) -> dict[tuple[str, str | None], Path]:
-        def overrides(folder: Path, steps: int) -> list[str]:
-            again = ("model.recompute=full", "model.recompute_layers=1") if kind == "qwen3_moe" else ()
-            return overrides_of(dataset, folder, *settings_of_kind(kind), blend, *again, f"trainer.steps={steps}")
+    def overrides(folder: Path, steps: int) -> list[str]:
+        kind = compose_config("parity", ParityConfig).kinds[KIND].split()
+        return overrides_of(dataset, folder, *kind, *SMALLER, *STEPS, blend, f"trainer.steps={steps}")
 
-        start, one = place / kind / "start", place / kind / "one"
-        run_here(sft, SftConfig, overrides(start, 1))
-        shutil.copytree(start, one)
-        run_here(sft, SftConfig, overrides(one, 4))
-        wanted = [(layout, fault) for fault, of, layout, _ in FAULTS if of == kind]
-        wanted += [("tp2_ep2", None)] * (kind == DEFAULT_KIND)
-        folders = {run: place / "-".join([kind, *filter(None, run)]).replace(" ", "_") for run in wanted}
-        jobs = [
-            [fault, [*overrides(folder, steps_of(fault)), f"parallel={layout}"], str(folder), str(start)]
-            for (layout, fault), folder in folders.items()
+    start, one = place / "start", place / "one"
+    run_here(sft, SftConfig, overrides(start, 1))
+    shutil.copytree(start, one)
+    run_here(sft, SftConfig, overrides(one, 4))
+    folders = {fault: place / str(fault).replace(" ", "_") for fault in (None, *FAULTS)}
+    jobs = [
+        [
+            fault,
+            [*overrides(folder, steps_of(fault)), f"parallel={FAULTS.get(fault, ['tp2_ep2'])[0]}"],
+            str(folder),
+            str(start),
         ]
-        run_jobs(2, "test_experts", place, jobs)
-        return folders
+        for fault, folder in folders.items()
+    ]
+    run_jobs(2, "test_experts", place, jobs)
 
-    def compare(kind: str, layout: str, fault: str | None = None) -> dict[str, Check]:
-        found = recorded_run(runs_of(kind)[layout, fault])
+    def compare(fault: str | None) -> dict[str, Check]:
+        found = recorded_run(folders[fault])
         assert len(found.steps) == steps_of(fault)
-        return {check.name: check for check in compare_runs(recorded_run(place / kind / "one"), found, Tolerances())}
+        return {check.name: check for check in compare_runs(recorded_run(one), found, Tolerances())}
 
     return compare
 
 
 @pytest.mark.submission
 def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(dataset, place, compare) -> None:
-    assert differences(compare("deepseek_like", "tp2_ep2", None)) == []
+    assert differences(compare(None)) == []
     # The load of experts in a validation, which is compared too, does not count in the steps' own.
-    steps = recorded_run(place / "deepseek_like" / "one").steps
+    steps = recorded_run(place / "one").steps
     assert [list(step.evaluation_expert_loads) for step in steps] == [
         ["validation"],
         ["validation"],
@@ -133,7 +124,7 @@ def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(data
     sources = {str(dataset), str(dataset / "validation")}
     assert {name for step in steps for name in step.source_expert_loads} == sources
     assert all(load > 1 for step in steps for load in step.source_expert_loads.values())
-    on_two = recorded_run(place / "deepseek_like-tp2_ep2").steps
+    on_two = recorded_run(place / "None").steps
     for one, two in zip(steps, on_two, strict=True):
         assert set(one.source_losses) == set(one.source_expert_loads)
         assert two.source_losses == pytest.approx(one.source_losses, rel=1e-6)
@@ -141,19 +132,14 @@ def test_two_ranks_train_experts_from_the_checkpoint_of_one_rank_as_it_does(data
     assert [step.loss for step in steps if len(step.source_losses) == 1] == pytest.approx(
         [loss for step in steps if len(step.source_losses) == 1 for loss in step.source_losses.values()], rel=1e-6
     )
-    assert "![expert load](experts.png)" in (place / "deepseek_like" / "one" / "report.md").read_text()
+    assert "![expert load](experts.png)" in (place / "one" / "report.md").read_text()
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("fault", "kind", "layout", "named"),
-    [
-        pytest.param(*one, marks=pytest.mark.submission if DEFAULT_KIND in one else pytest.mark.nightly)
-        for one in FAULTS
-    ],
-)
-def test_a_fault_planted_in_experts_is_named(compare, fault, kind, layout, named) -> None:
-    check = compare(kind, layout, fault)["mtp" if named == "mtp_tokens" else "experts"]
+@pytest.mark.submission
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_experts_is_named(compare, fault) -> None:
+    named = FAULTS[fault][1]
+    check = compare(fault)["mtp" if named == "mtp_tokens" else "experts"]
     assert check.difference.field == named
     assert f"step 2: {named} {'' if check.name == 'mtp' else 'of the experts '}is " in check.difference.message
 
@@ -323,7 +309,6 @@ def planted(fault: str | None) -> Iterator[None]:
     from harness.megatron.model.router import Router
 
     count: Callable[..., None] = Router._count
-    of_chunk = batch.padding_argument
 
     def count_all(self: Any, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor) -> None:
         count(self, logits, chosen, padding)
@@ -338,9 +323,6 @@ def planted(fault: str | None) -> Iterator[None]:
 
     faults: dict[str | None, Any] = {
         None: [],
-        "padding in the router": [
-            mock.patch.object(batch, "padding_argument", lambda chunk, mask: of_chunk(chunk, torch.zeros_like(mask)))
-        ],
         "MTP rolled at unpadded bounds": [mock.patch.object(batch, "tokens_ahead", ahead_at_real_bounds)],
         "expert bias sees padding": [mock.patch.object(Router, "_count", count_all)],
         "shared expert skipped on one rank": [mock.patch.object(MoELayer, "shared_experts_compute", return_value=None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import LoaderConfig, open_dataset
+from harness import LoaderConfig
 from harness.errors import ConfigError, LoaderError
 from harness.integrations import RankStream
 
@@ -19,7 +20,8 @@ from .conftest import ROOT, run_ranks
 pytest.importorskip("accelerate")  # the image has the nightly tests' packages only
 from harness.integrations.huggingface import check_boundaries
 
-from .huggingface_ranks import trainer
+from .huggingface_ranks import OPTIMIZER, trainer
+from .test_experts import losses_of_plain_training
 
 
 @pytest.fixture(scope="module")
@@ -45,29 +47,6 @@ def losses(built: Any) -> list[float]:
     return [line["loss"] for line in built.state.log_history if "loss" in line]
 
 
-def unpacked_losses(model: Any, data: str, steps: int) -> list[float]:
-    """Train every conversation of the same global batches by itself, in plain PyTorch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
-    stream = iter(RankStream(data, LoaderConfig(global_batch_size=6, num_workers=0, block_packs=4)))
-    reader, found = open_dataset(data), []
-    for _ in range(steps):
-        packs = reader.read(next(stream).pack_ids.tolist())
-        views = [view for pack in packs for view in pack.sequences()]
-        total = sum(int(view.loss_mask.sum()) for view in views)
-        loss = torch.zeros(())
-        for view in views:
-            ids = torch.from_numpy(view.input_ids.astype(np.int64))
-            logits = model(ids[None]).logits[0, :-1]
-            each = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
-            loss = loss + (each * torch.from_numpy(view.loss_mask[:-1].astype(np.float32))).sum() / total
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
 @pytest.mark.parametrize("kind", ["trainer", pytest.param("sft", marks=pytest.mark.nightly)])
 def test_each_step_has_the_loss_of_the_same_conversations_unpacked(llama, dataset, tmp_path, kind) -> None:
     data = str(dataset / "train")
@@ -75,7 +54,10 @@ def test_each_step_has_the_loss_of_the_same_conversations_unpacked(llama, datase
     built.train()
 
     # 40 packs in batches of 6: the seventh step has 4 packs, the eighth begins an epoch.
-    np.testing.assert_allclose(losses(built), unpacked_losses(load(llama), data, 8), rtol=1e-5)
+    batches = list(islice(RankStream(data, LoaderConfig(global_batch_size=6, num_workers=0, block_packs=4)), 8))
+    model = load(llama)
+    expected = losses_of_plain_training(model, lambda ids: [model(ids).logits[0]], batches, OPTIMIZER["learning_rate"])
+    np.testing.assert_allclose(losses(built), [loss for loss, _ in expected], rtol=1e-5)
 
 
 def test_the_loop_of_the_page_trains_the_weights_of_one_rank_on_two(llama, dataset, tmp_path) -> None:

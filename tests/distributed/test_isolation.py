@@ -15,7 +15,8 @@ from harness.parity.result import REPORT_FILE
 from harness.plan.settings import SftConfig
 from tests.samples.warm_python import warm_python
 
-from .conftest import ROOT, run_command, run_jobs
+from .conftest import run_command, run_jobs
+from .test_layouts_agree import plant_fault
 
 # Findings that each planted defect must cause.
 FINDINGS = {
@@ -66,21 +67,19 @@ def test_documents_are_isolated_on_every_layout_and_every_planted_defect_is_caug
         check(found)
 
 
-# Put where Python looks for it, this gives the last token of each row's first document a label of the second one.
+# The last token of each row's first document gets a label of the second one.
 LEAK = """
-import dataclasses
-import harness.thd as thd
+def plant(module):
+    build = module.build_thd_batch
 
-build = thd.build_thd_batch
+    def leaky(*arguments, **options):
+        row = build(*arguments, **options)
+        labels, mask = row.labels.copy(), row.loss_mask.copy()
+        last = int(row.cu_seqlens[1]) - 1
+        labels[last], mask[last] = row.tokens[int(row.cu_seqlens_padded[1])], 1.0
+        return module.replace(row, labels=labels, loss_mask=mask)
 
-def leaky(*arguments, **options):
-    row = build(*arguments, **options)
-    labels, mask = row.labels.copy(), row.loss_mask.copy()
-    last = int(row.cu_seqlens[1]) - 1
-    labels[last], mask[last] = row.tokens[int(row.cu_seqlens_padded[1])], 1.0
-    return dataclasses.replace(row, labels=labels, loss_mask=mask)
-
-thd.build_thd_batch = leaky
+    module.build_thd_batch = leaky
 """
 
 
@@ -98,14 +97,9 @@ def test_the_matrix_reports_isolation_on_one_rank_and_two(tmp_path) -> None:
 
 @pytest.mark.submission
 def test_a_planted_leak_is_a_difference_in_the_report_and_exit_code_1(tmp_path) -> None:
-    (tmp_path / "plant").mkdir()
-    (tmp_path / "plant" / "sitecustomize.py").write_text(LEAK)
-    plant = ["env", f"PYTHONPATH={ROOT}:{tmp_path / 'plant'}"]
-    command = [
-        *plant,
-        *(warm_python(), "-m", "harness.recipes.parity", "check=isolation", f"folder={tmp_path / 'parity'}"),
-    ]
-    code, output = run_command([*command, 'isolation=["1 parallel=data"]'])
+    settings = ["check=isolation", f"folder={tmp_path / 'parity'}", 'isolation=["1 parallel=data"]']
+    plant = plant_fault(tmp_path / "plant", "harness.thd", LEAK)
+    code, output = run_command(["env", plant, warm_python(), "-m", "harness.recipes.parity", *settings])
     assert code == 1, output
     (cell,) = read_report(tmp_path / "parity" / REPORT_FILE).cells
     assert cell.status == "different"

@@ -194,19 +194,12 @@ def test_every_layout_draws_the_same_adapters(base, dataset, trained, tmp_path, 
     assert_alike(found, read_metrics(trained)[:3])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("model.lora_targets=[linear_qkv]", "model.lora_targets was"),
-        ("model.lora_alpha=300", "model.lora_alpha was 16.0 and is 300.0"),
-        ("model.lora_rank=0", "model.lora_rank was 4 and is 0"),
-    ],
-)
-def test_a_run_does_not_resume_with_other_adapters(base, dataset, trained, tmp_path, change, message) -> None:
+def test_a_run_does_not_resume_with_other_adapters(base, dataset, trained, tmp_path) -> None:
     shutil.copytree(trained, tmp_path / "run")
-    with pytest.raises(ConfigError) as refused:
-        train(base, dataset, tmp_path / "run", change, "trainer.steps=7", "resume=true")
-    assert message in refused.value.what
+    for change, message in ((0, "model.lora_rank was 4 and is 0"), (8, "model.lora_rank was 4 and is 8")):
+        with pytest.raises(ConfigError) as refused:
+            train(base, dataset, tmp_path / "run", f"model.lora_rank={change}", "trainer.steps=7", "resume=true")
+        assert message in refused.value.what
     assert len(read_metrics(tmp_path / "run")) == 6
 
 

@@ -1,15 +1,15 @@
-"""A checkpoint of the plain or the distributed optimizer resumes under the other, and on other layouts."""
+"""A checkpoint resumes under another optimizer, on other layouts, and with other sizes of context parallelism."""
 
 from __future__ import annotations
 
 import pytest
 
-from .conftest import SMALL, found_by, read_metrics, run_ranks, run_sft
+from harness.train.digests import read_digests
 
-pytestmark = pytest.mark.submission
+from .conftest import found_by, overrides_of, read_metrics, run_ranks, run_sft
 
 PLAIN, SPLIT = "parallel=data", "parallel=data_distributed"
-# name: run that it resumes from, its last step, its settings.
+# By name: the run that it resumes from, its last step, its settings.
 RUNS = {
     dtype: {
         "undisturbed": (None, 6, PLAIN),
@@ -31,29 +31,52 @@ LAST = {
     "float32": ["split-tensor-from-plain", "plain-from-uneven"],
     "bfloat16": ["split-tensor-from-plain", "plain-from-host"],
 }
+# Sequences have up to 79 tokens, so some take all four ranks.
+DYNAMIC = "schedule=dynamic_context schedule.max_tokens_per_rank=24"
+RUNS["of four ranks"] = {
+    "undisturbed": (None, 6, "schedule.name=cost_balanced parallel=cp4"),
+    "dynamic": (None, 2, DYNAMIC),
+    "fixed": ("dynamic", 4, "schedule.name=cost_balanced parallel=cp2"),
+    "dynamic again": ("fixed", 6, f"{DYNAMIC} parallel.distributed_optimizer=true"),
+}
+LAST["of four ranks"] = ["dynamic again"]
 
 
 @pytest.mark.nightly
-def test_a_run_that_changes_its_optimizer_twice_has_the_losses_of_one_that_does_not(dataset, tmp_path) -> None:
-    runs = []
-    for dtype, by_name in RUNS.items():
-        for name, (start, last, settings) in by_name.items():
-            more = ("trainer.eval_interval=0", "trainer.checkpoint_interval=0", "resume=auto", *settings.split())
-            overrides = [f"data.path={dataset}", *SMALL, f"model.dtype={dtype}", f"trainer.steps={last}", *more]
-            before = None if start is None else str(tmp_path / f"{dtype}-{start}")
-            runs.append((overrides, str(tmp_path / f"{dtype}-{name}"), before))
-    run_sft(2, tmp_path, runs)
-    for dtype, nearness in (("float32", 1e-5), ("bfloat16", 2e-3)):
-        expected = read_metrics(tmp_path / f"{dtype}-undisturbed")
-        for name in LAST[dtype]:
-            changed = read_metrics(tmp_path / f"{dtype}-{name}")
-            assert [step["step"] for step in changed] == [1, 2, 3, 4, 5, 6]
-            for column in ("loss", "grad_norm", "learning_rate"):
-                assert [step[column] for step in changed] == pytest.approx(
-                    [step[column] for step in expected], rel=nearness * (10 if column == "grad_norm" else 1)
-                ), (dtype, name, column)
+@pytest.mark.parametrize(
+    ("kind", "nearness"),
+    [
+        pytest.param("float32", 1e-5, marks=pytest.mark.submission),
+        pytest.param("bfloat16", 2e-3, marks=pytest.mark.submission),
+        ("of four ranks", 1e-6),
+    ],
+)
+def test_a_run_that_changes_between_steps_has_the_losses_of_one_that_does_not(dataset, tmp_path, kind, nearness):
+    more = ["trainer.eval_interval=2", "trainer.checkpoint_interval=0", "resume=auto", "trainer.record_digests=true"]
+    more += [f"model.dtype={kind}"] if kind != "of four ranks" else []
+    runs = [
+        (
+            overrides_of(dataset, tmp_path / name, *more, f"trainer.steps={last}", *settings.split()),
+            str(tmp_path / name),
+            None if start is None else str(tmp_path / start),
+        )
+        for name, (start, last, settings) in RUNS[kind].items()
+    ]
+    run_sft(4 if kind == "of four ranks" else 2, tmp_path, runs)
+    expected = read_metrics(tmp_path / "undisturbed")
+    for name in LAST[kind]:
+        changed = read_metrics(tmp_path / name)
+        for column in ("step", "epoch", "packs_consumed", "tokens", "trained_tokens", "learning_rate"):
+            assert [step[column] for step in changed] == [step[column] for step in expected], (name, column)
+        for column, times in (("loss", 1), ("validation_loss", 1), ("grad_norm", 10)):
+            values = [[step[column] or 0.0 for step in steps] for steps in (changed, expected)]
+            assert values[0] == pytest.approx(values[1], rel=nearness * times), (name, column)
+    if kind == "of four ranks":
+        shared = [max(row.shared_by for row in step.rows) for step in read_digests(tmp_path / "dynamic again")]
+        assert shared == [4, 4, 1, 1, 4, 4]
 
 
+@pytest.mark.submission
 def test_a_rank_copies_and_writes_its_own_share_and_gets_it_back_bit_by_bit(tmp_path) -> None:
     """It gathers nothing that others own, and either optimizer may have saved it."""
     run_ranks(2, "checkpoint_ranks", tmp_path)

@@ -18,7 +18,7 @@ import pytest
 
 from harness.train.attempts import decide
 
-from .conftest import ROOT, command, environment, kill_tree, overrides_of, read_metrics, run_command, run_sft
+from .conftest import ROOT, command, environment, forked, kill_tree, overrides_of, read_metrics, run_command, run_sft
 from .test_resume import SAME
 
 pytestmark = pytest.mark.submission
@@ -178,7 +178,7 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named(dataset, tmp_path) -> None:
 @pytest.mark.nightly
 def test_a_checkpoint_without_disk_space_ends_the_run_and_keeps_earlier_ones(dataset, tmp_path) -> None:
     folder = tmp_path / "run"
-    arguments = command(dataset, folder, *SETTINGS, ranks=2)
+    arguments = [*forked(2), "harness.recipes.sft", *overrides_of(dataset, folder, *SETTINGS)]
     code, output = run_command(["bash", "-c", 'ulimit -f 60; exec "$@"', "bash", *arguments])
     assert code != 0
     assert "the checkpoint of step 4 cannot be written: rank 0: " in output
@@ -187,6 +187,6 @@ def test_a_checkpoint_without_disk_space_ends_the_run_and_keeps_earlier_ones(dat
     assert [path.name for path in (folder / "checkpoints").glob("step-*") if path.suffix == ""] == []
     assert not decide(folder, exit_code=code).requeue
 
-    code, output = run_command(command(dataset, folder, *SETTINGS, "resume=auto", ranks=2))
+    code, output = run_command([*arguments, "resume=auto"])
     assert code == 0, output
     assert [line["step"] for line in read_metrics(folder)] == list(range(1, 25))

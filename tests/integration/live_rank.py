@@ -1,9 +1,7 @@
 """`python -m tests.integration.live_rank FOLDER OUT INTERVAL STEP_S TOKENIZER TIMEOUT_S COLLECTIVE_S`: a rank
 without a model.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's; LIVE_SCHEDULE is the schedule, LIVE_WINDOW the
-sequences of a step in place of packs, and LIVE_COPIES the number of ranks that train the same rows. FOLDER is one
-folder, or several with commas between them, of equal weights. Rank 0 writes a line a step of what all ranks trained,
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are a launcher's. Rank 0 writes a line a step of what all ranks trained,
 and every few steps a checkpoint to resume from.
 """
 
@@ -37,7 +35,6 @@ def main(
     folder: str, out: Path, interval: int, step_s: float, tokenizer: str, timeout_s: float, collective_s: float
 ) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    copies = int(os.environ.get("LIVE_COPIES", "1"))
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=collective_s))
     checkpoint, log = out / "checkpoint.json", out / "trained.jsonl"
     step, state = 0, None
@@ -53,18 +50,10 @@ def main(
             write_atomically(checkpoint, json.dumps({"step": step, "state": state.to_json()}).encode())
             feed.trained(state)
 
-    sources = [LiveSource(path) for path in folder.split(",")]
-    window = int(os.environ.get("LIVE_WINDOW", "0")) or None
     with LiveFeed(
-        LiveConfig(blend=sources, pack_size=PACK_SIZE, open_packs=OPEN_PACKS, timeout_s=timeout_s),
+        LiveConfig(blend=[LiveSource(folder)], pack_size=PACK_SIZE, open_packs=OPEN_PACKS, timeout_s=timeout_s),
         BatchPlan(
-            RankLayout(dp_rank=rank // copies, dp_size=world // copies),
-            SIZE,
-            CAPACITY,
-            SequenceCost(),
-            os.environ.get("LIVE_SCHEDULE", "as_packed"),
-            window_sequences=window,
-            weights=(1.0,) * len(sources),
+            RankLayout(dp_rank=rank, dp_size=world), SIZE, CAPACITY, SequenceCost(), "as_packed", window_sequences=None
         ),
         tokenizer=ChatTokenizer(TokenizerConfig(name=tokenizer)) if tokenizer else None,
         state=state,

@@ -82,16 +82,3 @@ def test_other_weights_are_refused_on_resume_and_too_few_epochs_before_training(
         LoaderError, match=r"the order was '.*weights=5\.0,3\.0,2\.0.* and is '.*weights=4\.0,3\.0,2\.0"
     ):
         main(settings(blends[1], folder, steps=2, size=4, resume="true"))
-
-
-@pytest.mark.nightly
-def test_equal_tokens_of_another_tokenizer_are_refused_on_resume_unless_named(tmp_path: Path, write_packs) -> None:
-    paths = [write_packs(tmp_path / name, 8, tokenizer=name * 16) for name in ("a", "b")]
-    first, second = (DataConfig(path=str(path)) for path in paths)
-    folder = tmp_path / "run"
-    main(settings(first, folder, steps=1, size=4))
-    other = settings(second, folder, steps=2, size=4, resume="true")
-    with pytest.raises(LoaderError, match=r"the tokenizer was 'a{16}' and is 'b{16}'"):
-        main(other)
-    other.loader.allow_other_data = True
-    main(other)

@@ -75,16 +75,16 @@ class Side:
 class Stream:
     """A folder of chunks with what writes and what trains, and where training notes what it did.
 
-    `others` are more folders that are trained with it.
+    `variables` are those of all processes.
     """
 
-    folder: Path
+    folder: Path | str
     out: Path
-    others: tuple[Path, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
 
     def producer(self, source: Path | str, *more: str, kind: str = "chat") -> Side:
         command = [str(HARNESS), "live", "produce", str(source), str(self.folder), f"chunks.kind={kind}", *more]
-        return Side([(command, {})], self.out / "producer.log")
+        return Side([(command, self.variables)], self.out / "producer.log")
 
     def ranks(
         self,
@@ -95,12 +95,11 @@ class Stream:
         tokenizer: str = "",
         timeout_s: float = 600.0,  # a busy machine may take a minute to start a process
         collective_s: float = 600.0,
-        **variables: str,
     ) -> Side:
         module = [sys.executable, "-m", "tests.integration.live_rank"]
         settings = (interval, step_s, tokenizer, timeout_s, collective_s)
-        command = [*module, ",".join(map(str, (self.folder, *self.others))), str(self.out), *map(str, settings)]
-        places = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", **variables}
+        command = [*module, str(self.folder), str(self.out), *map(str, settings)]
+        places = {**self.variables, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
         return Side([(command, {**places, "RANK": str(rank)}) for rank in range(count)], self.out / "ranks.log")
 
     def trained(self) -> list[dict[str, Any]]:
@@ -153,23 +152,3 @@ def test_both_sides_are_killed_and_fewer_ranks_go_on_with_every_row_once(stream:
     assert 0 not in contents.chunks
     assert set(contents.chunks) == set(contents.completed)
     assert sorted(contents.chunks)[-1] == 13
-
-
-@pytest.mark.nightly  # half a minute; threads do the same in tests/unit/loader/test_live_windows.py
-def test_windows_of_two_folders_continue_on_fewer_processes_after_a_kill(stream: Stream) -> None:
-    stream.others = (stream.folder.with_name("other"),)
-    both = [stream.folder, *stream.others]
-    for seed, folder in enumerate(both):
-        write_stream(folder, some_packs(62, seed=seed), [10, 2, 14, 6, 8, 4, 12, 6])
-    options = {"schedule": "cost_balanced", "window": 6, "weights": (1.0, 1.0)}
-    expected = train(both, dp_size=3, size=SIZE, **options)
-    balanced = {"LIVE_SCHEDULE": "cost_balanced", "LIVE_WINDOW": "6"}
-    three, two = stream.ranks(3, step_s=0.05, **balanced), stream.ranks(2, **balanced)
-    with three:
-        until(lambda: len(stream.trained()) >= 7, three)
-        three.kill()
-        begun = [line["digests"] for line in stream.trained()]
-        assert begun == expected.digests[: len(begun)]
-        with two:
-            assert two.wait() == [0, 0], two.output()
-    assert sorted(id for line in stream.trained() for id in line["ids"]) == expected.sequences

@@ -77,7 +77,7 @@ def test_every_conversation_is_stored_with_the_tokens_and_mask_of_the_tokenizer(
     assert len(expected) < 300
 
 
-def test_the_report_counts_the_stored_data(prepared):
+def test_the_report_counts_the_stored_data_and_the_manifest_records_its_provenance(prepared):
     path, report, output = prepared
     for name, split in report.splits.items():
         reader = open_dataset(path / name)
@@ -93,10 +93,6 @@ def test_the_report_counts_the_stored_data(prepared):
     assert f"{report.splits['train'].tokens:,}" in output
     names = {"report.html", "report.json", "report.md", "tokenizer", "train", "validation"}
     assert {entry.name for entry in path.iterdir()} == names
-
-
-def test_the_manifest_records_the_provenance(prepared):
-    path, report, _ = prepared
     tokenizer = ChatTokenizer(TokenizerConfig(name=str(path / "tokenizer")))
     provenance = open_dataset(path / "validation").manifest.provenance
     assert provenance.tokenizer_hash == tokenizer.tokenizer_hash
@@ -294,15 +290,12 @@ def test_a_split_without_conversations_is_an_error(tmp_path, chats, change, word
     assert fix in caught.value.fix
 
 
-def test_of_a_few_conversations_each_split_has_one(tmp_path, chats):
+def test_a_split_has_a_conversation_although_its_fraction_is_less_than_one_and_a_line_says_so(tmp_path, chats):
     report, log = run(tmp_path / "d", chats, limit=4, validation_fraction=0.000001, test_fraction=0.000001)
     found = {name: split.conversations for name, split in report.splits.items()}
     assert found == dict.fromkeys(("train", "validation", "test"), 1)
     for name in ("validation", "test"):
         assert f"{name}: 1 conversation, more than data.{name}_fraction=1e-06 of 3." in log
-
-
-def test_a_split_of_several_conversations_although_its_fraction_is_less_than_one_is_counted(tmp_path, chats):
     counted = []
     for limit in range(4, 9):
         report, log = run(tmp_path / f"{limit}", chats, limit=limit, validation_fraction=0.99 / limit)

@@ -49,17 +49,32 @@ def test_a_function_makes_a_conversation_of_a_record(here):
     assert reader.columns_to_read(["asked", "anything"]) == ["asked", "anything"]
 
 
+LEAVING = "def to_messages(record):\n    raise SystemExit(0)\n"
+ARRAYS = """
+import numpy as np
+def to_messages(record):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    made = {"messages": turns}
+    (turns[0] if record["place"] == "turn" else made)["images"] = np.arange(2)
+    return made
+"""
+
+
 @pytest.mark.parametrize(
-    ("given", "reason", "words"),
+    ("text", "given", "reason", "words"),
     [
-        ({"asked": "?"}, BadReason.FUNCTION_FAILED, "bad_chats:to_messages raised KeyError: 'kind'"),
-        (record(1, "list"), BadReason.FUNCTION_FAILED, "bad_chats:to_messages returned [{"),
-        (record(1, "skip"), BadReason.OMITTED, "bad_chats:to_messages returned None"),
-        ({**record(1), "said": ""}, BadReason.EMPTY_TURN, "turn 2 (assistant) is empty"),
+        (MODULE, {"asked": "?"}, BadReason.FUNCTION_FAILED, "chats:to_messages raised KeyError: 'kind'"),
+        (MODULE, record(1, "list"), BadReason.FUNCTION_FAILED, "chats:to_messages returned [{"),
+        (MODULE, record(1, "skip"), BadReason.OMITTED, "chats:to_messages returned None"),
+        (MODULE, {**record(1), "said": ""}, BadReason.EMPTY_TURN, "turn 2 (assistant) is empty"),
+        (LEAVING, record(1), BadReason.FUNCTION_FAILED, "raised SystemExit"),
+        (ARRAYS, {"place": "turn"}, BadReason.MEDIA, ""),
+        (ARRAYS, {"place": "record"}, BadReason.MEDIA, ""),
     ],
 )
-def test_what_a_function_cannot_read_is_a_bad_record_with_the_reason(here, given, reason, words):
-    bad = RecordReader(module(here, "bad_chats")).parse(given, "a, line 7")
+def test_what_a_function_cannot_read_is_a_bad_record_with_the_reason(here, request, text, given, reason, words):
+    name = f"bad_{request.node.callspec.indices['given']}_chats"
+    bad = RecordReader(module(here, name, text)).parse(given, "a, line 7")
     assert isinstance(bad, BadRecord)
     assert (bad.where, bad.reason) == ("a, line 7", reason)
     assert words in bad.detail
@@ -71,12 +86,14 @@ def test_what_a_function_cannot_read_is_a_bad_record_with_the_reason(here, given
         ("nowhere_chats:to_messages", "No module named 'nowhere_chats'", "chats.py in the working folder"),
         ("known_chats:messages", "has no function 'messages'", "its functions: to_messages"),
         ("broken_chats:to_messages", "cannot be imported: SyntaxError", "an importable module"),
+        ("ending_chats:to_messages", "cannot be imported: SystemExit", "an importable module"),
         ("sys:exit", "has no source file", "module that calls"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_and_names_of_columns_are_refused(here, name, words, fix):
     module(here, "known_chats")
     module(here, "broken_chats", "def to_messages(")
+    module(here, "ending_chats", "raise SystemExit(0)")
     with pytest.raises(ConfigError) as caught:
         RecordReader(name)
     assert caught.value.where == "source.schema"
@@ -108,23 +125,3 @@ def test_workers_call_the_function_and_another_one_is_not_taken_for_it(here):
     load_function.cache_clear()  # as in another process
     with pytest.raises(ConfigError, match=f"source.schema_digest was '{mask['schema_digest']}'"):
         prepare(*given, **settings)
-
-
-def test_a_function_that_ends_the_program_is_refused_like_one_that_fails(here):
-    with pytest.raises(ConfigError, match="cannot be imported: SystemExit"):
-        load_function(module(here, "ending_chats", "raise SystemExit(0)"))
-    reader = RecordReader(module(here, "leaving_chats", "def to_messages(record):\n    raise SystemExit(0)\n"))
-    bad = reader.parse(record(1), "a, line 1")
-    assert isinstance(bad, BadRecord)
-    assert (bad.reason, "raised SystemExit" in bad.detail) == (BadReason.FUNCTION_FAILED, True)
-
-
-@pytest.mark.parametrize("place", ["turn", "record"])
-def test_an_array_that_a_function_returns_is_a_bad_record(here, place):
-    text = "import numpy as np\ndef to_messages(record):\n    more = {'images': np.arange(2)}\n"
-    text += "    turn = {'role': 'user', 'content': 'Hi', **(more if record['place'] == 'turn' else {})}\n"
-    text += "    turns = [turn, {'role': 'assistant', 'content': 'Hello'}]\n"
-    text += "    return {'messages': turns, **(more if record['place'] == 'record' else {})}\n"
-    bad = RecordReader(module(here, "array_chats", text)).parse({"place": place}, "a, line 1")
-    assert isinstance(bad, BadRecord)
-    assert bad.reason == BadReason.MEDIA

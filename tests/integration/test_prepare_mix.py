@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from harness.errors import ConfigError, PrepError
+from harness.errors import ConfigError
 from harness.formats import open_dataset
 from harness.prep import TokenizerConfig, prepare
 from harness.prep.sources.config import MixedSource, SourceConfig
@@ -91,16 +91,9 @@ def test_another_mix_is_not_taken_for_a_finished_one(folder, tmp_path):
         run(tmp_path / "data", mix, tokenizer=tokenizer)
 
 
-def test_a_file_of_two_sources_is_refused(folder, tmp_path):
-    mix = [MixedSource(str(folder / "chats.jsonl")), MixedSource(str(folder / "c*.jsonl"))]
-    with pytest.raises(PrepError, match="belongs to two sources"):
-        run(tmp_path / "data", mix)
-
-
 @pytest.mark.parametrize(
     ("settings", "where", "words"),
     [
-        ({"path": "b.jsonl"}, "source.path", "would not be used"),
         ({"kind": "pydoc"}, "source.mix", "built-in corpus"),
         ({"mix": [MixedSource("a.jsonl"), MixedSource()]}, "source.mix[1].path", "no path"),
     ],

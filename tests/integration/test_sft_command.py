@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 
 from harness.cli import end_to_end
 from harness.cli.end_to_end import plan_layout
@@ -175,11 +174,3 @@ def test_a_model_of_another_run_is_not_taken_for_that_of_this_one(folder, tmp_pa
     assert "the model of step 7 is not of the run, which has 0 steps" in errors
     (tmp_path / "out" / "model-step-7").rmdir()
     assert (harness(*command(folder, tmp_path / "out")[3:])[0], stages) == (7, ["prepare"])
-
-
-def test_a_plan_that_does_not_fit_says_that_other_settings_are_needed(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(end_to_end, "run_command", lambda command: 1)
-    for stage, how in (("plan", "choose settings with which the run fits"), ("train", "to continue, run the command")):
-        with pytest.raises(typer.Exit):
-            end_to_end._run([stage])
-        assert f"`harness {stage}` ended with 1; {how}" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ cuda_stand_ins.install(after=cuda_stand_ins.MEGATRON_CORE)
 import numpy as np
 import torch
 from megatron.bridge.models.gpt_provider import GPTModelProvider
-from megatron.bridge.training import config, eval, gpt_step, initialize, setup, train
+from megatron.bridge.training import config, gpt_step
 from megatron.bridge.training.callbacks import CallbackManager
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.tokenizers.config import TokenizerConfig
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.moe.router import TopKRouter
 
 from harness.integrations.megatron_bridge import HarnessDataset, forward_step
@@ -192,30 +190,9 @@ def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     out = Path(settings["out"])
     record = Record(gpt_step.forward_step if settings.get("forward_step") == "gpt_step" else forward_step)
-    torch.compiler.set_stance("force_eager")  # what Megatron's routers compile, too
     callbacks = CallbackManager()
     callbacks.register("on_train_step_end", record.end)
-    with start("cpu") as runtime, ExitStack() as patches:
-        patches.enter_context(
-            mock.patch.multiple(
-                torch.cuda,
-                is_available=lambda: True,
-                device_count=lambda: 1,
-                set_device=lambda device: None,
-                Stream=mock.MagicMock(),
-                stream=lambda stream: nullcontext(),
-            )
-        )
-        patches.enter_context(mock.patch.object(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"))
-        patches.enter_context(mock.patch.object(initialize, "compile_helpers"))
-        for module in (train, eval):  # a function of modelopt, for which a stand-in answers
-            patches.enter_context(
-                mock.patch.object(module, "get_tensor_shapes_adjust_fn_for_distillation", return_value=None)
-            )
-        own = gpt_layer_specs.get_gpt_mtp_block_spec  # Bridge asks for those of Transformer Engine
-        local = lambda made, spec, **named: own(made, spec, **{**named, "use_transformer_engine": False})  # noqa: E731
-        patches.enter_context(mock.patch.object(gpt_layer_specs, "get_gpt_mtp_block_spec", local))
-        patches.enter_context(mock.patch.object(setup, "set_jit_fusion_options"))
+    with start("cpu") as runtime, cuda_stand_ins.bridge_like_a_gpu():
         made = container(settings)
         if settings.get("of_bridge"):
             made.dataset = config.MockGPTDatasetConfig(

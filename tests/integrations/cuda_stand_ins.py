@@ -13,7 +13,7 @@ import socket
 import sys
 from abc import ABCMeta
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -129,4 +129,31 @@ def like_a_gpu() -> Iterator[None]:
         mock.patch.multiple(torch.cuda, Stream=Idle, Event=Idle, **made),
         mock.patch.object(torch.accelerator, "current_stream", Idle),
     ):
+        yield
+
+
+@contextmanager
+def bridge_like_a_gpu() -> Iterator[None]:
+    """Answer what Megatron-Bridge asks of a GPU, and give it Megatron's own layers for Transformer Engine's."""
+    import torch
+    from megatron.bridge.training import eval, initialize, setup, train
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    own = gpt_layer_specs.get_gpt_mtp_block_spec
+    of_cuda = {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}
+    of_cuda |= {"Stream": mock.MagicMock(), "stream": lambda stream: nullcontext()}
+    shapes = "get_tensor_shapes_adjust_fn_for_distillation"  # of modelopt, for which a stand-in would answer
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.multiple(torch.cuda, **of_cuda))
+        for place, name in (
+            (torch.optim.Optimizer, "_accelerator_graph_capture_health_check"),
+            (initialize, "compile_helpers"),
+            (setup, "set_jit_fusion_options"),
+            (train, shapes),
+            (eval, shapes),
+        ):
+            patches.enter_context(mock.patch.object(place, name, return_value=None))
+        local = lambda made, spec, **named: own(made, spec, **{**named, "use_transformer_engine": False})  # noqa: E731
+        patches.enter_context(mock.patch.object(gpt_layer_specs, "get_gpt_mtp_block_spec", local))
+        torch.compiler.set_stance("force_eager")  # what Megatron's routers compile
         yield

@@ -1,71 +1,74 @@
-"""Inputs of the killed commands: datasets, token shards, chats, packed files of another tool."""
+"""Commands of tests/disks in processes that die or stop, or are of another user."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from counted_calls import Commands
-from live_streams import some_packs, write_chats
-from small_packs import write_packs
+from counted_calls import Commands, Ran
 
-from harness.formats import convert_dataset
+from ..disks.commands import Command, commands, training
+from ..disks.faults import Disk, Fault, begin, prepare, split
 
-from .cases import Case, Whole
-
-
-@pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    with Commands(tmp_path_factory.mktemp("commands")) as server:
-        yield server
+COMMANDS, TRAINING = dict(commands()), dict(training())
+NOBODY = 65534
+HELD = re.compile(rf"process \d+ on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
+# One of each kind of writer, in `.ci/run`; the nightly tests have all.
+SAMPLED = ("repack", "import", "indexed-convert", "indexed-family", "live-produce-chat")
+CONVERTED = tuple(f"convert-{name}" for name in ("parquet", "memmap", "binidx", "npy", "parquet-file"))
 
 
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    for name, seed in (("packs", 0), ("other", 1)):
-        write_packs(folder / name, some_packs(24, seed=seed), format="parquet", pack_size=64, packs_per_shard=10)
-    convert_dataset(folder / "packs", folder / "store", format="virtual", packs_per_shard=10)
-    convert_dataset(folder / "other", folder / "other-store", format="virtual", packs_per_shard=10)
-    rows = [
-        {name: getattr(pack, name).tolist() for name in ("input_ids", "loss_mask", "seq_start_id")}
-        for pack in some_packs(24)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "training.idx.parquet")
-    random = np.random.default_rng(0)
-    for number, largest in enumerate((60_000, 80_000)):  # the second does not fit the uint16 that the first is kept in
-        documents = [random.integers(0, largest, size).tolist() for size in random.integers(1, 400, 250)]
-        pq.write_table(pa.table({"input_ids": documents}), folder / f"tokens-{number}.parquet")
-    write_chats(folder / "chats.jsonl", 40)
-    write_chats(folder / "more.jsonl", 40, seed=1)
-    return folder
+def sampled(names: tuple[str, ...] = (*SAMPLED, *CONVERTED)) -> list[Any]:
+    """Return the names of all commands as parameters, those of the sample for `.ci/run`."""
+    marks = {True: pytest.mark.submission, False: pytest.mark.nightly}
+    return [pytest.param(name, marks=marks[name in names]) for name in COMMANDS]
 
 
-@pytest.fixture(scope="session")
-def whole_of(commands: Commands, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Whole]:
-    """whole_of(case): the case without a kill, run once."""
-    made: dict[str, Whole] = {}
-
-    def make(case: Case) -> Whole:
-        if case.name not in made:
-            made[case.name] = Whole(case, commands, inputs, tmp_path_factory.mktemp("case"))
-        return made[case.name]
-
-    return make
+@pytest.fixture(scope="session", name="commands")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with Commands(tmp_path_factory.mktemp("commands")) as made:
+        yield made
 
 
-@pytest.fixture(scope="session")
-def public(inputs: Path) -> Iterator[Path]:
-    """A folder that any user can enter, with `inputs` in it; the folders of pytest are closed to others."""
+@pytest.fixture
+def disk(commands: Commands, tmp_path: Path) -> Disk:
+    return Disk(commands, tmp_path / "disk")
+
+
+@pytest.fixture
+def public(commands: Commands) -> Iterator[Disk]:
+    """A folder that any user can enter; those of pytest are closed to others."""
     folder = Path(tempfile.mkdtemp(prefix="harness-tests-"))
     folder.chmod(0o755)
-    shutil.copytree(inputs, folder / "inputs")
-    (folder / "inputs").chmod(0o755)
-    yield folder
+    yield Disk(commands, folder)
     shutil.rmtree(folder)
+
+
+class Pair:
+    """Two processes of one command: the first stops at a call until the second has ended.
+
+    Attributes:
+        expected: what the command leaves when it runs alone, after `count` calls.
+    """
+
+    def __init__(self, disk: Disk, command: Command, template: Path) -> None:
+        self.disk, self.command, self.template = disk, command, template
+        self.expected, calls = prepare(disk, command, template)
+        self.count = len(calls)
+
+    def run(self, at: int, **options: Any) -> tuple[Ran, Any]:
+        """Return how both ended, and what they left."""
+        folder = begin(self.disk, self.template)
+        if "uids" in options:
+            for path in (folder, self.disk.folder / "temporary"):
+                path.mkdir(exist_ok=True)
+                path.chmod(0o777)
+        words = split(self.command.arguments, folder)
+        both = self.disk.run(words, copies=2, fault=Fault(at), stops=True, **options)
+        return both, self.command.result(folder)

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from counted_calls import KILLED, points_of
 
-from .cases import CASES, contents, fingerprint_of
-
-FINISHED = "finished by the same command after each kill, byte for byte"
+from ..disks.faults import try_deaths
+from .conftest import COMMANDS, CONVERTED, SAMPLED
 
 
 @pytest.mark.parametrize(
-    ("case", "kills"),
+    ("name", "kills"),
     [
-        *(
-            pytest.param(case, case.kills, id=f"{case.name}, a tenth", marks=pytest.mark.submission)
-            for case in CASES
-            if case.kills
-        ),
-        *(pytest.param(case, 50, id=case.name, marks=pytest.mark.nightly) for case in CASES),
+        *(pytest.param(name, 5, id=f"{name}, a tenth", marks=pytest.mark.submission) for name in SAMPLED),
+        *(pytest.param(name, 1, id=f"{name}, one", marks=pytest.mark.submission) for name in CONVERTED),
+        *(pytest.param(name, None, id=name, marks=pytest.mark.nightly) for name in COMMANDS),
     ],
 )
-def test_a_killed_command_is_finished_by_the_same_command(commands, whole_of, case, kills, report_points) -> None:
-    whole = whole_of(case)
-    kills = min(kills, whole.count)
-    made = 0
-    for point in points_of(whole.count, kills, seed=case.name):
-        whole.begin()
-        killed = commands.run(whole.command, root=whole.out, at=point)
-        assert killed.code == KILLED, f"call {point}: {killed.output}"
-        made += 1
-        where = f"killed in call {point} of {whole.count}, {killed.died_in}"
-        assert fingerprint_of(whole.out) in {None, *whole.fingerprints}, where
-        again = commands.run(whole.command, root=whole.out)
-        assert again.code == 0, f"{where}: {again.output}"
-        assert contents(whole.out) == whole.expected, where
-    assert made == kills
-    report_points("kills", case.name, made, of=f"of {whole.count} calls", outcome=FINISHED)
+def test_a_killed_command_is_finished_by_the_same_command(disk, tmp_path, name, kills, report_points) -> None:
+    made = try_deaths(disk, COMMANDS[name], tmp_path, kills, name)
+    assert made == kills or kills is None
+    outcome = "finished by the same command after each kill, byte for byte"
+    report_points("kills", name, made, of="kills", outcome=outcome)

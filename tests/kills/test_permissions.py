@@ -6,67 +6,60 @@ import os
 from pathlib import Path
 
 import pytest
-from counted_calls import Commands
 
-from .cases import CASES, NOBODY, Case, contents
+from ..disks.commands import contents
+from ..disks.faults import Disk, begin, prepare, split
+from .conftest import COMMANDS, CONVERTED, NOBODY, SAMPLED, sampled
 
-# Those that need no other command before them.
-ALONE = [
-    pytest.param(case, id=case.name, marks=pytest.mark.submission if case.kills > 1 else pytest.mark.nightly)
-    for case in CASES
-    if not case.name.endswith(("another", "merge", "--append"))
-]
 as_another_user = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's place")
 
 
 @as_another_user
-@pytest.mark.parametrize("case", ALONE)
-def test_a_folder_that_cannot_be_written_to_is_a_named_error(commands: Commands, public: Path, case: Case) -> None:
-    out = public / "closed"
-    out.mkdir(mode=0o755, exist_ok=True)
-    ran = commands.run(case.command(public / "inputs", out), root=out, uids=[NOBODY])
+@pytest.mark.parametrize(
+    ("name", "hides"),
+    [
+        *(pytest.param(name, True, marks=pytest.mark.submission) for name in SAMPLED),
+        *(pytest.param(*one.values, False, marks=one.marks) for one in sampled()),
+    ],
+)
+def test_hidden_files_and_a_folder_that_cannot_be_written_to_are_named_errors(public, tmp_path, name, hides) -> None:
+    command = COMMANDS[name]
+    (tmp_path / "template").mkdir()
+    command.make(tmp_path / "template")
+    folder = begin(public, tmp_path / "template")
+    folder.chmod(0o777 if hides else 0o755)
+    for path in folder.rglob("*"):
+        if hides and path.is_file():
+            path.chmod(0o600)
+    before = contents(folder)
+    ran = public.commands.run(["harness", *split(command.arguments, folder)], root=folder, uids=[NOBODY])
     assert ran.code == 2, ran.output
     assert "Permission denied" in ran.output
     assert "where:" in ran.output
     assert "Traceback" not in ran.output
-    assert contents(out) == {}
-
-
-@as_another_user
-@pytest.mark.submission
-@pytest.mark.parametrize("name", ["convert npy", "repack", "import", "indexed convert", "live produce"])
-def test_files_that_another_user_hides_are_a_named_error(commands: Commands, public: Path, name: str) -> None:
-    case = next(case for case in CASES if case.name == name)
-    hidden, out = public / f"hidden {name}", public / f"out {name}"
-    out.mkdir()
-    out.chmod(0o777)
-    hidden.mkdir()
-    for path in (public / "inputs").rglob("*"):
-        copy = hidden / path.relative_to(public / "inputs")
-        copy.mkdir() if path.is_dir() else copy.write_bytes(path.read_bytes())
-    for path in hidden.rglob("*"):
-        if path.is_file():
-            path.chmod(0o600)
-    ran = commands.run(case.command(hidden, out), root=out, uids=[NOBODY])
-    assert ran.code == 2, ran.output
-    assert "Permission denied" in ran.output
-    assert "Traceback" not in ran.output
-    assert str(hidden) in ran.output
+    assert str(folder / ("source" if hides else "")) in ran.output
+    assert contents(folder) == before or hides
 
 
 @pytest.mark.submission
-@pytest.mark.parametrize("name", ["convert memmap", "indexed family"])
-def test_with_a_umask_that_hides_files_everything_is_written_as_usual(commands, whole_of, name) -> None:
-    whole = whole_of(next(case for case in CASES if case.name == name))
-    whole.begin()
-    ran = commands.run(whole.command, root=whole.out, umask=0o077)
+@pytest.mark.parametrize("name", ["convert-memmap", "indexed-family"])
+def test_with_a_umask_that_hides_files_everything_is_written_as_usual(disk: Disk, tmp_path: Path, name: str) -> None:
+    expected, _ = prepare(disk, COMMANDS[name], tmp_path / "template")
+    folder = begin(disk, tmp_path / "template")
+    ran = disk.run(split(COMMANDS[name].arguments, folder), umask=0o077)
     assert ran.code == 0, ran.output
-    assert contents(whole.out) == whole.expected
-    assert {path.stat().st_mode & 0o077 for path in whole.out.rglob("*") if path.is_file()} == {0}
+    assert COMMANDS[name].result(folder) == expected
+    assert modes_of(folder) == {"0o100600"}
 
 
 @pytest.mark.submission
-@pytest.mark.parametrize("case", [case for case in CASES if case.kills], ids=lambda case: case.name)
-def test_what_is_written_can_be_read_by_those_whom_the_umask_admits(whole_of, case) -> None:
-    whole = whole_of(case)
-    assert set(whole.modes.values()) == {"0o100644"}, whole.modes
+@pytest.mark.parametrize("name", [*SAMPLED, *CONVERTED])
+def test_what_is_written_can_be_read_by_those_whom_the_umask_admits(disk: Disk, tmp_path: Path, name: str) -> None:
+    prepare(disk, COMMANDS[name], tmp_path / "template")
+    assert modes_of(disk.folder / "work") == {"0o100644"}
+
+
+def modes_of(folder: Path) -> set[str]:
+    """Return the modes of the files that a command wrote."""
+    tops = list(folder.glob("out*"))
+    return {oct(path.stat().st_mode) for top in tops for path in (top, *top.rglob("*")) if path.is_file()}

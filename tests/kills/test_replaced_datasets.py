@@ -161,11 +161,10 @@ def test_a_command_whose_input_is_cut_short_names_the_file(commands, tmp_path, f
 
 
 @pytest.mark.parametrize("name", ["packs", "plan"])
-def test_sixteen_processes_read_one_dataset_alike(commands: Commands, inputs: Path, tmp_path: Path, name: str) -> None:
-    path = inputs / "packs"
+def test_sixteen_processes_read_one_dataset_alike(commands: Commands, tmp_path: Path, name: str) -> None:
+    path = write_packs(tmp_path / "data", OLD, format="parquet" if name == "packs" else "virtual", pack_size=64)
     if name == "plan":  # whose fingerprint the first of them computes and keeps for the others
-        path = tmp_path / "plan"
-        repack_store(str(inputs / "store"), str(path), pack_size=50)
+        repack_store(str(path), str(path := tmp_path / "plan"), pack_size=50)
     ran = commands.run(*[["harness", "inspect", path, "--json"]] * 16, root=tmp_path)
     assert ran.codes == [0] * 16, ran.output
     texts = ran.output.split("\n]\n") if "\n]\n" in ran.output else ran.output.split("\n}\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from parity_reports import read_report
 
-from harness.parity.result import REPORT_FILE, CellResult, ParityReport
+from harness.parity.result import REPORT_FILE, ParityReport
 
 from ..distributed.conftest import run_command
 
@@ -22,9 +22,6 @@ class Matrix:
     code: int
     output: str
     report: ParityReport
-
-    def cell(self, name: str) -> CellResult:
-        return next(cell for cell in self.report.cells if cell.name == name)
 
 
 @pytest.fixture

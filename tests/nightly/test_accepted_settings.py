@@ -5,17 +5,16 @@ Values are tried one at a time on small runs. The settings and their bounds come
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from corpora import VOCAB, write_corpus
+from counted_calls import Commands, Ran
 from harness.recipes.parity import make_dataset
 from live_streams import write_chats
 from small_packs import TINY
@@ -24,10 +23,12 @@ from harness.plan import PretrainConfig, SftConfig
 from harness.prep import PrepareConfig
 from harness.settings import Setting, explain_settings
 
-from ..distributed.conftest import ROOT, environment, read_metrics
+from ..distributed.conftest import read_metrics
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(7200)]
-PROGRAM = Path(__file__).with_name("settings_runs.py")
+PATIENCE_S = 240
+# A setting that asks for more must be refused by name, and must not take the machine with it.
+MOST_MEMORY = 12 << 30
 SCHEMAS: dict[str, type[Any]] = {"prepare": PrepareConfig, "sft": SftConfig, "pretrain": PretrainConfig}
 BASE: dict[str, tuple[str, ...]] = {
     "sft": (
@@ -42,7 +43,7 @@ BASE: dict[str, tuple[str, ...]] = {
     ),
     "prepare": ("tokenizer.vocab_size=300", "data.num_workers=0", "data.pack_size=256", "data.packed_storage=parquet"),
 }
-# Runs that may last: a signal ends them, and for a step that lasts itself only SIGKILL.
+# Runs that may last, until they are killed.
 LONG = ("trainer.steps=2147483647", "model.num_layers=10000", "model.num_experts=4096")
 # Limits that a run may not keep; the watchdog then ends it with its message.
 SHORT, HANG = ("trainer.timeout_s=", "trainer.startup_timeout_s="), 70
@@ -109,32 +110,35 @@ def parts_of(recipe: str) -> list[Any]:
     return [pytest.param(recipe, part, parts, id=f"{recipe}, part {part + 1} of {parts}") for part in range(parts)]
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with Commands(tmp_path_factory.mktemp("commands"), "training") as server:
+        server.limit_memory(MOST_MEMORY)
+        yield server
+
+
 @pytest.mark.parametrize(("recipe", "part", "parts"), [one for recipe in BASE for one in parts_of(recipe)])
-def test_an_accepted_value_is_carried_out_or_refused_by_name(recipe, part, parts, tmp_path, report_points) -> None:
+def test_an_accepted_value_is_carried_out_or_refused_by_name(
+    commands, recipe, part, parts, tmp_path, report_points
+) -> None:
+    wrong, codes = [], Counter[int | None]()
     # Every so many, so that the long ones of a section are spread over all parts.
-    cases = cases_of(recipe, tmp_path)[part::parts]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, str(PROGRAM), str(tmp_path / "cases.json"), str(tmp_path / "results")]
-    subprocess.run(command, env={**environment(), "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True)
-    results = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
-    assert len(results) == len(cases)
-    wrong = [
-        f"{cases[one['place']]['text']}: {why}" for one in results if (why := find_wrong(cases[one["place"]], one))
-    ]
+    for case in cases_of(recipe, tmp_path)[part::parts]:
+        ran = commands.run([f"harness.recipes.{recipe}", *case["overrides"]], root=tmp_path, patience_s=PATIENCE_S)
+        codes[ran.code] += 1
+        wrong += [f"{case['text']}: {why}"] if (why := find_wrong(case, ran)) else []
     assert wrong == []
-    codes = Counter(one["code"] for one in results)
     ends = f"values: {codes[0]} ran, {codes[2]} were refused"
-    report_points("settings", f"{recipe}, part {part + 1}", len(results), of=ends, outcome="held or refused by name")
+    report_points("settings", f"{recipe}, part {part + 1}", codes.total(), of=ends, outcome="held or refused by name")
 
 
-def find_wrong(case: dict[str, Any], result: dict[str, Any]) -> str:
+def find_wrong(case: dict[str, Any], ran: Ran) -> str:
     """Return what is wrong with a run; empty if nothing is."""
-    code, output, folder = result["code"], result["output"], Path(case["place"])
+    code, output, folder = ran.code, ran.output, Path(case["place"])
     if "Traceback" in output:
         return f"a traceback: {output.strip()[-300:]}"
-    # A run that was about to end by itself when its time was over has another code.
-    if result["ended"] and code not in (0, 2):
-        return "" if case["text"] in LONG else f"it was {result['ended']}: {output.strip()[-300:]}"
+    if code is None:
+        return "" if case["text"] in LONG else f"it did not end: {output.strip()[-300:]}"
     if code == 2 or (code == HANG and case["text"].startswith(SHORT)):
         return "" if ERROR.search(output) else f"not an error with a fix: {output.strip()[-300:]}"
     if code != 0:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ from harness.recipes.parity import ParityConfig
 
 from harness.config import compose_config
 from harness.parity.reference import make_model
-from tests.distributed.conftest import ROOT, environment, forked, kill_tree, read_metrics, run_command, train
+from tests.distributed.conftest import forked, kill_after, launcher, read_metrics, run_command, train
 from tests.samples.media_models import picture, save_media_model, sound
 
 
@@ -95,7 +93,6 @@ def test_ranks_that_are_killed_train_every_sound_of_a_stream_as_an_undisturbed_r
         *("trainer.device=cpu", "trainer.steps=10", "trainer.epochs=null", "trainer.checkpoint_interval=3"),
         *("optimizer.lr=1e-3", "trainer.record_digests=true"),
     ]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     metrics = {}
     for schedule, name in itertools.product(("as_packed", "cost_balanced"), ("whole", "killed")):
         stream, run = tmp_path / schedule / name / "live", tmp_path / schedule / name / "run"
@@ -103,14 +100,9 @@ def test_ranks_that_are_killed_train_every_sound_of_a_stream_as_an_undisturbed_r
         code, output = run_command([*produce, "chunks.rows=10", "chunks.max_waiting=64"])
         assert code == 0, output
         own = [f"data.live.path={stream}", f"run_dir={run}", f"schedule={schedule}"]
-        train = [*launch, "-m", "harness.recipes.sft", *settings, *own]
+        train = [*launcher(2), "harness.recipes.sft", *settings, *own]
         if name == "killed":
-            with (tmp_path / "log.txt").open("wb") as log:
-                first = subprocess.Popen(train, cwd=ROOT, env=environment(), stdout=log, stderr=log)
-            while not (run / "metrics.jsonl").exists() or len(read_metrics(run)) < 5:
-                assert first.poll() is None, (tmp_path / "log.txt").read_text()[-3000:]
-                time.sleep(0.1)
-            kill_tree(first)
+            kill_after(5, train, run)
             train.append("resume=true")
         code, output = run_command(train, timeout_s=900)
         assert code == 0, output

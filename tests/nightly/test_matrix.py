@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from small_packs import TINY
 
@@ -71,17 +71,15 @@ def test_a_killed_matrix_started_again_keeps_its_finished_cells(parity: Parity, 
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
+    runs = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
     process.wait()
     assert not (tmp_path / "parity" / REPORT_FILE).exists()
     before = {path.parent.name: path.stat().st_mtime_ns for path in cells.glob("*/cell.json")}
     assert set(before) >= {"formats__npy", "formats__parquet"}
     assert "formats__memmap" not in before
     # Its run ended with it, so that nothing writes there anymore.
-    deadline = time.monotonic() + 120
-    while _writers(running):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    assert psutil.wait_procs(runs, timeout=120)[1] == []
 
     found = parity("steps=8", "slots=1", sft=TINY, keep=False)
     assert found.code == 0, found.output
@@ -89,15 +87,3 @@ def test_a_killed_matrix_started_again_keeps_its_finished_cells(parity: Parity, 
     assert set(after) == {f"formats__{name}" for name in FORMATS}
     assert {name: after[name] for name in before} == before
     assert found.output.count("reused") == len(before)
-
-
-def _writers(path: Path) -> list[int]:
-    """Return the processes that have `path` open."""
-    writers = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(fd.readlink() == path for fd in (process / "fd").iterdir()):
-                writers.append(int(process.name))
-        except OSError:
-            continue
-    return writers

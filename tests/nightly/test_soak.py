@@ -13,9 +13,7 @@ import pytest
 from harness.recipes.parity import make_dataset
 from small_packs import TINY
 
-from harness.bench.workspace import Workspace
 from harness.formats import FORMATS, convert_dataset
-from tests.benchmarks.__main__ import PEERS
 
 from ..distributed.conftest import ROOT, environment, launcher, read_metrics
 
@@ -52,16 +50,6 @@ def shm_bytes() -> int:
         except OSError:
             continue
     return total
-
-
-def test_a_loader_with_4_workers_holds_the_same_after_20_minutes(tmp_path) -> None:
-    """The settings of `python -m tests.benchmarks soak`, whose figures are in BENCHMARKS.md."""
-    sizes = PEERS["soak"].sizes()
-    assert sizes.part_limit_s * len(FORMATS) == 20 * 60
-    with Workspace(tmp_path) as workspace:
-        report = PEERS["soak"].measure(sizes, workspace, print)
-    assert [f"{figure.name}: {figure.value}" for figure in report.missed] == []
-    assert {figure.name.partition(",")[0] for figure in report.figures} == set(FORMATS)
 
 
 @pytest.fixture(scope="module")

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from harness.storage import ObjectPath, claims
+from harness.storage import ObjectPath
 from harness.storage.claims import ClaimStore
+
+from .faulty_proxy import FaultyProxy
+from .gateway import ACCESS_KEY, SECRET_KEY, Gateway, missing_programs
 
 BUCKET = "harness-tests"
 OTHER = json.dumps({"token": "other", "host": "elsewhere", "pid": 7, "since": "then"}).encode() + b"\n"
 
 
-def _load(name: str) -> ModuleType:
-    """Load a module of this folder, which is not a package."""
-    spec = importlib.util.spec_from_file_location(f"s3_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    module = _load("gateway")
-    missing = module.missing_programs()
-    if missing:
+    if missing := missing_programs():
         pytest.skip(f"no {', '.join(missing)}: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd")
-    server = module.Gateway(tmp_path_factory.mktemp("gateway"))
+    server = Gateway(tmp_path_factory.mktemp("gateway"))
     try:
         server.start()
         yield server
@@ -45,7 +34,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def session_proxy(gateway: Any) -> Iterator[Any]:
-    proxy = _load("faulty_proxy").FaultyProxy(gateway.port)
+    proxy = FaultyProxy(gateway.port)
     yield proxy
     proxy.close()
 
@@ -55,14 +44,13 @@ def bucket(gateway: Any) -> Any:
     """PyArrow's filesystem of the server, without the proxy."""
     import pyarrow.fs as pa_fs
 
-    module = sys.modules["s3_gateway"]
     os.environ["AWS_REQUEST_CHECKSUM_CALCULATION"] = "when_required"
     files = pa_fs.S3FileSystem(
         endpoint_override=f"127.0.0.1:{gateway.port}",
         scheme="http",
         region="us-east-1",
-        access_key=module.ACCESS_KEY,
-        secret_key=module.SECRET_KEY,
+        access_key=ACCESS_KEY,
+        secret_key=SECRET_KEY,
         allow_bucket_creation=True,
     )
     files.create_dir(BUCKET)
@@ -74,11 +62,10 @@ def proxy(
     session_proxy: Any, gateway: Any, bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Any]:
     """The proxy without faults, and an environment that leads to it."""
-    module = sys.modules["s3_gateway"]
     settings = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{session_proxy.port}",
-        "AWS_ACCESS_KEY_ID": module.ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": module.SECRET_KEY,
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
         "AWS_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
         "HARNESS_STORAGE_TIMEOUT_S": "6",
@@ -105,9 +92,3 @@ def store(place: str) -> ClaimStore:
 
 def content(store: ClaimStore, name: str) -> bytes:
     return store.get(name)[0]
-
-
-@pytest.fixture
-def shorter_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "LEASE_S", 1.5)
-    monkeypatch.setattr(claims, "_RENEW_S", 0.1)

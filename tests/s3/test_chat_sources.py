@@ -6,7 +6,6 @@ import bz2
 import gzip
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from harness.errors import FormatError, HarnessError, PrepError
-from harness.formats import open_dataset
 from harness.prep import PrepareConfig, TokenizerConfig, prepare, shards
 from harness.prep.chat import BadRecord, Conversation, RecordReader
 from harness.prep.chat.records import MediaPart
@@ -26,6 +24,8 @@ from harness.prep.sources.config import SourceConfig
 from harness.prep.sources.finding import find_files, find_schema
 from harness.prep.sources.reading import cut_shards, read_chunks, read_shard
 from tests.samples.media_models import picture
+
+from .faulty_proxy import Fault
 
 pytestmark = [pytest.mark.s3, pytest.mark.submission]
 
@@ -123,7 +123,7 @@ def test_what_is_not_there_is_named(place: str, path: str, words: str) -> None:
 def test_a_server_that_refuses_ends_in_an_error_and_not_in_fewer_records(proxy: Any, bucket: Any, place: str) -> None:
     put(bucket, place, {"a.jsonl": contents(0, 300)["a.jsonl"]})
     files = find_files(SourceConfig(path=place)).files
-    proxy.faults.append(sys.modules["s3_faulty_proxy"].Fault("status", path="a.jsonl", times=999, code=403))
+    proxy.faults.append(Fault("status", path="a.jsonl", times=999, code=403))
     with pytest.raises(FormatError, match="denied access"):
         list(read_chunks(files))
 
@@ -135,19 +135,6 @@ def prepared(path: Path, source: str, **data: Any) -> Any:
         data=PackingConfig(path=str(path), pack_size=256, num_workers=0, **data),
     )
     return prepare(config, console=Console(quiet=True))
-
-
-def test_a_preparation_from_a_bucket_equals_one_from_a_disk(proxy, bucket, place, tmp_path) -> None:
-    data = contents(0, 400)["a.jsonl"]
-    (tmp_path / "chats").mkdir()
-    (tmp_path / "chats" / "a.jsonl").write_bytes(data)
-    local = prepared(tmp_path / "local", str(tmp_path / "chats"))
-    remote = prepared(tmp_path / "remote", put(bucket, place, {"a.jsonl": data}))
-    assert remote.splits["train"].fingerprint == local.splits["train"].fingerprint
-    assert len(open_dataset(tmp_path / "remote" / "train")) == local.splits["train"].packs
-    before = len(proxy.requests)
-    prepared(tmp_path / "remote", place)
-    assert all(one.method != "GET" or "a.jsonl" not in one.path for one in proxy.requests[before:]), "already prepared"
 
 
 def test_an_object_that_changes_while_it_is_read_is_refused(bucket, place, tmp_path, monkeypatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from harness.storage import claims, open_folder
 from harness.storage.claims import ClaimStore, Lease
 
 from .conftest import OTHER, content
+from .faulty_proxy import Fault
 
 pytestmark = [pytest.mark.s3, pytest.mark.submission]
 
@@ -36,28 +36,6 @@ def take(store: ClaimStore, lease: Lease) -> None:
 
 def writer(place: str, **settings: Any) -> Any:
     return open_writer(place, pack_size=8, packs_per_shard=4, **settings)
-
-
-def write(place: str, packs: list[Pack], **settings: Any) -> None:
-    with writer(place, **settings) as one:
-        for pack in packs:
-            one.append(pack)
-
-
-def test_a_second_writer_of_a_prefix_is_refused_until_the_first_has_finished(store: ClaimStore, place: str) -> None:
-    with writer(place) as first:
-        first.append(PACKS[0])
-        with pytest.raises(FormatError, match="another process is writing here: process"), writer(place):
-            pass
-        for pack in PACKS[1:]:
-            first.append(pack)
-    assert list(open_dataset(place)) == PACKS
-    with pytest.raises(FormatError, match="already contains a dataset"):
-        write(place, PACKS)
-    write(place, PACKS[:3], overwrite=True)
-    assert list(open_dataset(place)) == PACKS[:3]
-    assert content(store, "_lease") == b"{}\n", "without an owner"
-    assert "_lease" not in open_folder(place).names()
 
 
 def test_a_writer_that_lost_its_lease_leaves_the_files_and_the_lease_of_the_next_one(store, place) -> None:
@@ -79,13 +57,15 @@ def test_a_writer_that_lost_its_lease_leaves_the_files_and_the_lease_of_the_next
     assert content(store, "_lease") == OTHER
 
 
-@pytest.mark.usefixtures("shorter_lease")
-def test_an_owner_without_its_store_stops_before_it_writes_more_and_goes_on_if_nobody_took_the_lease(proxy, store):
+def test_an_owner_without_its_store_stops_before_it_writes_more_and_goes_on_if_nobody_took_the_lease(
+    proxy, store, monkeypatch
+) -> None:
+    monkeypatch.setattr(claims, "LEASE_S", 1.5)
+    monkeypatch.setattr(claims, "_RENEW_S", 0.1)
     lease = Lease(store, "lease")
     lease.acquire()
     lease.check()
-    fault = sys.modules["s3_faulty_proxy"].Fault
-    proxy.faults += [fault("status", method="PUT", path="lease", times=10**6, code=503)]
+    proxy.faults += [Fault("status", method="PUT", path="lease", times=10**6, code=503)]
     wait_until(lambda: claims._now() >= lease._sure_until)
     with pytest.raises(FormatError, match="object storage"):
         lease.check()

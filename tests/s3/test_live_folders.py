@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live_streams import some_packs, train, wait_until, write_stream
+from live_streams import some_packs, train, write_stream
 from small_packs import write_packs
 from typer.testing import CliRunner
 
@@ -22,9 +20,8 @@ from harness.loader.live import LiveProducer
 from harness.loader.live.folder import LiveFolder
 from harness.storage import claims
 from harness.storage.claims import ClaimStore, Lease
-from harness.train.metrics import whole_lines
 
-from ..distributed.conftest import ROOT, environment
+from ..integration.test_live_processes import Stream, until
 from .conftest import OTHER, content
 
 pytestmark = [pytest.mark.s3, pytest.mark.submission]
@@ -123,27 +120,6 @@ def test_a_producer_that_lost_its_lease_writes_nothing_more(store: ClaimStore, p
     assert content(store, "chunk_00000.jsonl") == b"of another"
 
 
-@pytest.mark.usefixtures("shorter_lease")
-def test_a_lease_goes_to_one(store: ClaimStore) -> None:
-    won: list[int] = []
-
-    def take(number: int) -> None:
-        try:
-            leases[number].acquire()
-            won.append(number)
-        except FormatError:
-            pass
-
-    leases = [Lease(store, "lease") for _ in range(6)]
-    threads = [threading.Thread(target=take, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    leases[won[0]].release(remove=False)
-
-
 def test_a_lease_of_a_dead_process_whose_number_another_one_has_is_watched_and_taken(store, monkeypatch) -> None:
     lease = Lease(store, "lease")
     lease.acquire()
@@ -174,27 +150,15 @@ def test_both_sides_in_a_bucket_are_killed_and_every_row_is_trained_once(place: 
     write_packs(tmp_path / "source", rows, format="memmap", pack_size=64)
     (tmp_path / "out").mkdir()
     aws = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "HARNESS_"))}
-    variables = {**environment(), **aws, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    produce = [str(Path(sys.executable).parent / "harness"), "live", "produce", str(tmp_path / "source"), place]
-    produce += ["chunks.kind=packs", "chunks.rows=5", "chunks.max_waiting=2", "chunks.keep=1"]
-    rank = [sys.executable, "-m", "tests.integration.live_rank", place, str(tmp_path / "out")]
-    rank += ["2", "0.05", "", "60", "60"]
-    log = tmp_path / "out" / "trained.jsonl"
-
-    def start(command: list[str], port: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, env={**variables, "MASTER_PORT": str(port)}, cwd=ROOT)
-
-    def steps() -> list[Any]:
-        return [json.loads(line) for line in whole_lines(log)] if log.exists() else []
-
-    producer, training = start(produce, 0), start(rank, 29611)
-    wait_until(lambda: len(steps()) >= 4)
-    producer.kill()
-    training.kill()
-    producer.wait()
-    training.wait()
-    producer, training = start(produce, 0), start(rank, 29612)
-    assert training.wait(600) == 0
-    assert producer.wait(600) == 0
-    trained = [one for step in steps() for one in step["ids"]]
+    stream = Stream(place, tmp_path / "out", variables=aws)
+    options = ("chunks.rows=5", "chunks.max_waiting=2", "chunks.keep=1")
+    producer = stream.producer(tmp_path / "source", *options, kind="packs")
+    with producer, stream.ranks(1, step_s=0.05) as training:
+        until(lambda: len(stream.trained()) >= 4, producer, training)
+        for side in (producer, training):
+            side.kill()
+        for side in (producer, training):
+            side.start()
+        assert (training.wait(), producer.wait()) == ([0], [0]), training.output() + producer.output()
+    trained = [one for step in stream.trained() for one in step["ids"]]
     assert len(trained) == len(set(trained)) == sum(pack.num_sequences for pack in rows)

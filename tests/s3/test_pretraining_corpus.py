@@ -19,7 +19,6 @@ import pytest
 from corpora import batches, opened, settings, write_corpus
 
 from harness.errors import ConfigError, FormatError
-from harness.indexed.index import IndexedWriter
 from harness.loader.corpus import CorpusSource
 from harness.megatron.data.shared_indices import SharedIndices
 from harness.megatron.job import runtime
@@ -36,14 +35,6 @@ SMALL = (
     *("loader.global_batch_size=4", "data.sequence_length=64", "trainer.device=cpu", "trainer.record_digests=true"),
     *("trainer.steps=4", "trainer.eval_batches=1"),
 )
-
-
-def write(prefix: Path, seed: int) -> Path:
-    rng = np.random.default_rng(seed)
-    with IndexedWriter(prefix) as writer:
-        for length in rng.integers(20, 150, 60):
-            writer.append(rng.integers(0, 300, length), np.array([length]))
-    return prefix
 
 
 def pretrain(folder: Path, *overrides: str) -> None:
@@ -67,7 +58,7 @@ def digests(folder: Path) -> list[str]:
 @pytest.mark.nightly
 def test_a_corpus_in_a_bucket_trains_as_the_one_on_disk_and_only_its_index_is_kept(proxy, bucket, place, tmp_path):
     (tmp_path / "here").mkdir()
-    one, two = write(tmp_path / "here" / "one", 1), write(tmp_path / "here" / "two", 2)
+    one, two = (write_corpus(tmp_path / "here" / name, 120, seed=seed) for name, seed in (("one", 1), ("two", 2)))
     pa_fs.copy_files(str(tmp_path / "here"), place.removeprefix("s3://"), destination_filesystem=bucket)
 
     def blend(first: str) -> str:

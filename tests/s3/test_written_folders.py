@@ -30,7 +30,7 @@ def chats(tmp_path: Path) -> Path:
     return write_chats(tmp_path / "chats.jsonl", 120)
 
 
-def prepare_chats(chats: Path, path: str | Path, **settings: Any) -> PrepareReport:
+def prepare_chats(chats: Path | str, path: str | Path, **settings: Any) -> PrepareReport:
     settings = {"pack_size": 128, "num_workers": 0, "progress": lambda *made: None} | settings
     return prepare(chats, TokenizerConfig(vocab_size=400), path, **settings)
 
@@ -42,9 +42,13 @@ def puts(proxy: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("packed_storage", ["parquet", "virtual"])
-def test_a_preparation_in_a_bucket_equals_one_on_a_disk(proxy, place, chats, tmp_path, packed_storage) -> None:
+def test_a_preparation_of_a_bucket_in_a_bucket_equals_one_on_a_disk(
+    proxy, bucket, place, chats, tmp_path, packed_storage
+) -> None:
     local = prepare_chats(chats, tmp_path / "local", packed_storage=packed_storage)
-    report = prepare_chats(chats, place, packed_storage=packed_storage)
+    source = f"{place}-chats/a.jsonl"
+    pa_fs.copy_files(str(chats), source.removeprefix("s3://"), destination_filesystem=bucket)
+    report = prepare_chats(source, place, packed_storage=packed_storage)
 
     assert report.path == place
     assert {name: split.fingerprint for name, split in report.splits.items()} == {
@@ -60,8 +64,10 @@ def test_a_preparation_in_a_bucket_equals_one_on_a_disk(proxy, place, chats, tmp
         assert names == {path.name for path in (tmp_path / "local" / "tokenizer").iterdir()}
     assert not list((tmp_path / "cache" / "preparations").iterdir()), "the copy on this machine is gone"
     proxy.clear()
-    assert prepare_chats(chats, place, packed_storage=packed_storage).reused
+    assert prepare_chats(source, place, packed_storage=packed_storage).reused
     assert puts(proxy) == []
+    asked = {one.path.split("?")[0] for one in proxy.requests if one.method == "GET"}
+    assert source.removeprefix("s3:/") not in asked, "already prepared"
 
 
 def test_a_preparation_in_a_bucket_is_replaced_only_when_it_is_told_to(bucket: Any, place: str, chats: Path) -> None:

@@ -7,20 +7,19 @@ or after `patience_s`, or `grace_s` after a signal ended one, whatever is left o
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import importlib
 import json
 import os
-import runpy
 import signal
 import sys
-import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from warm_python import end, run
 
 # What commands import late, and training runs too: it takes longer than they.
 LATE = (
@@ -31,38 +30,6 @@ LATE_IN_TRAINING = (
     *("matplotlib.axes", "matplotlib.backends.backend_agg", "tensorboard.compat.proto.event_pb2"),
     *("tensorboard.summary.writer.record_writer", "torch._dynamo"),
 )
-
-
-def run(arguments: list[str]) -> object:
-    """Run a command and return what it ends with."""
-    sys.argv = arguments
-    try:
-        if arguments[0] == "harness":
-            from harness.cli import main
-
-            main()
-        else:
-            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        return ended.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        return 1
-    return 0
-
-
-def end(code: object) -> NoReturn:
-    """End as the interpreter does, but without taking all modules apart, which costs more than a command."""
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    code = code if isinstance(code, int) else int(code is not None)
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        print(f"Exception ignored in: {error}", file=sys.stderr)
-        code = 120
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def start(request: dict[str, Any], number: int) -> int:
@@ -85,7 +52,7 @@ def start(request: dict[str, Any], number: int) -> int:
         os.setgroups([])
         os.setgid(command["uid"])
         os.setuid(command["uid"])
-    end(run(command["arguments"]))
+    end(run(["-m", *command["arguments"]]))
 
 
 def answer(request: dict[str, Any]) -> list[int | None]:
@@ -158,7 +125,7 @@ def main() -> None:
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        run(["harness", "verify", os.devnull])  # imports what a command imports late
+        run(["-m", "harness", "verify", os.devnull])  # imports what a command imports late
     gc.freeze()  # so that collections of the forks leave the pages of this process alone
     print("ready", file=replies, flush=True)
     for line in requests:

@@ -15,7 +15,7 @@ import ctypes
 import json
 import mmap
 import os
-import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -122,6 +122,10 @@ class Commands:
         self._server.wait()
         self._server.stdout.close()
 
+    def limit_memory(self, num_bytes: int) -> None:
+        """Refuse the commands that begin from now on more address space than this."""
+        resource.prlimit(self._server.pid, resource.RLIMIT_AS, (num_bytes, num_bytes))
+
     def run(
         self,
         *commands: Sequence[object],
@@ -202,11 +206,6 @@ def environments_of(ranks: int) -> list[dict[str, str]]:
         return [{}]
     job = {"WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_ports(1)[0]}"}
     return [{**job, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(ranks)]
-
-
-def points_of(count: int, kills: int, *, seed: str) -> list[int]:
-    """Return `kills` different calls out of `count`, in order; all of them if there are fewer."""
-    return sorted(random.Random(seed).sample(range(count), min(kills, count)))
 
 
 def keep_forced(root: Path, forced: Path) -> None:

@@ -106,7 +106,9 @@ def run(arguments: list[str]) -> object:
             sys.argv = [arguments[0], *arguments[2:]]
         if arguments[0] == "-m":
             sys.argv[0] = arguments[1]
-            sys.modules.pop(arguments[1], None)  # runpy warns of modules that are imported already
+            # runpy warns of modules that are imported already.
+            if not hasattr(sys.modules.get(arguments[1]), "__path__"):
+                sys.modules.pop(arguments[1], None)
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         elif arguments[0] == "-c":
             exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
@@ -123,7 +125,7 @@ def run(arguments: list[str]) -> object:
 
 
 def become(request: list[Any], files: list[int]) -> NoReturn:
-    """Become the program of a request, and end as the interpreter does, without taking all modules apart."""
+    """Become the program of a request."""
     arguments, variables, folder, numbers = request
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]  # away from the numbers that they get
     for file in files:
@@ -138,15 +140,24 @@ def become(request: list[Any], files: list[int]) -> NoReturn:
     sys.modules.pop("sitecustomize", None)
     with suppress(ImportError):
         importlib.import_module("sitecustomize")
-    code = run(arguments)
+    end(run(arguments))
+
+
+def end(code: Any) -> NoReturn:
+    """End as the interpreter does, but without taking all modules apart, which costs more than most programs."""
     threading._shutdown()
     atexit._run_exitfuncs()
     if isinstance(code, str):
         print(code, file=sys.stderr)
-    for file in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            file.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+    code = code if isinstance(code, int) else int(code is not None)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        print(f"Exception ignored in: {error}", file=sys.stderr)
+        code = 120
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def answer(connection: socket.socket) -> None:

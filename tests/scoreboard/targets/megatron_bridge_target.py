@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,7 @@ from megatron.bridge.models.gpt_provider import local_layer_spec
 from megatron.bridge.models.llama.llama_bridge import LlamaBridge
 from megatron.bridge.peft import utils as peft_utils
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.training import config, eval, initialize, setup, train
+from megatron.bridge.training import config
 from megatron.bridge.training.callbacks import CallbackManager
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
@@ -46,7 +46,6 @@ from megatron.bridge.training.tokenizers.config import TokenizerConfig
 from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.bridge.training.utils import checkpoint_utils
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import distributed
@@ -180,41 +179,15 @@ def _layers(model: Any) -> Any:
     return spec
 
 
-_OWN_FURTHER_LAYERS = gpt_layer_specs.get_gpt_mtp_block_spec
-
-
-def _further_layers(config: Any, spec: Any, use_transformer_engine: bool, **named: Any) -> Any:
-    """Return layers of Megatron's own modules, where Bridge always takes Transformer Engine's."""
-    return _OWN_FURTHER_LAYERS(config, spec, use_transformer_engine=False, **named)
-
-
 def _start() -> ExitStack:
     """Make this process a job of one rank, unless it is a rank already, and let a CPU stand for its GPU."""
     cuda_stand_ins.become_one_rank()
-    torch.compiler.set_stance("force_eager")  # what Megatron's routers compile
     patches = ExitStack()
     patches.enter_context(compat.without_kernels(on_cpu=True))
-    of_cuda = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "set_device": lambda device: None,
-        "Stream": mock.MagicMock(),
-        "stream": lambda stream: nullcontext(),
-    }
-    patches.enter_context(mock.patch.multiple(torch.cuda, **of_cuda))
+    patches.enter_context(cuda_stand_ins.bridge_like_a_gpu())
     patches.enter_context(mock.patch.object(peft_utils, "HAVE_TE", False))
     patches.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _norm))
     patches.enter_context(mock.patch.object(LlamaBridge, "mapping_registry", _mappings))
-    patches.enter_context(mock.patch.object(gpt_layer_specs, "get_gpt_mtp_block_spec", _further_layers))
-    shapes = "get_tensor_shapes_adjust_fn_for_distillation"  # of modelopt, for which a stand-in would answer
-    for place, name in (
-        (torch.optim.Optimizer, "_accelerator_graph_capture_health_check"),
-        (initialize, "compile_helpers"),
-        (setup, "set_jit_fusion_options"),
-        (train, shapes),
-        (eval, shapes),
-    ):
-        patches.enter_context(mock.patch.object(place, name, return_value=None))
     distributed.init_process_group("gloo")
     gc.freeze()
     return patches

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -22,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
 # First: it makes torchtitan accept a CPU.
 import titan_train
+import cuda_stand_ins
 import torch
 from datasets import Dataset
 from torch import distributed
@@ -149,12 +149,7 @@ def _small(folder: Path) -> Any:
 
 def _start() -> None:
     """Make this process a job of one rank, unless it is a rank already."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
+    cuda_stand_ins.become_one_rank()
     titan_train.use_cpu()
     # torchtitan collects garbage with every checkpoint, which takes long for the modules that it has imported.
     gc.freeze()

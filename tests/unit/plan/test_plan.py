@@ -25,7 +25,7 @@ from harness.parity.made_data import make_dataset
 from harness.plan.encoders import encoder_work
 from harness.plan.hf_config import to_hf_config
 from harness.plan.layout import ParallelConfig
-from harness.plan.memory import Kernels, plan_memory
+from harness.plan.memory import Kernels, count_weights, plan_memory
 from harness.plan.model import ModelConfig
 from harness.plan.run_plan import AssumedPacks, plan_run
 from harness.plan.search import check_memory
