@@ -125,7 +125,7 @@ def produce(
             media = None if of.drop_media or packing is not None else MediaLimits()
             reader = RecordReader(of.schema, of.columns, of.ignore_fields, of.drop_media, of.tool_calls, media)
             items = live.log_unused_fields(live.read_conversations(source, reader), source, _print_line)
-        begun = {"append": append, "leave_rest": leave_rest}
+        begun = {"append": append, "leave_rest": leave_rest, "ends": not leave_open}
         live.produce_chunks(producer, items, packing=packing, on_bad=of.on_bad, log=_print_line, **begun)
         if not leave_open:
             if not producer.num_chunks:

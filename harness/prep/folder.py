@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from harness.errors import ConfigError, PrepError, os_errors_as
+from harness.errors import ConfigError, HarnessError, PrepError, os_errors_as
 from harness.settings import flatten, load
 from harness.storage import BucketFolder, Folder, Marker, make_folder, sync_path, write_atomically
 from harness.storage.files import sync_tree
@@ -160,9 +160,19 @@ class PreparedFolder:
             with suppress(OSError):  # it may have its name, and lose it when the power fails
                 (self.path / REPORT).unlink()
             raise
+        self._tidy()
+        sync_path(self.path)
+
+    def _tidy(self) -> None:
         shutil.rmtree(self.path / SHARDS, ignore_errors=True)
         self._marker.release(remove=True)
-        sync_path(self.path)
+
+    def finish_again(self) -> None:
+        """Remove what a preparation that ended after its report has left, unless it is in use or cannot be written."""
+        if (self.path / SHARDS).exists() or (self.path / _MARKER).exists():
+            with suppress(OSError, HarnessError):
+                self._marker.acquire()
+                self._tidy()
 
     def abandon(self) -> None:
         """Unlock the folder after a failure; the next run takes over."""

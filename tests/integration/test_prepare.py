@@ -103,9 +103,11 @@ def test_the_report_counts_the_stored_data_and_the_manifest_records_its_provenan
     assert provenance.counts["dropped_over_long"] == report.dropped["over_long"]
 
 
-def test_a_second_run_with_the_same_settings_changes_nothing(prepared, chats):
+def test_a_second_run_with_the_same_settings_removes_what_a_killed_one_left_and_changes_nothing_else(prepared, chats):
     path, report, _ = prepared
     before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+    (path / ".shards").mkdir()
+    (path / ".shards/part").write_bytes(b"killed after the report")
     again, output = run(path, chats, num_workers=1)
     assert again.reused
     assert "is already prepared" in output

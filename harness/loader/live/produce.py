@@ -127,6 +127,7 @@ def produce_chunks(
     packing: Packing | None = None,
     append: bool = False,
     leave_rest: bool = False,
+    ends: bool = False,
     on_bad: str = "refuse",
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, int]:
@@ -139,6 +140,7 @@ def produce_chunks(
         packing: pack conversations here; None to add rows unchanged.
         append: the input follows one that was added to its end.
         leave_rest: the input follows one that was interrupted, and whose rest is abandoned.
+        ends: the caller ends the stream with this input. Until then it counts as interrupted.
         on_bad: `refuse` or `skip` conversations that cannot be used.
 
     Returns:
@@ -170,7 +172,7 @@ def produce_chunks(
                 is_as_given = replace(item.reader, media=None) == _ANY_SCHEMA
                 producer.add(item.line if is_as_given else parsed.as_record(), position)
     if not producer.ended:
-        producer.end_input()
+        (producer.flush if ends else producer.end_input)()
     usable.log(log)
     return usable.left_out
 

@@ -163,7 +163,7 @@ class LiveProducer(AbstractContextManager["LiveProducer"]):
             with self._explained("END.json cannot be written"):
                 end = live.EndRecord(self.num_chunks, *totals, self._stream, time.time())
                 self._folder.write_record(live.END_FILE, end)
-            self.ended = True
+            self.ended = self.input_is_whole = True
             self._write_status("ended")
 
     def close(self) -> None:

@@ -238,6 +238,17 @@ def test_an_input_that_is_appended_is_added_once_whenever_its_producer_is_killed
     assert rows_of(tmp_path) == [*some_chats(17), *some_chats(17)[7:]]
 
 
+def test_an_appended_input_whose_stream_did_not_end_is_not_added_again(tmp_path: Path) -> None:
+    with LiveProducer(tmp_path) as producer:
+        produce_chunks(producer, items(3))
+    for ends in (False, True):  # killed before END.json has its name, then not
+        with LiveProducer(tmp_path) as producer:
+            produce_chunks(producer, items(9)[3:], append=True, ends=True)
+            if ends:
+                producer.end()
+        assert rows_of(tmp_path) == some_chats(9)
+
+
 def test_after_an_interrupted_input_another_is_appended_only_on_request(tmp_path: Path) -> None:
     killed(tmp_path, items(5))
     other = items(9)[5:]
