@@ -9,10 +9,15 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from harness.printing import UNREAD, indented, print_line, print_text, printable, redact
+
+# Launchers that end all ranks with the first (torchrun, srun), and how long a rank without a message of its own then
+# leaves another one to print it.
+_LAUNCHERS, _LAST_WORDS_S = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"}, 5.0
 
 
 class HarnessError(Exception):
@@ -250,6 +255,8 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
                 print_text(message, file=sys.stderr)
             elif not error.is_shared and (error.rank is not None or os.environ.get("LOCAL_RANK") == "0"):
                 print_text(f"rank {rank}: {message}", file=sys.stderr)
+            elif _LAUNCHERS & os.environ.keys():
+                time.sleep(_LAST_WORDS_S)
         sys.exit(2)
 
 

@@ -8,6 +8,7 @@ import pickle
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,17 @@ def test_a_command_ends_with_code_2_and_the_message_alone_without_a_request_for_
 def test_a_fault_is_reported_once_and_by_its_rank_if_it_is_of_one(
     monkeypatch, capsys, rank, local_rank, is_its_own, reported
 ):
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
     error = LoaderError("what")
     error.rank = int(rank) if is_its_own else None
     with pytest.raises(SystemExit), exit_on_error():
         raise error
     assert capsys.readouterr().err == reported
+    # A launcher that ends all ranks with the first lets another one print it.
+    assert bool(waits) == (not reported)
 
 
 def test_a_full_disk_and_a_missing_package_are_named(capsys):
