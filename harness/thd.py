@@ -346,7 +346,9 @@ def pad_row(row: ThdBatch, total: int) -> ThdBatch:
     )
 
     def extended(values: npt.NDArray[Any], by: Any) -> Any:
-        return np.append(values, np.broadcast_to(by, missing).astype(values.dtype))
+        longer = np.empty(total, values.dtype)
+        longer[: len(row)], longer[len(row) :] = values, by
+        return longer
 
     return replace(
         row,

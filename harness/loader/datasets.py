@@ -304,14 +304,21 @@ class LiveData:
 
 @dataclass(frozen=True)
 class RunData:
-    """Open datasets of a run."""
+    """Open datasets of a run.
+
+    Attributes:
+        vocab_size: of the tokenizer; None where the datasets do not record it.
+        tokenizer_hash: of the tokenizer that made `train`; empty where it is not recorded.
+        blend: rule by which packs are drawn from `train`, then a JoinedReader; None for a single dataset.
+        evaluation: more validation sets by name.
+    """
 
     train: PackReader | JoinedReader
     validation: PackReader | JoinedReader | None
-    vocab_size: int | None  # of the tokenizer; None where the datasets do not record it
-    tokenizer_hash: str = ""  # of the tokenizer that made `train`; empty where it is not recorded
-    blend: Blend | None = None  # by which packs are drawn from `train`, then a JoinedReader
-    evaluation: dict[str, PackReader] = field(default_factory=dict)  # more validation sets by name
+    vocab_size: int | None
+    tokenizer_hash: str = ""
+    blend: Blend | None = None
+    evaluation: dict[str, PackReader] = field(default_factory=dict)
 
     @property
     def sources(self) -> tuple[PackReader, ...]:

@@ -17,13 +17,19 @@ _BLOCKS, _PACKS, _SOURCES, _WINDOWS = 1, 2, 3, 4
 
 @dataclass(frozen=True, slots=True)
 class BatchRange:
-    """One global batch, as a range of positions in an epoch's order."""
+    """One global batch, as a range of positions in an epoch's order.
 
-    epoch: int  # from 0
-    index: int  # of the batch in its epoch
+    Attributes:
+        epoch: from 0.
+        index: number of the batch in its epoch.
+        start, stop: positions in the epoch's order.
+        drawn: packs of this epoch drawn from each source before this batch; empty for a single one, where `start` is.
+    """
+
+    epoch: int
+    index: int
     start: int
     stop: int
-    # Packs of this epoch drawn from each source before this batch; empty for a single one, where `start` is.
     drawn: tuple[int, ...] = ()
 
 

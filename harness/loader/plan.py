@@ -217,7 +217,7 @@ class BatchReader:
         )
 
     def _parts(self, sequences: Int64Array, shared_by: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
-        """Yield tokens and masks of runs of neighbors in `sequences`; ranks share the row of each: both int64 [n]."""
+        """Yield tokens and masks of runs of neighbors in `sequences`, whose rows `shared_by` ranks share: int64 [n]."""
         if sequences.shape[0] == 0:
             return
         offsets = self._source.pack_offsets
@@ -288,7 +288,10 @@ def row_media(of_sequences: Sequence[tuple[Medium, ...]], features: Features) ->
 
 
 def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_packs: int | None) -> RankBatch:
-    """Finish the rows of a message; `before` is any state of the run, `num_packs` those of an epoch that ends."""
+    """Finish the rows of a message; `before` is any state of the run, whose position that of the step replaces.
+
+    `num_packs` are those of an epoch; None for a stream without end.
+    """
     build = rows_from_arrays if "input_ids" in raw.tokens else rows_from_model_tokens
     ends = np.cumsum([0, *(lengths.sum() for lengths in raw.row_lengths)])
     shared_by = np.asarray(raw.shared_by or [1] * len(raw.row_lengths))

@@ -60,9 +60,18 @@ class SequenceCost:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GlobalBatch:
-    """The sequences of one global batch and the ranks that they are placed on, as given to `harness.schedule.schedule`.
+    """The sequences of one global batch and the ranks that they are placed on.
 
-    Arrays are int64, costs float64. `max_tokens_per_row`, which no length is above, is max_tokens_per_rank * cp_size.
+    Attributes:
+        lengths: int64 [sequences], model tokens after padding; each above 0 and at most `max_tokens_per_row`.
+        dp_size: data-parallel ranks.
+        max_tokens_per_row: tokens that one row holds: max_tokens_per_rank * cp_size.
+        group_size: the number of microbatches is a multiple of this (virtual pipeline stages run them in groups).
+        pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
+        cost: of training a sequence.
+        media_cost: float64 [sequences], of encoding the media of each; None where there are none.
+        pad_to_multiple: of tokens, to which every sequence was padded; ranks that share a row pad to more.
+        pads_further: False where they cannot, so that only sequences that take long are shared.
     """
 
     lengths: Int64Array
@@ -156,15 +165,26 @@ def row_offsets(counts: Iterable[int], multiple: int) -> Int64Array:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Imbalance:
-    """Imbalance of one global batch: ratios are of the busiest rank over the mean, and 1 is perfect."""
+    """Imbalance of one global batch; a ratio of 1 is perfect.
 
-    rank_tokens: Int64Array  # int64 [dp_size], padded tokens of each rank in the step
-    rank_cost: Float64Array  # float64 [dp_size], in the unit of SequenceCost
+    Attributes:
+        rank_tokens: int64 [dp_size], padded tokens of each rank in the step.
+        rank_cost: float64 [dp_size], cost of each rank in the step, in the unit of SequenceCost.
+        token_ratio: busiest rank's tokens over the mean.
+        cost_ratio: busiest rank's cost over the mean: the time of a step whose ranks synchronize once.
+        sync_ratio: sum over microbatches of the busiest rank's cost, over the mean: the time of a step whose ranks
+            synchronize in every microbatch, as in pipelines.
+        fill: padded tokens over the tokens that the rows could hold.
+        num_microbatches: rows of each rank.
+    """
+
+    rank_tokens: Int64Array
+    rank_cost: Float64Array
     token_ratio: float
-    cost_ratio: float  # the time of a step whose ranks synchronize once
-    sync_ratio: float  # that of one whose ranks synchronize in every microbatch, as in pipelines: of each the busiest
-    fill: float  # padded tokens over the tokens that the rows could hold
-    num_microbatches: int  # rows of each rank
+    cost_ratio: float
+    sync_ratio: float
+    fill: float
+    num_microbatches: int
 
 
 def measure_imbalance(

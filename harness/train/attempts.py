@@ -103,7 +103,10 @@ def write_stop(folder: Path, stop: Stop) -> bool:
 def record_resume(
     folder: Path, identity: Identity, step: int, checkpoint: Path, passed_over: Sequence[HarnessError]
 ) -> None:
-    """Append to `resumes.jsonl` which attempt resumes from where, and the damage of newer checkpoints."""
+    """Append to `resumes.jsonl` which attempt resumes from where, and the damage of newer checkpoints.
+
+    The newest line of `attempts.jsonl` gets its `lost_s`.
+    """
     now = time.time()
     attempts = read_attempts(folder)
     if attempts and attempts[-1].lost_s is None:

@@ -85,7 +85,7 @@ _REMOVED = ("local_checkpoints", "local_checkpoint_interval")
 
 
 def check_settings(values: Any, *, where: Path) -> dict[str, Any]:
-    """Return a run's plain settings with the defaults of those that its version did not have; raise FormatError."""
+    """Return a run's plain settings with the defaults of those that its version lacked; FormatError for others."""
     missing = [name for name in _SECTIONS if not isinstance(values, dict) or name not in values]
     if missing:
         raise FormatError(f"the run's settings lack {', '.join(missing)}", where=str(where), fix=_RUN_AGAIN)

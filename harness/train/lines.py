@@ -69,7 +69,10 @@ class LineFile:
 
 
 def whole_lines(path: Path) -> Iterator[str]:
-    """Yield the lines that end: a kill may leave half of one. Bytes that are not UTF-8 become surrogates."""
+    """Yield the lines that end: a kill may leave half of one.
+
+    Bytes that are not UTF-8 become surrogates. An OSError names the file.
+    """
     try:
         with path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             yield from (line for line in file if line.endswith("\n"))

@@ -24,13 +24,18 @@ OWN_VALIDATION = "validation"
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, the same on every rank, under the names of `harness.train.StepMetrics`."""
+    """Result of one optimizer step, the same on every rank, under the names of `harness.train.StepMetrics`.
 
-    loss: float  # mean over the global batch, in nats, by `TrainerConfig.loss_average`
+    Attributes:
+        loss: mean over the global batch, in nats, by `TrainerConfig.loss_average`.
+        skipped: True if the optimizer refused the step because gradients were not finite.
+    """
+
+    loss: float
     trained_tokens: int
     grad_norm: float
     learning_rate: float
-    skipped: bool  # by the optimizer, because gradients were not finite
+    skipped: bool
     experts: dict[str, float] = field(default_factory=dict)
     source_losses: dict[str, float] = field(default_factory=dict)
     source_expert_loads: dict[str, float] = field(default_factory=dict)
@@ -40,27 +45,39 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of a validation, with the mean loss in nats over all of it, as of a step."""
+    """Result of a validation.
+
+    Attributes:
+        loss: mean in nats over all of it, as of a step.
+        expert_load: tokens of a layer's busiest expert over the mean, as a mean over layers; None for a dense model.
+    """
 
     loss: float
     trained_tokens: int
-    # Tokens of a layer's busiest expert over the mean, as a mean over layers; None for a dense model.
     expert_load: float | None = None
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Everything that is recorded of one step."""
+    """Everything that is recorded of one step.
+
+    Attributes:
+        step_s: seconds from the end of the previous step to the end of this one, without validation and checkpoint.
+        data_wait_s: the part of step_s spent waiting for the loader.
+        compute_s, data_s: time in computation and in the loader, without waiting for other ranks.
+        evaluations: of each validation set by name; empty if no validation followed this step.
+        initial: of every validation set before this step, the first of the run; else empty.
+    """
 
     step: int
     batch: RankBatch
     result: StepResult
-    step_s: float  # from the end of the previous step to the end of this one, without validation and checkpoint
-    data_wait_s: float  # of step_s, waiting for the loader
-    evaluations: Mapping[str, Evaluation] = field(default_factory=dict)  # that followed this step, by validation set
-    compute_s: float = 0.0  # in computation, without waiting for other ranks
-    data_s: float = 0.0  # in the loader, the same
-    initial: Mapping[str, Evaluation] = field(default_factory=dict)  # of every set before the first step of the run
+    step_s: float
+    data_wait_s: float
+    evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
+    compute_s: float = 0.0
+    data_s: float = 0.0
+    initial: Mapping[str, Evaluation] = field(default_factory=dict)
 
 
 class TrainStep(Protocol):

@@ -304,7 +304,8 @@ def _expert_rows(steps: Sequence[StepMetrics]) -> dict[str, str]:
         f"{last.experts['load']:.3f} at step {last.step}, {last.experts['worst_load']:.3f} in the worst layer"
     }
     for what, kind in (("by source", "source_expert_loads"), ("of validation sets", "evaluation_expert_loads")):
-        newest = next((step for step in reversed(steps) if getattr(step, kind)), None)
+        among = steps if kind.startswith("evaluation") else steps[-1:]  # not every step is followed by a validation
+        newest = next((step for step in reversed(among) if getattr(step, kind)), None)
         if newest is not None:
             loads = (f"{name} {load:.3f}" for name, load in getattr(newest, kind).items())
             rows[f"the same {what}, step {newest.step}"] = ", ".join(loads)

@@ -52,7 +52,7 @@ def packs_in_order(offers: Sequence[Offer]) -> list[ReadPack]:
     by_rank: dict[int, list[ReadPack]] = {}
     for offer in offers:
         packs = by_rank.setdefault(offer.dp_rank, [])
-        packs += [pack._replace(number=number) for number, pack in enumerate(offer.packs, start=len(packs))]
+        packs += [ReadPack(number, *pack[1:]) for number, pack in enumerate(offer.packs, start=len(packs))]
     return sorted(pack for packs in by_rank.values() for pack in packs)
 
 
@@ -103,7 +103,10 @@ def place(packs: Sequence[ReadPack], plan: BatchPlan) -> Placement:
 def send_to_trainers(
     mine: list[LivePack], placement: Placement, dp_rank: int, swap: Swap, features: Features | None = None
 ) -> list[LivePack | None]:
-    """Give the packs that this rank has read, and return the rows that it trains; None for a row of zero loss."""
+    """Give the packs that this rank has read, and return the rows that it trains; None for a row of zero loss.
+
+    `mine` is emptied, and `features` decodes the media of rows, of several at once.
+    """
     layout, lengths = placement.placed, placement.lengths
     num_bytes = lengths * _TOKEN_BYTES + placement.media_bytes
     coming = [(placement.readers == rank) & (placement.trainers == dp_rank) for rank in range(layout.dp_size)]

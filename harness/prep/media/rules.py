@@ -111,6 +111,7 @@ class MediaRules:
         Of sounds, `input_features` float32 [n, mel, frames] and `feature_attention_mask` int32 [n, frames], frames
         being those of the longest unless the model's are fixed; of images, `pixel_values` float32 [n, 3, H, W], or
         [patches of all, numbers of one] and `image_grid_thw` int64 [n, 3], the patches in time, height and width.
+        Nothing for none.
         """
         return FAMILIES[self.family].features(self, media) if media else {}
 

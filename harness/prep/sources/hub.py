@@ -87,7 +87,8 @@ def parse_name(path: str) -> HubName | None:
 def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None]) -> SourceFiles:
     """Choose the data files of one split, and download those that are not in the cache.
 
-    Raises PrepError if there is no such dataset, the hub cannot be reached, or what to read is ambiguous.
+    Raises PrepError if there is no such dataset, the hub cannot be reached, or what to read is ambiguous, and
+    ConfigError without huggingface_hub.
     """
     try:
         import huggingface_hub
