@@ -180,10 +180,12 @@ class Format:
     def find_shards(self, names: Iterable[str]) -> dict[int, str]:
         """Return the shards among the names of a dataset folder, by number."""
         shards: dict[int, str] = {}
+        start, _, rest = self.shard_template.partition("{")
+        pattern = re.compile(f"({re.escape(start)}([0-9]{{5,18}}){re.escape(rest.partition('}')[2])})(.*)", re.DOTALL)
         for name in names:
-            number = int(digits[0]) if (digits := re.search("[0-9]{5,18}", name)) else -1
-            if name.removeprefix(self.shard_name(number)) in self.shard_files and name not in self.shard_files:
-                shards[number] = self.shard_name(number)
+            match = pattern.fullmatch(name)
+            if match and match[3] in self.shard_files and self.shard_name(int(match[2])) == match[1]:
+                shards[int(match[2])] = match[1]
         return shards
 
 

@@ -79,7 +79,7 @@ class ClaimStore:
 
     def download(self, name: str, path: Path) -> bool:
         """Write an object to a file; return whether it exists."""
-        with path.open("wb") as file, _missing_as_none(self.place / name) as place:
+        with naming_errors(self.place / name), path.open("wb") as file, _missing_as_none(self.place / name) as place:
             for block in connect(place).get(place.key):
                 file.write(block)
             return True

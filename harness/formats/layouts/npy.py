@@ -6,8 +6,8 @@ kept as compact arrays. Writing streams: the pickle is written pack by pack, for
 
 Unpickling builds nothing but lists, dicts, numbers, strings and plain numpy arrays, and runs no code. It takes two
 passes. The first walks the opcodes: it allows only a short list of them and checks every claimed size against the bytes
-that are present, because the C unpickler allocates what an opcode claims. The second is the C unpickler, which records
-what is called; arrays are made from these records, and numpy's own reconstruction is never called.
+that are present, because the C unpickler allocates what an opcode claims. The second is the C unpickler with every name
+replaced by a builder of ours; numpy's own reconstruction is never called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pickle
 import pickletools
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,17 @@ def _pack_of(item: Any, budget: int) -> Pack:
 
 
 def _numbers(value: Any, name: str, budget: int) -> Any:
-    value = _build(value)
+    value = value.value if isinstance(value, _Array) else value
     if not isinstance(value, list | tuple | np.ndarray):
         raise FormatError(f"has {name} of type {type(value).__name__}, expected numbers")
     if len(value) > budget:
         raise FormatError(f"has {len(value):,} {name} entries, more than a file of this size can contain")
     if isinstance(value, np.ndarray):
         return value
-    if not _NUMBERS.issuperset(map(type, value)):
-        value = [_build(one) for one in value]
     # A list in a list can be shared: ten levels of ten are a hundred bytes here, and ten billion numbers to numpy.
-    array = np.array(value) if _NUMBERS.issuperset(map(type, value)) else np.array(None)
+    if not _NUMBERS.issuperset(map(type, value)):
+        raise FormatError(f"has {name} that are not plain integers")
+    array = np.array(value)
     if array.dtype.kind not in "iufb" or array.ndim != 1:
         raise FormatError(f"has {name} that are not plain integers")
     return array
@@ -143,7 +143,8 @@ def _pickle_head(num_packs: int) -> bytes:
 
 
 def find_bare(path: Path) -> list[Path]:
-    return [file for file in find_files(path, (SUFFIX,)) if not path.is_dir() or _is_pickled(file)]
+    found = find_files(path, (SUFFIX,))
+    return [file for file in found if _is_pickled(file)] if path.is_dir() else found
 
 
 def _is_pickled(path: Path) -> bool:
@@ -206,71 +207,113 @@ def check_opcodes(data: bytes) -> None:
         memoized += name in ("MEMOIZE", "BINPUT", "LONG_BINPUT")
 
 
-class _Recorded:
-    """A name in a pickle, the arguments of its call, and the state that was set on the result: nothing is called."""
+class _Dtype:
+    """Replaces numpy's dtype while unpickling: plain numbers only."""
 
-    state: Any = None
-
-    def __init__(self, name: str, arguments: tuple[Any, ...] | None = None) -> None:
-        self.name, self.arguments = name, arguments
-
-    def __call__(self, *arguments: Any) -> _Recorded:
-        return _Recorded(self.name, arguments)
+    def __init__(self, text: object, *_flags: object) -> None:
+        name = text.decode("ascii", "replace") if isinstance(text, bytes) else text
+        if not isinstance(name, str) or not re.fullmatch(r"[<>=|]?(?:[iu][1248]|f[248]|b1|O8?)", name):
+            raise FormatError(f"the pickle contains an array of {str(name)[:40]!r}", fix=_DAMAGED)
+        self.is_object = "O" in name
+        self.dtype = np.dtype("O" if self.is_object else name)
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        is_plain = isinstance(state, tuple) and len(state) >= 8 and state[2:5] == (None, None, None)
+        if not is_plain or state[1] not in ("<", ">", "|", "=", b"<", b">", b"|", b"="):
+            raise FormatError("the pickle contains a dtype that is not plain", fix=_DAMAGED)
+        if not self.is_object and state[1] in (">", b">"):
+            self.dtype = self.dtype.newbyteorder(">")
 
 
-# numpy 1 and 2 have different modules for the same functions.
-_NAMES = re.compile(
-    r"numpy\.(ndarray|dtype)|_codecs\.encode"
-    r"|numpy\._?core\.(multiarray\.(_reconstruct|scalar|_frombuffer)|numeric\._frombuffer)"
-)
-_NUMBER_DTYPE = re.compile(r"[<>=|]?(?:[iu][1248]|f[248]|b1)")
+class _Array:
+    """Replaces an array while unpickling; `value` is a 1-d array of numbers or, for objects, a list."""
+
+    def __init__(self, value: npt.NDArray[Any] | list[Any] | None = None) -> None:
+        self.value = value
+
+    def __setstate__(self, state: object) -> None:
+        if not isinstance(state, tuple) or len(state) != 5:
+            raise FormatError("the pickle contains an unknown array state", fix=_DAMAGED)
+        _, shape, dtype, _, data = state
+        self.value = _build_array(dtype, shape, data)
+
+
+def _build_array(dtype: object, shape: object, data: object) -> npt.NDArray[Any] | list[Any]:
+    if not isinstance(dtype, _Dtype) or not isinstance(shape, tuple) or len(shape) != 1 or type(shape[0]) is not int:
+        raise FormatError("the pickle contains an array that is not one-dimensional", fix=_DAMAGED)
+    count = shape[0]
+    if dtype.is_object:
+        if not isinstance(data, list) or len(data) != count:
+            raise FormatError(f"the pickle contains an array of {count:,} objects, but not the objects", fix=_DAMAGED)
+        return data
+    if isinstance(data, str):  # Python 2 pickles bytes as text.
+        data = _encode(data, "latin1")
+    if not isinstance(data, bytes | bytearray) or len(data) != count * dtype.dtype.itemsize:
+        raise FormatError(f"the pickle holds an array of {count:,} {dtype.dtype} with other bytes", fix=_DAMAGED)
+    return np.frombuffer(data, dtype.dtype)
+
+
+class _Name:
+    """A global name in a pickle, wrapped because BUILD would set attributes on a bare function or class."""
+
+    __slots__ = ("builder",)
+
+    def __init__(self, builder: Callable[..., Any] | None) -> None:
+        self.builder = builder
+
+    def __call__(self, *arguments: object) -> Any:
+        if self.builder is None:
+            raise FormatError("the pickle calls numpy.ndarray", fix=_DAMAGED)
+        return self.builder(*arguments)
+
+    def __setstate__(self, state: object) -> None:
+        raise FormatError("the pickle sets the state of a function", fix=_DAMAGED)
+
+
+def _reconstruct(subtype: object, *_placeholder: object) -> _Array:
+    if not isinstance(subtype, _Name) or subtype.builder is not None:
+        raise FormatError("the pickle reconstructs something other than an array", fix=_DAMAGED)
+    return _Array()
+
+
+def _frombuffer(data: object, dtype: object, shape: object, *_order: object) -> _Array:
+    return _Array(_build_array(dtype, shape, data))
+
+
+def _scalar(dtype: object, data: object) -> Any:
+    return _build_array(dtype, (1,), data)[0].item()
+
+
+def _encode(text: object, encoding: object) -> bytes:
+    # Python 3 writes bytes like this at protocol 2.
+    if isinstance(text, str) and encoding == "latin1":
+        with suppress(UnicodeEncodeError):
+            return text.encode("latin1")
+    raise FormatError("the pickle encodes something other than bytes", fix=_DAMAGED)
+
+
+# None is the array type itself, which is passed on but never called.
+_NAMES: dict[tuple[str, str], Callable[..., Any] | None] = {
+    ("numpy", "ndarray"): None,
+    ("numpy", "dtype"): _Dtype,
+    ("_codecs", "encode"): _encode,
+}
+for _module in ("numpy.core", "numpy._core"):
+    _NAMES[(f"{_module}.multiarray", "_reconstruct")] = _reconstruct
+    _NAMES[(f"{_module}.multiarray", "scalar")] = _scalar
+    _NAMES[(f"{_module}.numeric", "_frombuffer")] = _frombuffer
+    _NAMES[(f"{_module}.multiarray", "_frombuffer")] = _frombuffer
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> _Recorded:
-        if not _NAMES.fullmatch(f"{module}.{name}"):
+    def find_class(self, module: str, name: str) -> _Name:
+        if (module, name) not in _NAMES:
             raise FormatError(f"the pickle refers to {f'{module}.{name}'[:80]!r}, which is not allowed", fix=_DAMAGED)
-        return _Recorded(name)
-
-
-def _build(value: Any) -> Any:
-    """Return what a recorded call makes: a one-dimensional array of numbers, a list of objects, a number or bytes."""
-    if not isinstance(value, _Recorded):
-        return value
-    match value.name, value.arguments, value.state:
-        case "_reconstruct", (_Recorded(name="ndarray", arguments=None), *_), (_, (int(count),), dtype, _, data):
-            return _build_array(dtype, count, data)
-        case "_frombuffer", (data, dtype, (int(count),), *_), None:
-            return _build_array(dtype, count, data)
-        case "scalar", (dtype, data), None:
-            [one] = _build_array(dtype, 1, data)
-            return one.item() if isinstance(one, np.generic) else one
-        case "encode", (str(text), "latin1"), None:  # Python 3 writes bytes like this at protocol 2
-            with suppress(UnicodeEncodeError):
-                return text.encode("latin1")
-    raise FormatError(f"contains a {value.name} that is not of one dimension, or not of plain numbers", fix=_DAMAGED)
-
-
-def _build_array(dtype: Any, count: int, data: Any) -> npt.NDArray[Any] | list[Any]:
-    match dtype:
-        case _Recorded(name="dtype", arguments=(str(text), *_), state=(_, str(order), None, None, None, *_)):
-            data = _build(data)
-            if isinstance(data, str):  # Python 2 pickles bytes as text
-                data = _build(_Recorded("encode", (data, "latin1")))
-            if text.lstrip("<>=|") in ("O", "O8") and isinstance(data, list) and len(data) == count:
-                return data
-            if _NUMBER_DTYPE.fullmatch(text) and order in ("<", ">", "|", "=") and isinstance(data, bytes | bytearray):
-                kind = np.dtype(text).newbyteorder(">") if order == ">" else np.dtype(text)
-                if len(data) == count * kind.itemsize:
-                    return np.frombuffer(data, kind)
-    raise FormatError(f"contains an array of {count:,} entries with others, or not of plain numbers", fix=_DAMAGED)
+        return _Name(_NAMES[(module, name)])
 
 
 def unpickle_objects(data: bytes) -> list[Any]:
-    """Unpickle the objects of a one-dimensional object array, in which `_build` makes arrays."""
+    """Unpickle the objects of a one-dimensional object array; arrays in them are of `_Array`."""
     check_opcodes(data)
     try:
         # latin1, as numpy loads pickles of Python 2.
@@ -279,8 +322,8 @@ def unpickle_objects(data: bytes) -> list[Any]:
         raise
     except Exception as error:  # a damaged pickle can raise anything; it must not look like our own mistake
         raise FormatError(f"the pickle is damaged: {type(error).__name__}: {str(error)[:200]}", fix=_DAMAGED) from None
-    if isinstance(array, _Recorded) and isinstance(objects := _build(array), list):
-        return objects
+    if isinstance(array, _Array) and isinstance(array.value, list):
+        return array.value
     raise FormatError("the pickle is not an array of packed samples", fix=_DAMAGED)
 
 

@@ -12,12 +12,14 @@ import base64
 import contextlib
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -49,15 +51,22 @@ _UNREADABLE = (FormatError, OSError, pa.ArrowException, ValueError, MemoryError)
 _TAIL_BYTES = 1 << 16
 
 
+class _Column(NamedTuple):
+    """A list column of one row group: its values, and where each row begins."""
+
+    values: npt.NDArray[Any]
+    offsets: npt.NDArray[Any]
+
+
 class ParquetShard(ShardReader):
     """One open file and its last few decoded row groups; `pack_size` bounds the memory that it can claim."""
 
     def __init__(self, place: Place, pack_size: int | None = None) -> None:
         self._place = place
         self._pack_size = pack_size
-        self._cache: dict[int, list[Any]] = {}  # the most recently used last
+        self._cache: OrderedDict[int, list[_Column]] = OrderedDict()
         self._file: Any = None
-        with self._explained(f"{place}, the footer"):
+        with self._explained("the footer"):
             self._source = open_source(place)
             self._table = find_table(self._source)
         if self._table is None:
@@ -69,7 +78,7 @@ class ParquetShard(ShardReader):
         if self._file is not None:
             return
         source = self._source
-        with self._explained(f"{self._place}, the footer"):
+        with self._explained("the footer"):
             source.fetch(max(0, source.num_bytes - _TAIL_BYTES), source.num_bytes)
             self._groups = read_row_groups(source)
             self._file = pq.ParquetFile(
@@ -94,30 +103,38 @@ class ParquetShard(ShardReader):
         if self._table is None:
             return [(pack, None) for pack in self._read_groups(rows)]
         packs: list[tuple[Pack, int | None]] = []
-        # Of the first row if pages cannot be read, because they are read together.
-        with self._explained(lambda: self.where(rows[len(packs)])):
+        try:
             for pack in read_packs(self._source, self._table, rows, self._pack_size, parts):
                 packs.append(pack)
+        except _UNREADABLE as error:
+            # Of the first row if pages cannot be read, because they are read together.
+            raise self._explain(error, self.where(rows[len(packs)])) from None
         return packs
 
     def _read_groups(self, rows: Sequence[int]) -> list[Pack]:
         groups = (np.searchsorted(self._starts, np.asarray(rows, np.int64), side="right") - 1).tolist()
         # Copies: a view would keep the whole row group in memory for as long as the pack lives.
-        packs: dict[int, Pack] = {}
+        packs: list[Pack | None] = [None] * len(rows)
         # Group by group, so that no more than one need be in memory for any order of rows.
         for group, positions in itertools.groupby(sorted(range(len(rows)), key=groups.__getitem__), groups.__getitem__):
-            columns = [(one.values.to_numpy(), one.offsets.to_numpy().data) for one in self._group(group)]
+            columns = self._group(group)
+            (ids, tokens), (mask, bits), (starts, sequences) = ((values, offsets.data) for values, offsets in columns)
+            first = int(self._starts[group])
             for position in positions:
-                row = rows[position] - int(self._starts[group])
-                packs[position] = Pack(*(values[ends[row] : ends[row + 1]].copy() for values, ends in columns))
-        return [packs[position] for position in range(len(rows))]
+                row = rows[position] - first
+                packs[position] = Pack(
+                    ids[tokens[row] : tokens[row + 1]].copy(),
+                    mask[bits[row] : bits[row + 1]].copy(),
+                    starts[sequences[row] : sequences[row + 1]].copy(),
+                )
+        return [pack for pack in packs if pack is not None]
 
     def read_row(self, row: int) -> Pack:
         return self.read((row,))[0][0]
 
     def contents(self) -> IndexPart:
         self._open_footer()
-        with self._explained(f"{self._place}, the footer"):
+        with self._explained("the footer"):
             check_totals(self._groups, self._source.num_bytes)
         stored = self._file.metadata.metadata or {}
         own = {name: value for name, value in stored.items() if name.startswith(METADATA_PREFIX.encode())}
@@ -132,10 +149,11 @@ class ParquetShard(ShardReader):
         for group in range(len(self._groups)):
             # Without input_ids: masks have the same lengths.
             mask, starts = self._columns(group, ("loss_mask", "seq_start_id"))
-            num_tokens, offsets = np.diff(mask.offsets.to_numpy()).astype(np.int64), starts.offsets.to_numpy()
-            counts.append(np.diff(offsets).astype(np.int64))
-            place: Any = {"where": str(self._place), "first_row": int(self._starts[group])}
-            lengths.append(lengths_from_starts(num_tokens, starts.values.to_numpy(), offsets, **place))
+            counts.append(np.diff(starts.offsets).astype(np.int64))
+            num_tokens, first = np.diff(mask.offsets).astype(np.int64), int(self._starts[group])
+            lengths.append(
+                lengths_from_starts(num_tokens, starts.values, starts.offsets, where=str(self._place), first_row=first)
+            )
         return IndexPart(np.concatenate(counts), np.concatenate(lengths))
 
     def _own_contents(self, text: bytes, index: bytes) -> IndexPart:
@@ -174,18 +192,19 @@ class ParquetShard(ShardReader):
             self._file.close()
         self._source.close()
 
-    def _group(self, group: int) -> list[Any]:
-        self._cache[group] = self._cache.pop(group, []) or self._columns(group, FIELDS)
-        sizes = {number: sum(column.nbytes for column in columns) for number, columns in self._cache.items()}
-        for number in [*sizes][:-1]:
-            if sum(sizes.values()) > CACHE_BYTES:
-                del self._cache[number], sizes[number]
+    def _group(self, group: int) -> list[_Column]:
+        if group not in self._cache:
+            self._cache[group] = self._columns(group, FIELDS)
+            sizes = [sum(array.nbytes for column in columns for array in column) for columns in self._cache.values()]
+            while len(sizes) > 1 and sum(sizes) > CACHE_BYTES:
+                self._cache.popitem(last=False)
+                del sizes[0]
+        self._cache.move_to_end(group)
         return self._cache[group]
 
-    def _columns(self, group: int, names: Sequence[str]) -> list[Any]:
-        """Return columns of a row group as Arrow's arrays of lists."""
+    def _columns(self, group: int, names: Sequence[str]) -> list[_Column]:
         rows = self._groups[group].num_rows
-        with self._explained(f"{self._place}, row group {group:,}"):
+        with self._explained(f"row group {group:,}"):
             chunks = self._groups[group].chunks
             if not set(FIELDS) <= chunks.keys():
                 raise FormatError("the footer is damaged: a column has no data")
@@ -194,13 +213,8 @@ class ParquetShard(ShardReader):
             table = self._file.read_row_group(group, columns=list(names), use_threads=False)
             if table.num_rows != rows:
                 raise FormatError(f"row group {group:,} contains {table.num_rows:,} rows, its footer lists {rows:,}")
+            columns = [_column_of(table.column(name), name) for name in names]
             self._source.release()
-            # Combining copies even a single chunk.
-            chunked = [table.column(name) for name in names]
-            columns = [one.chunk(0) if one.num_chunks == 1 else one.combine_chunks() for one in chunked]
-            for name, column in zip(names, columns, strict=True):
-                if column.null_count or column.values.null_count:
-                    raise FormatError(f"has missing values in {name}")
             return columns
 
     def _check_schema(self) -> bool:
@@ -217,19 +231,21 @@ class ParquetShard(ShardReader):
         return all(schema.field(name).equals(SCHEMA.field(name)) for name in FIELDS)
 
     @contextlib.contextmanager
-    def _explained(self, where: str | Callable[[], str]) -> Iterator[None]:
-        """Raise the errors of reading a part of the file as FormatError, except those of the system."""
+    def _explained(self, part: str) -> Iterator[None]:
         try:
             yield
         except _UNREADABLE as error:
-            # Arrow raises OSError without a number for what it cannot decode; the system gives one.
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            place = where if isinstance(where, str) else where()
-            if isinstance(error, FormatError):
-                raise FormatError(error.what, where=error.where or place, fix=error.fix) from None
-            first = str(error).splitlines()[0][:200] if str(error) else "no reason given"
-            raise FormatError(f"damaged or not a Parquet file: {first}", where=place) from None
+            raise self._explain(error, f"{self._place}, {part}") from None
+
+    def _explain(self, error: Exception, where: str) -> Exception:
+        """Return the error of reading a part of the file as FormatError, unless it is one of the system."""
+        if isinstance(error, FormatError):
+            return FormatError(error.what, where=error.where or where, fix=error.fix)
+        # Arrow raises OSError without a number for what it cannot decode; the system gives one.
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        first = str(error).splitlines()[0][:200] if str(error) else "no reason given"
+        return FormatError(f"damaged or not a Parquet file: {first}", where=where)
 
 
 def is_own(place: Place) -> bool:
@@ -239,8 +255,18 @@ def is_own(place: Place) -> bool:
         return shard._has_own_types and not shard._file.metadata.metadata
 
 
+def _column_of(column: Any, name: str) -> _Column:
+    """Return numpy views of an Arrow list column's buffers."""
+    # Combining copies even a single chunk.
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if array.null_count or array.values.null_count:
+        raise FormatError(f"has missing values in {name}")
+    return _Column(array.values.to_numpy(zero_copy_only=True), array.offsets.to_numpy())
+
+
 SUFFIX = ".parquet"
 SUFFIXES = (SUFFIX, ".pq")
+
 
 FORMAT = Format(
     name="parquet",

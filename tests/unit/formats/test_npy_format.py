@@ -114,12 +114,12 @@ HUGE_SHAPE += b"cnumpy\ndtype\nX\x02\x00\x00\x00i4\x89\x88\x87R" + b"\x89C\x00tb
 @pytest.mark.parametrize(
     ("message", "pickled"),
     [
-        ("contains a _reconstruct that is not", RECONSTRUCT + b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85C\x01b\x87R."),
-        ("contains a _reconstruct that is not", RECONSTRUCT + b"cnumpy\ndtype\nK\x00\x85C\x01b\x87R."),
-        ("contains a ndarray that is not", b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85\x85R."),
-        ("that is not of one dimension", RECONSTRUCT + b"N}X\x0c\x00\x00\x00__defaults__K\x01\x85s\x86b."),
-        ("that is not of one dimension", b"cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb."),
-        ("an array of 2,147,483,647 entries with others", HUGE_SHAPE),
+        ("not an array of packed samples", RECONSTRUCT + b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85C\x01b\x87R."),
+        ("reconstructs something other", RECONSTRUCT + b"cnumpy\ndtype\nK\x00\x85C\x01b\x87R."),
+        ("calls numpy.ndarray", b"cnumpy\nndarray\nJ\xff\xff\xff\x7f\x85\x85R."),
+        ("sets the state of a function", RECONSTRUCT + b"N}X\x0c\x00\x00\x00__defaults__K\x01\x85s\x86b."),
+        ("sets the state of a function", b"cnumpy\nndarray\n}X\x01\x00\x00\x00aK\x01sb."),
+        ("with other bytes", HUGE_SHAPE),
         ("claims LONG_BINPUT 2,147,483,647", b"]r\xff\xff\xff\x7f."),
         ("but only 1 remain", b"\x8e" + struct.pack("<Q", 1 << 60) + b"."),
         ("but only 1 remain", b"X\xff\xff\xff\x7f."),
