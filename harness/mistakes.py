@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -251,7 +251,7 @@ class KnownSettings:
     @cached_property
     def types(self) -> Mapping[str, str]:
         """Type of each setting by its dotted name."""
-        return {setting.key: setting.type for setting in explain_settings(self.schema)}
+        return _types_of(cast(Hashable, self.schema))
 
     @cached_property
     def sections(self) -> frozenset[str]:
@@ -441,6 +441,11 @@ class KnownSettings:
         lines = [line.strip().rstrip(".:") for line in message.partition("search path")[0].splitlines()]
         lines = [line for line in lines if line and not any(word in line for word in _NOISE)]
         return self.error("; ".join(dict.fromkeys(lines)) or "the settings do not compose", where=where, fix="")
+
+
+@cache
+def _types_of(schema: Hashable) -> Mapping[str, str]:
+    return {setting.key: setting.type for setting in explain_settings(cast(Any, schema))}
 
 
 def _is_text(kind: str) -> bool:

@@ -233,8 +233,9 @@ def rows_from_model_tokens(
 ) -> list[ThdBatch]:
     """Do the same as `rows_from_arrays` for sequences, of one token or more, whose tokens already have their labels.
 
-    `values` are tokens, labels and loss_mask, [n] integers (loss_mask also floats), and optionally position_ids, which
-    count from 0 in every sequence without them; those of padding always do.
+    `row_lengths` are int64 [S] of each row, n in all. `values` are tokens, labels and loss_mask, [n] integers
+    (loss_mask also floats), and optionally position_ids, which count from 0 in every sequence without them; those of
+    padding always do.
     """
     starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *row_lengths]))[:-1]
     return _lay_out(values, row_lengths, starts, pad_to_multiple)

@@ -248,15 +248,15 @@ def parts_of(
             yield f"reference {family}", [f"1 version={_PLAIN}", *cases], model, {"": str(data)}
         return
     kinds = [parse_case(text, where=check).value_of(KIND) for text in cases]
-    for kind in dict.fromkeys(kinds if check in _BY_KIND else []):
-        if kind is None and check == "context":
-            continue
-        if kind not in config.kinds:
-            fix = f"kind=NAME, one of {', '.join(config.kinds)}"
-            raise ConfigError(f"a case selects the unknown kind {kind or ''!r}", where="kinds", fix=fix)
+    named = [kind or "" for kind in dict.fromkeys(kinds) if check in _BY_KIND and (kind or check != "context")]
+    if unknown := [kind for kind in named if kind not in config.kinds]:
+        fix = f"kind=NAME, one of {', '.join(config.kinds)}"
+        raise ConfigError(f"a case selects the unknown kind {unknown[0]!r}", where="kinds", fix=fix)
+    for kind in named:
         more, data = config.kinds[kind].split(), source
         if check == "media":  # the command line quotes the encoder
-            encoder = next((text.partition("=")[2] for text in more if text.startswith("model.encoder=")), None)
+            given = [*config.sft, *config.sft_more, *more]
+            encoder = next((text.partition("=")[2] for text in given if text.startswith("model.encoder=")), None)
             if encoder is None:
                 what = f"the kind {kind!r} has no model.encoder"
                 raise ConfigError(what, where="kinds", fix=f"kinds.{kind}='... model.encoder=NAME'")
@@ -265,7 +265,7 @@ def parts_of(
         yield f"{check} {kind}", own, more, {"": str(data)}
     if check in _BY_KIND:
         cases = [text for text, kind in zip(cases, kinds, strict=True) if kind is None]
-    if cases or check not in _BY_KIND:
+    if cases or not named:
         existing, datasets = paths_by_name(config.datasets), {"": str(source)}
         for name in filter(None, {parse_case(text, where=check).value_of(FORMAT) for text in cases}):
             if name not in existing and name not in FORMATS:

@@ -146,16 +146,16 @@ def find_checks(path: str) -> list[tuple[str, Callable[..., list[Problem]]]]:
     from harness.indexed.index import BIN, IDX, LOSS_BIN, prefix_of, verify_indexed, with_suffix
 
     if path.endswith(".json"):
-        return [(path, verify_family)] if family_pairs(path) else []
+        return [(path, verify_family)] if family_pairs(path) is not None else []
     if Path(path).is_dir():
-        records = [str(one) for one in sorted(Path(path).glob("*.json")) if family_pairs(str(one))]
+        records = [str(one) for one in sorted(Path(path).glob("*.json")) if family_pairs(str(one)) is not None]
         prefixes = sorted({prefix_of(one) for suffix in (BIN, IDX) for one in Path(path).glob(f"*{suffix}")})
         # Shards of packs that lost files, manifest included, are no pairs, and other tools' files are named .bin too.
         if not any(with_suffix(prefix, IDX).exists() for prefix in prefixes):
             prefixes = []
         if any(with_suffix(prefix, LOSS_BIN).exists() or prefix.name.startswith("shard_") for prefix in prefixes):
             return []
-        named = {prefix for record in records for prefix in family_pairs(record)}
+        named = {prefix for record in records for prefix in family_pairs(record) or ()}
         pairs = [str(prefix) for prefix in prefixes if prefix not in named]
         return [*((record, verify_family) for record in records), *((pair, verify_indexed) for pair in pairs)]
     prefix = prefix_of(path)

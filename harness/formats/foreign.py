@@ -30,7 +30,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -419,8 +419,10 @@ def _open_plain(source: str | PathLike[str], folder: str | PathLike[str], traine
     if is_uri(str(folder)):
         what = f"the files for {trainer} cannot be written to object storage"
         raise ConfigError(what, where=str(folder), fix="write them to a local folder, then upload it")
-    reader = open_dataset(source)
-    require_plain(reader, f"{trainer}'s loss")
+    with ExitStack() as stack:
+        reader = stack.enter_context(closing(open_dataset(source)))
+        require_plain(reader, f"{trainer}'s loss")
+        stack.pop_all()
     return reader
 
 

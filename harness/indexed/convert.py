@@ -350,10 +350,10 @@ def _write_pairs(
     return reports
 
 
-def family_pairs(path: str) -> list[Path]:
-    """Return the prefixes of the pairs that the record of a family names; [] for any other file."""
+def family_pairs(path: str) -> list[Path] | None:
+    """Return the prefixes of the pairs that the record of a family names; None for any other file."""
     record = _read_record(Path(path))
-    return [] if record is None else [Path(path).parent / split["prefix"] for split in record["splits"].values()]
+    return None if record is None else [Path(path).parent / split["prefix"] for split in record["splits"].values()]
 
 
 def verify_family(path: str, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:

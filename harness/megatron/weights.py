@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
+import xxhash
 from megatron.core.models.gpt import GPTModel
 
 from harness.errors import FormatError
@@ -157,20 +158,28 @@ def check_weights(
     names = sorted(name for name in there if not name.startswith((*left_out, *model.left_out)))
     lacking = set(expected).difference(names)
     wrong = [name for name in expected if name not in lacking and weights.shape(name) != expected[name]]
-    found = gather((lacking, [(name, weights.shape(name), expected[name]) for name in wrong[:1]]))
+    other = [(name, weights.shape(name), expected[name]) for name in wrong[:1]]
+    found = gather((lacking, other, xxhash.xxh3_64_hexdigest("\n".join(names).encode())))
+    _refuse_odd(weights, "lack", sorted(set().union(*(some for some, *_ in found))))
+    if len({digest for *_, digest in found}) > 1:
+        what, fix = "the weights have other tensors on another rank", "download the same revision on every node"
+        raise FormatError(what, where=str(weights.folder), fix=fix)
     is_known = torch.tensor([name in expected for name in names], dtype=torch.uint8, device=torch.cuda.current_device())
     if len(found) > 1:
         torch.distributed.all_reduce(is_known, op=torch.distributed.ReduceOp.MAX)
     unknown = [name for name, known in zip(names, is_known.tolist(), strict=True) if not known]
-    for verb, odd in (("lack", sorted(set().union(*(some for some, _ in found)))), ("have unknown", unknown)):
-        if odd:
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            fix = "they are damaged or do not match config.json: download them again"
-            raise FormatError(f"the weights {verb} {odd[0]}{more}", where=str(weights.folder), fix=fix)
-    for name, shape, needed in (one for _, some in found for one in some):
+    _refuse_odd(weights, "have unknown", unknown)
+    for name, shape, needed in (one for _, some, _ in found for one in some):
         what = f"{name} is {list(shape)}, and config.json requires {list(needed)}"
         fix = "download the model again: its files belong to different models"
         raise FormatError(what, where=str(weights.folder), fix=fix)
+
+
+def _refuse_odd(weights: HfWeights, verb: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        fix = "they are damaged or do not match config.json: download them again"
+        raise FormatError(f"the weights {verb} {names[0]}{more}", where=str(weights.folder), fix=fix)
 
 
 def _whole_shapes(

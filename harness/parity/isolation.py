@@ -186,10 +186,11 @@ class IsolationCheck:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
-        tensors = prepare(row, self.device, cp_size=layout.cp_size, cp_rank=layout.cp_rank, **further)
+        place: dict[str, Any] = {"cp_size": layout.cp_size, "cp_rank": layout.cp_rank, **further}
+        rows = [prepare(row, self.device, **place) for _ in range(self.parallel.group_size)]
         values: dict[str, list[torch.Tensor]] = {}
         with _observe(self.chunks, values):
-            reports = run_rows(self.chunks, [tensors] * self.parallel.group_size, len(row))
+            reports = run_rows(self.chunks, rows, len(row))
         values["losses"] = [report["losses"].transpose(0, 1) for report in reports]
         return [(place, tensor) for place in sorted(values) for tensor in values[place]]
 

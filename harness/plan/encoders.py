@@ -197,12 +197,13 @@ def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Arra
     vision |= {"patch_size": 14 if is_gated else 16, "fullatt_block_indexes": (7, 15, 23, 31)}
     vision |= {"num_position_embeddings": 2304}
     vision |= values["vision_config"]
-    names = "spatial_merge_size hidden_size intermediate_size patch_size depth num_position_embeddings"
-    merge, size, inner, patch, depth, places = (int(vision[name]) for name in names.split())
+    names = "spatial_merge_size hidden_size intermediate_size patch_size depth"
+    merge, size, inner, patch, depth = (int(vision[name]) for name in names.split())
     patches, merged, made = tokens * merge**2, size * merge**2, tokens * (1 + deep)
     windowed = depth - sum(index in range(depth) for index in set(vision["fullatt_block_indexes"])) if is_gated else 0
     numbers = int(vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
     # With the norms of what joins patches, and in Qwen3-VL a bias and positions.
+    places = 0 if is_gated else int(vision["num_position_embeddings"])
     weights = (numbers + 1) * size if is_gated else (numbers + 3 + places) * size + 2 * deep * merged
     work = _product(patches, 3 * int(vision["temporal_patch_size"]) * patch**2, size, weights=weights)
     # The norms of the gated layers compute in float32, in several steps.

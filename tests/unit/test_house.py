@@ -39,40 +39,40 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 3_006,
-    "harness/bench": 1_888,
-    "harness/cli": 2_689,
-    "harness/conformance": 1_770,
-    "harness/formats": 5_768,
-    "harness/indexed": 1_149,
-    "harness/integrations": 2_679,
-    "harness/launch": 2_203,
-    "harness/loader": 4_677,
-    "harness/megatron": 10_112,
-    "harness/parity": 2_592,
-    "harness/plan": 5_555,
-    "harness/prep": 10_555,
+    "harness": 2_947,
+    "harness/bench": 1_775,
+    "harness/cli": 2_546,
+    "harness/conformance": 1_732,
+    "harness/formats": 5_557,
+    "harness/indexed": 1_080,
+    "harness/integrations": 2_566,
+    "harness/launch": 2_158,
+    "harness/loader": 4_444,
+    "harness/megatron": 9_830,
+    "harness/parity": 2_418,
+    "harness/plan": 5_237,
+    "harness/prep": 10_179,
     "harness/recipes": 20,
-    "harness/schedule": 1_168,
-    "harness/storage": 2_540,
-    "harness/train": 2_547,
-    "recipes": 480,
-    "tests": 62_978,
-    "tests/benchmarks": 2_746,
+    "harness/schedule": 1_150,
+    "harness/storage": 2_442,
+    "harness/train": 2_416,
+    "recipes": 471,
+    "tests": 60_173,
+    "tests/benchmarks": 2_745,
 }
 SHAPE = {
-    "core ring, lines": 19_518,
-    "from packs to the optimizer's step, lines": 4_159,
+    "core ring, lines": 19_100,
+    "from packs to the optimizer's step, lines": 4_098,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
-    "functions over 60 lines": 0,
+    "functions over 60 lines": 1,
     "functions of complexity over 15": 0,
     "names in __all__": 209,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 61_399
+MOST_LINES_IN_ALL = 58_968
 
 
 def tree(path: Path) -> ast.Module:

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -92,13 +92,13 @@ class BasePackingScheduler:
     name: ClassVar[str]
     shares_rows: ClassVar[bool] = False
     cost = SequenceCost()
+    _parts = MappingProxyType[str, Any]({})  # arguments of `padding_multiple`; `run` has those of the layout
 
     max_seqlen_per_dp_cp_rank: int
     cp_size: int
     dp_size: int
     microbatch_group_size_per_vp_stage: int | None
     max_num_seqs: int | None = None
-    _parts: Mapping[str, Any] = field(default_factory=dict, init=False, repr=False)  # arguments of `padding_multiple`
 
     def get_required_sample_keys(self) -> list[str]:
         """Return the entries that every sample needs."""
@@ -114,7 +114,7 @@ class BasePackingScheduler:
             ScheduleError: no row holds a sample, or a row gets more than `max_num_seqs` of them. Megatron would begin
                 another row.
         """
-        numbers, lengths = np.asarray(sample_id_seqlens, dtype=np.int64).T
+        numbers, lengths = np.asarray(sample_id_seqlens, dtype=np.int64).reshape(-1, 2).T
         ranks, cp_size = self.dp_size * self.cp_size, 1 if self.shares_rows else self.cp_size
         # Samples arrive padded: those that are for all ranks can be shared by any number of them.
         most_padded = padding_multiple(cp_size=largest_share(ranks), **self._parts)
@@ -151,17 +151,16 @@ class BasePackingScheduler:
         if isinstance(data_iterator, (list, tuple)):  # one per virtual pipeline stage, all of the same data
             data_iterator = next((one for one in data_iterator if one is not None), None)
         sequence_parallel = bool(getattr(config, "sequence_parallel", False))
-        parts = self._parts = {"tp_size": tp_group.size(), "sequence_parallel": sequence_parallel}
+        parts = self._parts = MappingProxyType({"tp_size": tp_group.size(), "sequence_parallel": sequence_parallel})
         error: Exception | None = None
         batch, placed = None, []
         if data_iterator is not None:
             try:
-                # StopIteration, at the end of the streams, comes from here alone.
-                with suppress(StopIteration):
-                    batch = get_batch_and_global_seqlens(data_iterator, num_microbatches, dp_group)
-                if batch is not None:
-                    placed = self.get_groups_and_subsamples(batch[1])
-                    self._check(placed, dict(batch[1]), parts)
+                batch = get_batch_and_global_seqlens(data_iterator, num_microbatches, dp_group)
+                placed = self.get_groups_and_subsamples(batch[1])
+                self._check(placed, dict(batch[1]), dict(parts))
+            except StopIteration:
+                batch = None
             except Exception as raised:
                 error = raised
         raise_together(error, (dp_cp_group, tp_group, pp_group))

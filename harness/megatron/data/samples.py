@@ -231,8 +231,10 @@ class SampleReader:
             fix = "the index was built with other settings: remove it from data.path_to_cache"
             raise LoaderError(what, where="the corpus", fix=fix)
         if (lengths := entry.get("lengths")) is None:
-            ends = sample["tokens"] == self.boundary if self.boundary is not None else np.zeros(count, bool)
-            lengths = np.diff(np.unique(np.r_[0, np.flatnonzero(ends) + 1, count])).astype(np.int64)
+            bounds = np.asarray([0, count])
+            if self.boundary is not None:
+                bounds = np.union1d(bounds, np.flatnonzero(sample["tokens"] == self.boundary) + 1)
+            lengths = np.diff(bounds).astype(np.int64)
         return sample | {"lengths": lengths}
 
 

@@ -85,18 +85,7 @@ def _measure_nodes(
 ) -> tuple[dict[str, float], dict[str, float], list[dict[str, Any]]]:
     """Return the rates within each node, between pairs of nodes, and the measurements of every rank, on every rank."""
     rank = torch.distributed.get_rank()
-    is_gpu = device.type == "cuda"
-    rows = _GPU_ROWS if is_gpu else _CPU_ROWS
-    left = torch.ones(rows, rows, device=device, dtype=torch.bfloat16 if is_gpu else torch.float32)
-    own: dict[str, Any] = {"node": os.environ.get("SLURMD_NODENAME", socket.gethostname())}
-    own["gemm_tflops"] = 2 * rows**3 / _median_seconds(lambda: left @ left) / 1e12
-    source = torch.ones((_GPU_BYTES if is_gpu else _CPU_BYTES) // 4, device=device)
-    target = torch.empty_like(source)
-    # Read and written.
-    own["copy_gb_s"] = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source)) / 1e9
-    if is_gpu:
-        host = torch.ones(source.numel(), pin_memory=True)
-        own["from_host_gb_s"] = host.nbytes / _median_seconds(lambda: target.copy_(host)) / 1e9
+    own = {"node": os.environ.get("SLURMD_NODENAME", socket.gethostname()), **_measure_processor(device)}
     gathered = gather(own)
     by_node: dict[str, list[int]] = {}
     for number, entry in enumerate(gathered):
@@ -138,6 +127,21 @@ def _rate(numbers: torch.Tensor, members: Sequence[int], group: Any = None) -> f
         moved = numbers.numel() * 4
         took = min(_seconds(lambda: torch.distributed.all_reduce(numbers, group=group)) for _ in range(_REPEATS))
     return 2 * (len(members) - 1) / len(members) * moved / took / 1e9
+
+
+def _measure_processor(device: torch.device) -> dict[str, Any]:
+    is_gpu = device.type == "cuda"
+    rows = _GPU_ROWS if is_gpu else _CPU_ROWS
+    left = torch.ones(rows, rows, device=device, dtype=torch.bfloat16 if is_gpu else torch.float32)
+    measured = {"gemm_tflops": 2 * rows**3 / _median_seconds(lambda: left @ left) / 1e12}
+    source = torch.ones((_GPU_BYTES if is_gpu else _CPU_BYTES) // 4, device=device)
+    target = torch.empty_like(source)
+    # Read and written.
+    measured["copy_gb_s"] = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source)) / 1e9
+    if is_gpu:
+        host = torch.ones(source.numel(), pin_memory=True)
+        measured["from_host_gb_s"] = host.nbytes / _median_seconds(lambda: target.copy_(host)) / 1e9
+    return measured
 
 
 def _median_seconds(work: Any) -> float:

@@ -63,7 +63,9 @@ class StopSignals:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
         # A handler waits until the main thread returns from a read or a collective; these bytes arrive at once.
-        self._bytes, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._bytes, self._wakeup = os.pipe()
+        os.set_blocking(self._bytes, False)
+        os.set_blocking(self._wakeup, False)
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         return self
 

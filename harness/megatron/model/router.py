@@ -264,8 +264,9 @@ def expert_metrics(
         if router.expert_bias is not None:
             biases[router.layer] = router.expert_bias.double().abs().mean()
         router.reset()
-    for values in (table, summed):
-        torch.distributed.all_reduce(values)
+    both = torch.cat([table.flatten(1), summed], dim=1)
+    torch.distributed.all_reduce(both)
+    table, summed = both[:, : table[0].numel()].view_as(table), both[:, table[0].numel() :]
     torch.distributed.all_reduce(biases, op=torch.distributed.ReduceOp.MAX)
     table, summed = table[summed[:, 0] > 0], summed[summed[:, 0] > 0]
     if not len(table):
