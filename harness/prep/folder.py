@@ -40,6 +40,7 @@ def settings_hash(settings: dict[str, Any]) -> str:
 def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
     """Return the report of an earlier run with the same settings, or None if there is work to do.
 
+    What that run has left, where it was killed after its report, is removed.
     `overwrite` repeats one with media, whose files are not among the settings. Raises ConfigError if a run with other
     settings wrote the folder and `overwrite` is not set, and PrepError if the folder holds something else.
     """
@@ -67,7 +68,11 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
     if report.get("settings_hash") == settings_hash(settings):
         complete = all(folder.exists(f"{name}/manifest.json") for name in splits)
         is_repeated = overwrite and report.get("media_by_kind")
-        return report if complete and TOKENIZER in folder.names() and not is_repeated else None
+        if not complete or TOKENIZER not in folder.names() or is_repeated:
+            return None
+        if isinstance(folder.place, Path):
+            PreparedFolder(folder.place).finish_again()
+        return report
     if overwrite:
         return None
     old, new = flatten(old), flatten(settings)

@@ -117,8 +117,6 @@ def prepare(
             earlier = layout.finished_report(LocalFolder(copy), depends_on, overwrite=config.data.overwrite)
     elif earlier is not None:
         copy = None
-        if isinstance(target.place, Path):
-            PreparedFolder(target.place).finish_again()
         hint = "; data.overwrite=true reads the files of media again" if earlier.get("media_by_kind") else ""
         stages.show(f"{target.where()} is already prepared with the same settings{hint}.")
     if earlier is not None:

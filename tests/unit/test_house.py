@@ -51,7 +51,7 @@ LINES = {
     "harness/megatron": 9_830,
     "harness/parity": 2_418,
     "harness/plan": 5_237,
-    "harness/prep": 10_179,
+    "harness/prep": 10_182,
     "harness/recipes": 20,
     "harness/schedule": 1_150,
     "harness/storage": 2_442,
@@ -61,18 +61,18 @@ LINES = {
     "tests/benchmarks": 2_745,
 }
 SHAPE = {
-    "core ring, lines": 19_100,
+    "core ring, lines": 19_098,
     "from packs to the optimizer's step, lines": 4_098,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
-    "functions over 60 lines": 1,
+    "functions over 60 lines": 0,
     "functions of complexity over 15": 0,
     "names in __all__": 209,
     "class names used twice": 0,
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 58_968
+MOST_LINES_IN_ALL = 58_971
 
 
 def tree(path: Path) -> ast.Module:
