@@ -384,6 +384,25 @@ def test_rows_that_are_not_of_the_dataset_are_refused(tmp_path: Path) -> None:
         read_data(rows, [0, 1], open_media)
 
 
+def test_a_reader_maps_the_index_and_reads_no_more_of_a_file_than_its_sequences(tmp_path: Path, monkeypatch) -> None:
+    from harness.storage import inputs
+
+    media = (Medium("image", 0, 1, b"a" * 1_000_000), Medium("image", 2, 1, b"b" * 10))
+    big = Pack([9, 1, 9, 1], [0] * 4, [0, 2], media)
+    reader = open_dataset(write(tmp_path / "data", [big]))
+    read: list[int] = []
+    real = inputs.LocalSource.read_at
+
+    def count(self: Any, start: int, num_bytes: int) -> bytes:
+        read.append(num_bytes)
+        return real(self, start, num_bytes)
+
+    monkeypatch.setattr(inputs.LocalSource, "read_at", count)
+    assert reader.read_media([1]) == [(Medium("image", 0, 1, b"b" * 10),)]
+    assert 10 in read
+    assert sum(read) < 1000
+
+
 def pretrain(path: Path) -> None:
     from harness.megatron.data.corpus import find_packs  # imports Megatron-Core
 

@@ -18,6 +18,7 @@ from small_packs import PACKS, write_packs
 
 from harness.errors import FormatError
 from harness.formats import open_dataset, verify_dataset
+from harness.formats.index import lengths_from_starts
 from harness.formats.layouts import parquet_pages as pages
 from harness.formats.layouts.npy import _pickle_head
 from harness.formats.manifest import content_checksum
@@ -205,6 +206,12 @@ def test_a_memmap_header_of_a_trillion_rows_over_a_small_file_is_refused(tmp_pat
     data = (shard / "input_ids.npy").read_bytes()
     (shard / "input_ids.npy").write_bytes(npy_header("<i4", (1 << 40, 8)) + data[128:])
     assert what_of(shard) == "holds uint32 [4], expected uint32 [1099511627776]"
+
+
+def test_more_zeros_among_starts_than_packs_are_refused_before_they_are_converted(tmp_path: Path) -> None:
+    starts = np.zeros(1 << 21, np.uint32)
+    with pytest.raises(FormatError, match="sequences that start at 0 in 1 packs"):
+        lengths_from_starts(np.array([1 << 22]), starts, np.array([0, 1 << 21]), where="seq_starts.npy")
 
 
 # ---- manifests

@@ -297,6 +297,13 @@ def test_what_is_wrong_with_the_first_records_comes_with_its_own_fix():
         assert error.value.fix.startswith(fix)
 
 
+def test_template_variables_that_are_null_are_none():
+    chat = [ASKED, {"role": "assistant", "content": "Cold."}]
+    for empty in (None, {}, "{}", "null", {"enable_thinking": None}):
+        assert parse({"messages": chat, "chat_template_kwargs": empty}, "").template_kwargs == {}
+    assert parse({"messages": chat, "chat_template_kwargs": {"a": 1}}, "").template_kwargs == {"a": 1}
+
+
 def objects_of(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         yield value

@@ -18,6 +18,10 @@ TEXTS = [
     "Grüße, 世界! \U0001f600",
 ] * 20
 NAMES = tuple(BUILT_IN)
+# This template has no tools, and takes nothing but texts.
+CHATML_SHAPES = [
+    name for name, (_, tools) in SHAPES.items() if not tools and "reasoning" not in name and name != "text_parts"
+]
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +170,21 @@ def test_deepseek_writes_tool_calls_as_its_stock_template_does_after_the_tools(s
     assert ours.count(before + heading + described + "<\uff5cUser\uff5c>") == 1
     stock, _ = rendered(stock_templates()["deepseekv3"], messages, tools)
     assert ours.replace(before + heading + described, "") == stock
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_marks_begin_where_the_prompt_of_a_turn_ends_and_stop_after_its_end_token(name):
+    template, end = load_template(name), BUILT_IN[name].ends[0]
+    for shape in CHATML_SHAPES if name == "chatml" else sorted(set(SHAPES) - REFUSED.get(name, set())):
+        messages, tools = SHAPES[shape]
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        # A conversation without thinking has no reasoning.
+        for variables in [{}] if "reasoning" in shape else [{}, {"enable_thinking": False}]:
+            text, spans = rendered(template, messages[: answers[-1] + 1], tools, **variables)
+            prompt, _ = rendered(template, messages[: answers[-1]], tools, add_generation_prompt=True, **variables)
+            assert text[: spans[-1][0]] == prompt, shape
+            assert [text[start:stop].count(end) for start, stop in spans] == [1] * len(answers), shape
+            assert all(text[:stop].endswith(end) for _, stop in spans), shape
 
 
 def test_mistral_writes_tools_reasoning_and_results_without_white_space():
