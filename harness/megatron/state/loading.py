@@ -91,7 +91,7 @@ def load_tree(wanted: dict[str, Any], path: Path, *, fix: str) -> dict[str, Any]
         causes = [cause for _, (cause, _) in sorted(getattr(error, "failures", {}).items())] or [error]
         if (refused := next((cause for cause in causes if isinstance(cause, HarnessError)), None)) is not None:
             raise refused from error
-        if torch.distributed.get_world_size() > 1 and is_about_ranks(error):
+        if is_about_ranks(error):
             raise
         if (unread := next((cause for cause in causes if isinstance(cause, OSError)), None)) is not None:
             what = f"the checkpoint cannot be read: {unread}"
