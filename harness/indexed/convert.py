@@ -291,7 +291,7 @@ def write_family(
             reports = _write_pairs(shards, folder, family, claim, overwrite or claim.is_placing, progress)
             is_whole = True
         finally:
-            # Pairs without a record are in the way of nobody: the next attempt replaces them.
+            # Pairs without a record remain: the next attempt replaces them.
             claim.release(remove=is_whole or not claim.is_placing)
     return reports
 
