@@ -232,11 +232,8 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
         if isinstance(refused, BrokenPipeError) and not isinstance(error, HarnessError):
             sys.exit(UNREAD)
         if refused is not None and is_of_disk(refused) and not isinstance(error, HarnessError):
-            what, fix = (
-                f"standard output cannot be written: {refused.strerror}",
-                "free disk space, or write it to another ",
-            )
-            fix += "disk; the command itself has finished"
+            what = f"standard output cannot be written: {refused.strerror}"
+            fix = "free disk space, or write it to another disk; the command itself has finished"
             error = HarnessError(what, where="standard output", fix=fix)
         if isinstance(error, PermissionError) and error.filename is not None:
             fix = "run as a user who has access, or change the permissions of the file and its folders"

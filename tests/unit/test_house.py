@@ -39,7 +39,7 @@ SUSPECT = re.compile(rf"[\"']\s*{RIDDLES.pattern}|(?<![^\W_])({'|'.join(VAGUE_NA
 # The ratchet: `python tests/shape.py --table` writes the two tables that follow. Numbers fall, and rise only in a
 # commit that says what was deleted for it; the lines of all packages and recipes together never rise above the last.
 LINES = {
-    "harness": 2_947,
+    "harness": 2_944,
     "harness/bench": 1_775,
     "harness/cli": 2_546,
     "harness/conformance": 1_732,
@@ -61,7 +61,7 @@ LINES = {
     "tests/benchmarks": 2_745,
 }
 SHAPE = {
-    "core ring, lines": 19_098,
+    "core ring, lines": 19_095,
     "from packs to the optimizer's step, lines": 4_098,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 58_971
+MOST_LINES_IN_ALL = 58_968
 
 
 def tree(path: Path) -> ast.Module:
