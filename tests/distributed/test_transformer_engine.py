@@ -8,8 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import megatron.core
+import numpy as np
 import pytest
 from engine_backends import ask, compile_gpu, folder, golden, is_built, is_made, python
+
+from harness.records import SequenceView
+from harness.thd import build_thd_batch, context_parallel_indices
 
 from . import conftest
 from .conftest import ROOT, forked, found_by, run_command, run_ranks
@@ -183,3 +187,18 @@ def test_transformer_engine_chooses_the_attention_of_the_golden_table(version) -
     _need(version)
     questions = {name: one for name, one in golden()["questions"].items() if one is not None}
     assert ask(version, questions) == golden()["versions"][version]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", [WHEEL, BUILT])
+def test_context_parallel_slices_of_every_size_are_those_of_transformer_engine(version) -> None:
+    _need(version)
+    rows, sizes = {}, (2, 4, 8, 16, 64, 512)
+    for size in sizes:
+        lengths = np.random.default_rng(size).integers(1, 6 * size, 20)
+        documents = [SequenceView(np.arange(n, dtype=np.int32), np.zeros(n, dtype=np.uint8)) for n in lengths + 1]
+        rows[size] = build_thd_batch(documents, pad_to_multiple=2 * size).cu_seqlens_padded
+    found = ask(version, {str(size): row.tolist() for size, row in rows.items()}, "engine_partition.py")["answers"]
+    for size, row in rows.items():
+        ours = [context_parallel_indices(row, cp_size=size, cp_rank=rank).tolist() for rank in range(size)]
+        assert found[str(size)] == ours

@@ -139,11 +139,11 @@ def compile_gpu(place: Path) -> Path:
     return place / "gpu.so"
 
 
-def ask(version: str, questions: dict[str, Any]) -> dict[str, Any]:
+def ask(version: str, questions: dict[str, Any], program: str = "engine_question.py") -> dict[str, Any]:
     """Return what a version chooses for each question, and the version of cuDNN that it was asked with.
 
     By name of the question and case, `flash`, `fused`, `unfused` or `none`: as it is (`plain`), with
-    `trainer.deterministic=true`, and both `with flash-attn` installed.
+    `trainer.deterministic=true`, and both `with flash-attn` installed. Other programs have other questions.
     """
     with tempfile.TemporaryDirectory() as place:
         gpu = compile_gpu(Path(place))
@@ -158,7 +158,7 @@ def ask(version: str, questions: dict[str, Any]) -> dict[str, Any]:
             "PYTHONPATH": str(folder(version)),
         }
         done = subprocess.run(
-            [python(), HERE / "engine_question.py"],
+            [python(), HERE / program],
             input=json.dumps(questions),
             env=environment,
             capture_output=True,
