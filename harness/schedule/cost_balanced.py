@@ -157,14 +157,16 @@ def _whole_packs(batch: GlobalBatch, num_rows: int) -> Int64Array:
     assert batch.pack_offsets is not None
     num_packs = batch.pack_offsets.shape[0] - 1
     room = batch.max_tokens_per_row // -(-num_packs // num_rows)
-    pack_of = np.repeat(np.arange(num_packs), np.diff(batch.pack_offsets))
-    order = np.lexsort((-batch.lengths, pack_of))
-    sums = np.cumsum(batch.lengths[order])
-    before = np.concatenate([[0], sums])[batch.pack_offsets[:-1]]
+    item_of = np.repeat(np.arange(num_packs), np.diff(batch.pack_offsets))
     # Padding can make packs longer than their rows hold: then the shortest sequences have numbers of their own.
-    alone = order[sums - before[pack_of] > room]
-    pack_of[alone] = num_packs + np.arange(alone.shape[0])
-    return np.unique(pack_of, return_inverse=True)[1].astype(np.int64)
+    longer = np.flatnonzero((np.bincount(item_of, weights=batch.lengths) > room)[item_of])
+    order = longer[np.lexsort((-batch.lengths[longer], item_of[longer]))]
+    sums = np.cumsum(batch.lengths[order])
+    firsts = np.flatnonzero(np.diff(item_of[order], prepend=-1))
+    before = np.repeat(sums[firsts] - batch.lengths[order[firsts]], np.diff(firsts, append=order.shape[0]))
+    alone = order[sums - before > room]
+    item_of[alone] = num_packs + np.arange(alone.shape[0])
+    return np.unique(item_of, return_inverse=True)[1].astype(np.int64) if alone.shape[0] else item_of
 
 
 def fill_rows(
