@@ -1,7 +1,7 @@
-"""Schedulers: they place the sequences of a global batch on data-parallel ranks and microbatches.
+"""Schedulers, which place the sequences of a global batch on data-parallel ranks and microbatches.
 
-A scheduler is one file with one function, one line in `SCHEDULERS` and one YAML. It sees lengths alone, so every rank
-computes the same placement without any exchange. Read `as_packed` first, then `dp_balanced`.
+A scheduler is one file with one function, one line in `SCHEDULERS` and one YAML. It reads only lengths, so every rank
+computes the same placement without communication. Read `as_packed` first, then `dp_balanced`.
 """
 
 from __future__ import annotations
@@ -85,20 +85,20 @@ def schedule(
         name: a key of `SCHEDULERS`.
         lengths: [sequences] integers, model tokens of each sequence after padding.
         dp_size: data-parallel ranks.
-        cp_size: context-parallel ranks that share a row; 1 for `dynamic_context`, which decides that for each row.
+        cp_size: context-parallel ranks that share a row; 1 for `dynamic_context`, which chooses it for each row.
         max_tokens_per_rank: tokens that one rank holds; a row holds max_tokens_per_rank * cp_size.
-        group_size: the number of microbatches becomes a multiple of this (virtual pipeline stages run them in groups).
+        group_size: the number of microbatches is rounded up to a multiple of this (groups of virtual pipeline stages).
         pack_offsets: [packs + 1] integers, the bounds of stored packs in `lengths`; required by `as_packed`.
-        cost: of training a sequence, for `cost_balanced` and `dynamic_context`.
-        media_cost: float64 [sequences], of encoding the media of each, for the same two; None without media.
-        pad_to_multiple: of tokens, to which every sequence was padded; ranks that share a row pad to more.
-        pads_further: whether they can, or need not; if not, only sequences that take long are shared.
+        cost: cost of training a sequence, for `cost_balanced` and `dynamic_context`.
+        media_cost: float64 [sequences], cost of encoding the media of each, for the same two; None without media.
+        pad_to_multiple: every sequence was padded to a multiple of this many tokens; shared rows are padded further.
+        pads_further: False if shared rows cannot be padded further; then only costly sequences are shared.
 
     Returns:
         Every index of `lengths` once, in rows that fit, with the same number of rows for every rank.
 
     Raises:
-        ScheduleError: no sequences, a length below 1 or above that of a row, packs that do not fit the lengths.
+        ScheduleError: no sequences, a length below 1 or too long for a row, or packs that do not match the lengths.
     """
     if name not in SCHEDULERS:
         what = f"{name!r} is not a schedule"

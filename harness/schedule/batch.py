@@ -1,4 +1,4 @@
-"""The input of a scheduler, the cost of training a sequence, and measures of what a scheduler makes."""
+"""The input of a scheduler, the cost of training a sequence, and the imbalance of a schedule."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DYNAMIC = "dynamic_context"
 class SequenceCost:
     """Work of training one sequence of L model tokens: L * linear + L^2 * quadratic, in any unit.
 
-    The linear term is that of matrix multiplications with weights, the quadratic term that of attention scores. Only
-    their ratio matters to a placement. By default they are equal at 8,192 tokens.
+    The linear term is for matrix multiplications with weights, the quadratic term for attention scores. Only their
+    ratio affects a placement. By default they are equal at 8,192 tokens.
 
     Attributes:
-        exchange: work in the time that the keys and values of a token take to another rank. Ranks that share a
-            sequence send them around while they compute attention scores, and wait for what takes longer.
-        swap: work in the time that the features of a token take to the ranks that scan them, and back.
-        most_ranks: the most ranks that the model's layers can divide a sequence over; None for any number.
+        exchange: work that a rank could do while it sends the keys and values of one token to another rank. Ranks
+            that share a sequence send them while they compute attention scores, and wait for the slower of the two.
+        swap: work that a rank could do while the features of one token travel to the ranks that scan them, and back.
+        most_ranks: the most ranks that the model's layers can divide a sequence over; None for no limit.
         encode: returns the work of encoding media with these numbers of placeholder tokens, float64 [media]; None for
-            a model of text.
+            a text model.
     """
 
     linear: float = 1.0
@@ -68,10 +68,10 @@ class GlobalBatch:
         max_tokens_per_row: tokens that one row holds: max_tokens_per_rank * cp_size.
         group_size: the number of microbatches is a multiple of this (virtual pipeline stages run them in groups).
         pack_offsets: int64 [packs + 1], the bounds of stored packs in `lengths`; None where they are unknown.
-        cost: of training a sequence.
-        media_cost: float64 [sequences], of encoding the media of each; None where there are none.
-        pad_to_multiple: of tokens, to which every sequence was padded; ranks that share a row pad to more.
-        pads_further: False where they cannot, so that only sequences that take long are shared.
+        cost: cost of training a sequence.
+        media_cost: float64 [sequences], cost of encoding the media of each; None without media.
+        pad_to_multiple: every sequence was padded to a multiple of this many tokens; shared rows are padded further.
+        pads_further: False if shared rows cannot be padded further; then only costly sequences are shared.
     """
 
     lengths: Int64Array
@@ -97,7 +97,7 @@ class GlobalBatch:
 
 def largest_share(dp_size: int, most_ranks: int | None = None) -> int:
     """Return the most data-parallel ranks that may share a row: the largest power of two that divides their number."""
-    return min(dp_size & -dp_size, most_ranks or dp_size)  # the other one is a power of two as well
+    return min(dp_size & -dp_size, most_ranks or dp_size)  # `most_ranks` is a power of two as well
 
 
 def check_lengths(
@@ -112,9 +112,9 @@ def check_lengths(
     pad_to_multiple: int = 1,
     of: str = "",
 ) -> None:
-    """Raise ScheduleError, naming a sequence or a pack, where one can never be placed; arguments are as of `schedule`.
+    """Raise ScheduleError for a sequence or a pack that can never be placed, by its number.
 
-    `lengths` and `pack_offsets` are int64, and `of` is whose sequences they are, for messages.
+    Arguments are those of `schedule`; `of` names the owner of the sequences in messages.
     """
     ranks, words, chunks, unit = cp_size, "cp_size", 1, pad_to_multiple // math.gcd(pad_to_multiple, cp_size)
     if name == DYNAMIC:
@@ -122,7 +122,7 @@ def check_lengths(
         words = f"{ranks}, the largest power of two that divides {dp_size} data-parallel ranks"
         if ranks < largest_share(dp_size):
             words = f"{ranks}, the most ranks that can divide the heads of a scan"
-        # Each rank that shares a sequence has two chunks of the same length.
+        # Each rank that shares a sequence has two chunks of equal length.
         unit = math.lcm(2, pad_to_multiple)
         chunks = 1 if ranks == 1 else unit
     max_tokens_per_row = max_tokens_per_rank // chunks * chunks * ranks
@@ -158,7 +158,7 @@ def check_lengths(
 
 
 def row_offsets(counts: Iterable[int], multiple: int) -> Int64Array:
-    """Return offsets of rows of these numbers of sequences, int64 [rows + 1]; empty rows fill up to `multiple`."""
+    """Return the offsets of rows with `counts` sequences and empty rows up to a multiple, int64 [rows + 1]."""
     sizes = [*counts]
     return np.cumsum([0, *sizes, *[0] * (-len(sizes) % multiple)], dtype=np.int64)
 
@@ -174,7 +174,7 @@ class Imbalance:
         cost_ratio: busiest rank's cost over the mean: the time of a step whose ranks synchronize once.
         sync_ratio: sum over microbatches of the busiest rank's cost, over the mean: the time of a step whose ranks
             synchronize in every microbatch, as in pipelines.
-        fill: padded tokens over the tokens that the rows could hold.
+        fill: padded tokens over the capacity of the rows.
         num_microbatches: rows of each rank.
     """
 
@@ -195,9 +195,9 @@ def measure_imbalance(
     cost: SequenceCost | None = None,
     media_cost: Float64Array | None = None,
 ) -> Imbalance:
-    """Measure `schedule` of sequences of these padded lengths, in rows of `max_tokens_per_row` tokens.
+    """Measure the imbalance of a schedule of sequences with these padded lengths.
 
-    `media_cost` is as in GlobalBatch. Where data-parallel ranks share rows, `max_tokens_per_row` is that of one rank.
+    `media_cost` is as in GlobalBatch. If data-parallel ranks share rows, `max_tokens_per_row` is the limit of a rank.
     """
     tokens = _row_sums(schedule, lengths / _ranks_of(schedule))
     work = row_costs(schedule, lengths, cost=cost, media_cost=media_cost)
@@ -221,7 +221,7 @@ def row_costs(
     cost: SequenceCost | None = None,
     media_cost: Float64Array | None = None,
 ) -> Float64Array:
-    """Return the cost of each rank's row, float64 [microbatches, dp_size]; the arguments are those of a measurement."""
+    """Return the cost of each rank's row, float64 [microbatches, dp_size]; see `measure_imbalance`."""
     costs = (cost or SequenceCost()).of_rank(lengths, _ranks_of(schedule))
     return _row_sums(schedule, costs if media_cost is None else costs + media_cost)
 
@@ -255,10 +255,10 @@ def most_sequences(
     global_batch_size: int,
     repeats: bool = False,
 ) -> int:
-    """Return a number of sequences that no row exceeds under a schedule, from the index before anything is read.
+    """Return an upper bound on the sequences of a row under a schedule, from the index alone.
 
-    `as_packed` trains packs as they are. The others may put any sequences of a global batch together: as many of the
-    shortest as a row holds, and no more than the packs of a batch have.
+    `as_packed` trains packs as they are. Other schedules may combine any sequences of a global batch: as many of the
+    shortest as fit into a row, and no more than the packs of a batch contain.
 
     Args:
         name: a key of `SCHEDULERS`.

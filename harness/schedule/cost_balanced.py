@@ -15,40 +15,40 @@ from harness.schedule.dp_balanced import place_dp_balanced
 
 # Exchanges stop when the busiest rank costs this many times the mean.
 EVEN = 1.003
-# Ratios of cost, and of waiting in every microbatch, up to which neither one more microbatch nor divided packs pay.
+# Ratios of step cost, and of cost with a wait in every microbatch, at which neither another microbatch nor dividing
+# packs is worth trying.
 _GOOD_STEP, _GOOD_SYNC = 1.01, 1.06
-# Sequences are placed in at most this many portions: more take longer and balance hardly better.
+# Sequences are placed in at most this many portions; more take longer and hardly improve the balance.
 _PORTIONS = 400
-# A portion is at most this part of the rows, so that no row gets two long sequences in a row.
+# A portion covers at most one in this many rows, so that no row gets two long sequences in succession.
 _PORTION_OF_ROWS = 16
-# Exchanges that every pair of rows, and of ranks, makes at most.
+# The most exchanges between a pair of rows, and between a pair of ranks.
 _ROUNDS_OF_ROWS, _ROUNDS_OF_RANKS = 6, 48
-# Least busy ranks that a busy one tries to exchange with; the next is tried where at most one pair in this many had
-# an exchange.
+# Least busy ranks that a busy one tries in turn; the next one is tried if at most one pair in `_FEW` had an exchange.
 _PARTNERS, _FEW = 3, 50
-# Takers of about the wanted cost that a sequence is tried with.
+# Sequences of about the wanted cost that are tried as the other half of a swap.
 _NEAR = 4
 _NONE = np.array([-1, -1])
-# Pairs that exchange at once: their arrays stay in the processor's caches.
+# Pairs processed at once, so that their arrays stay in the processor's caches.
 _PAIRS_AT_ONCE = 256
-# Rows of which enough are a sample, to find those that lack most.
+# Size of the sample of rows from which a threshold is estimated.
 _SAMPLE = 1024
-# Weight of the wait that an exchange adds to a microbatch, over the cost that it takes off the busier rank. It falls
-# to 0 with the number of exchanges, because the last improvements often cost a wait.
+# Weight of the wait that an exchange adds to a microbatch, relative to the cost that it takes off the busier rank. It
+# falls to 0 over the rounds, because the last improvements often require a wait.
 _WAIT_WEIGHT = 2.0
 
 
 def place_cost_balanced(batch: GlobalBatch) -> Schedule:
     """Place sequences so that ranks cost the same in the step, and rows the same within their microbatch.
 
-    Every microbatch has a target cost: the first that of the longest sequences, for which all ranks wait anyway, the
-    others an equal share of the rest. Sequences go, costliest first, to the row that lacks most of its target and has
-    room. Finally the busiest and the least busy ranks exchange sequences.
+    Every microbatch has a target cost: the first ones the cost of their longest sequence, which all ranks wait for
+    anyway, the others an equal share of the rest. Sequences, costliest first, go to the row with room that is furthest
+    below its target. Finally the busiest and the least busy ranks exchange sequences.
 
-    The number of microbatches is the least possible where that balances well enough, and otherwise at most one group
-    more than best-fit packing needs. Stored packs stay whole where that balances well enough, apart from what the
-    exchanges move: a rank decodes a pack for every part of it. A placement of `dp_balanced` that is as balanced and as
-    short is preferred.
+    The number of microbatches is the smallest possible if that balances well enough, and otherwise at most one group
+    more than best-fit packing needs. Stored packs stay whole, apart from exchanged sequences, if that balances well
+    enough, because every rank that has a part of a pack decodes all of it. A placement of `dp_balanced` that is as
+    balanced and as short is preferred.
     """
     costs = batch.costs()
     in_order = place_dp_balanced(batch)
@@ -92,18 +92,18 @@ def _measure(schedule: Schedule, batch: GlobalBatch) -> Imbalance:
 
 
 def _excess(measured: Imbalance, in_order: Imbalance) -> float:
-    """Return what is above good ratios, and above those of the sequences in order; 0 for a good placement."""
+    """Return how far the ratios exceed good ones, or those of `in_order` if lower; 0 for a good placement."""
     step = max(0.0, measured.cost_ratio - min(_GOOD_STEP, in_order.cost_ratio))
     # Every layout waits for the whole step and only pipelines for each microbatch, so the step weighs ten times.
     return 10 * step + max(0.0, measured.sync_ratio - min(_GOOD_SYNC, in_order.sync_ratio))
 
 
 def rows_needed(batch: GlobalBatch) -> int:
-    """Return a number of rows below which no placement exists.
+    """Return a lower bound on the number of rows of any placement.
 
-    Sequences above half a row never share one. For any t up to half a row, those of at least t never share a row with
-    one longer than max_tokens_per_row - t, so they fill the room that the others above half leave, and then rows of
-    their own.
+    Two sequences longer than half a row never share one. For any t up to half a row, sequences of t tokens or more
+    never share a row with one longer than max_tokens_per_row - t; they fit only into the room left by the other long
+    sequences and into further rows.
 
     Source: the lower bound L2 of Martello and Toth, "Lower bounds and reduction procedures for the bin packing
     problem" (1990).
@@ -122,25 +122,25 @@ def rows_needed(batch: GlobalBatch) -> int:
 
 
 def _sorted(numbers: npt.NDArray[Any]) -> Int64Array:
-    """Return the places of whole numbers in ascending order, equal ones in order of their places."""
+    """Return the indices that sort integers in ascending order, stably."""
     low, high = numbers.min(initial=0), numbers.max(initial=0)
-    # Numbers of 16 bits are sorted in a tenth of the time.
+    # 16-bit integers sort in a tenth of the time.
     return np.argsort((numbers - low).astype(np.min_scalar_type(high - low)), kind="stable")
 
 
 def _place(
     batch: GlobalBatch, costs: Float64Array, num_microbatches: int, goal: float, whole: bool = False
 ) -> Schedule | None:
-    """Return the placement in this many microbatches, of `whole` packs first.
+    """Return the placement in this many microbatches; `whole` places packs as units.
 
-    None where something finds no room, or whole packs would make ranks wait: exchanges hardly change that.
+    None if a sequence finds no row, or if whole packs would make ranks wait, which exchanges hardly change.
     """
     num_rows = num_microbatches * batch.dp_size
     item_of = _whole_packs(batch, num_rows) if whole else np.arange(batch.lengths.shape[0])
     lengths = np.bincount(item_of, weights=batch.lengths).astype(np.int64)
     of_items = np.bincount(item_of, weights=costs).astype(np.float64)
     targets = np.repeat(_targets(of_items, batch.dp_size, num_microbatches), batch.dp_size)
-    # Packs are about equally long: of those, the costliest go first.
+    # Packs are about equally long, so sort them by cost.
     order = np.argsort(-of_items, kind="stable") if whole else _sorted(-lengths)
     rows = fill_rows(replace(batch, lengths=lengths), of_items, targets, order)
     if rows is None:
@@ -158,7 +158,7 @@ def _whole_packs(batch: GlobalBatch, num_rows: int) -> Int64Array:
     num_packs = batch.pack_offsets.shape[0] - 1
     room = batch.max_tokens_per_row // -(-num_packs // num_rows)
     item_of = np.repeat(np.arange(num_packs), np.diff(batch.pack_offsets))
-    # Padding can make packs longer than their rows hold: then the shortest sequences have numbers of their own.
+    # Padding can make packs too long for their rows: number their shortest sequences separately.
     longer = np.flatnonzero((np.bincount(item_of, weights=batch.lengths) > room)[item_of])
     order = longer[np.lexsort((-batch.lengths[longer], item_of[longer]))]
     sums = np.cumsum(batch.lengths[order])
@@ -177,15 +177,15 @@ def fill_rows(
     free: Int64Array | None = None,
     multiples: Int64Array | int = 1,
 ) -> Int64Array | None:
-    """Return the row of each sequence, int64 [sequences]: in order, to the row that lacks most and has room.
+    """Return the row of each sequence, int64 [sequences]: in order, the row with room furthest below its target.
 
     Args:
-        batch: lengths, and the tokens that a row holds.
+        batch: lengths, and the capacity of a row.
         costs: float64 [sequences].
         targets: float64 [rows], the target cost of each row.
-        order: int64 [sequences], the sequences as they are placed, such as longest first.
-        free: int64 [rows], the tokens that each row holds where these differ.
-        multiples: int64 [rows], or one for all, to which the sequences of a row are padded there.
+        order: int64 [sequences], the order in which sequences are placed, such as longest first.
+        free: int64 [rows], the capacity of each row in tokens, if they differ.
+        multiples: int64 [rows] or one number, the multiple that sequences of a row are padded to.
     """
     num_rows = targets.shape[0]
     num = batch.lengths.shape[0]
@@ -196,14 +196,14 @@ def fill_rows(
     portion = min(max(-(-num // _PORTIONS), -(-num_rows // _PORTION_OF_ROWS)), num_rows)
     start = 0
     while start < num:
-        # Free tokens are multiples of that to which a row's sequences are padded.
+        # Free tokens are multiples of the row's padding multiple, so the unpadded length can be compared.
         rows = np.flatnonzero(free >= batch.lengths[order[start : start + portion]].max())
         if rows.shape[0] == 0:
             return None
         size = min(portion, num - start, rows.shape[0])
-        # Of a partition, or an unstable sort, the order of equal rows depends on the processor: ranks would disagree.
+        # Partitions and unstable sorts order equal rows by processor, so ranks would disagree: sort stably.
         lacks = -missing[rows]
-        # Selected from a sample first, as if there were a quarter more, which takes a fifth of the time.
+        # A threshold from a sample, a quarter above the needed size, preselects rows in a fifth of the time.
         every = max(1, lacks.shape[0] // _SAMPLE)
         at = min(lacks.shape[0] - 1, size + size // 4) // every
         few = np.flatnonzero(lacks <= np.partition(lacks[::every], at)[at])
@@ -228,10 +228,10 @@ def _targets(costs: Float64Array, dp_size: int, num_microbatches: int) -> Float6
 
 
 def even_levels(longest: Float64Array, share: float) -> Float64Array:
-    """Return the cost of each microbatch, float64 [microbatches], for ranks that each have `share`.
+    """Return the target cost of each microbatch, float64 [microbatches], for ranks that each have `share` in total.
 
-    It is that of the longest sequence, float64 [microbatches] and falling, as the microbatch takes at least so long, or
-    the level that spreads the rest evenly. Rows beside a long one are then filled, and other microbatches get less.
+    It is the cost of the microbatch's longest sequence (`longest`, float64 [microbatches], falling), because the
+    microbatch takes at least that long, or the level that spreads the rest evenly over the other microbatches.
     """
     before = np.cumsum(longest) - longest
     levels = (share - before) / np.arange(longest.shape[0], 0, -1)
@@ -240,10 +240,10 @@ def even_levels(longest: Float64Array, share: float) -> Float64Array:
 
 
 def _by_cost(batch: GlobalBatch, costs: Float64Array, row_of: Int64Array, num_microbatches: int) -> Int64Array:
-    """Return the row of each sequence, int64 [sequences], after numbering rows by falling cost."""
+    """Renumber rows by falling cost; return the row of each sequence, int64 [sequences]."""
     num_rows = num_microbatches * batch.dp_size
     row_costs = np.bincount(row_of, weights=costs, minlength=num_rows)
-    # Rows of a microbatch cost about the same; every other one goes to the ranks in reverse; exchanges even them out.
+    # Rows of a microbatch then cost about the same. Every other microbatch is dealt to the ranks in reverse.
     rows = np.argsort(-row_costs, kind="stable").reshape(num_microbatches, batch.dp_size)
     rows[1::2] = rows[1::2, ::-1]
     renumbered = np.empty(num_rows, dtype=np.int64)
@@ -273,16 +273,16 @@ def exchange_sequences(
     goal: float,
     taken: Float64Array | None = None,
 ) -> Schedule:
-    """Even out the rows of each microbatch, deal them to the ranks, and even out the ranks.
+    """Balance the rows of each microbatch, assign them to ranks, and balance the ranks.
 
     Args:
         position: int64 [sequences], the row of each; row m * dp_size + d is rank d's in microbatch m.
         costs: float64 [sequences].
-        batch: lengths, and the tokens that a row holds.
+        batch: lengths, and the capacity of a row.
         num_microbatches: rows of each rank.
-        goal: stop when the busiest rank costs this many times the mean.
-        taken: float64 [rows], the cost of rows that have other sequences and take none, 0 for all others; rows then
-            stay with their ranks. None for no such rows.
+        goal: ratio of the busiest rank's cost to the mean at which to stop.
+        taken: float64 [rows], the cost of rows that hold other sequences and accept none, 0 for all others; rows then
+            stay with their ranks. None if there are no such rows.
     """
     state = _Placement(position, costs, batch, num_microbatches, taken)
     state.even_rows()
@@ -296,9 +296,9 @@ def exchange_sequences(
 
 
 class _Placement:
-    """Costs and free tokens of rows while sequences, numbered from 0 by rising cost, change places.
+    """Costs and free tokens of rows while sequences, numbered from 0 by rising cost, are exchanged.
 
-    Busy rows or ranks are paired with idle ones, and every pair makes one move or swap at a time, all at once.
+    Busy rows or ranks are paired with idle ones. In each round, all pairs make at most one move or swap at once.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class _Placement:
     ) -> None:
         self.shape = num_microbatches, batch.dp_size
         num_rows = num_microbatches * batch.dp_size
-        # By rising length, which is faster, where that is the same.
+        # Sorting by length is faster and usually gives the same order.
         self.by_cost = _sorted(batch.lengths)
         rises = np.diff(costs[self.by_cost])
         if (rises < 0).any() or (np.diff(self.by_cost)[rises == 0] < 0).any():
@@ -340,7 +340,7 @@ class _Placement:
                 return
 
     def deal_rows(self) -> None:
-        """Give the costliest rows of each microbatch to the least busy ranks, most unequal microbatches first."""
+        """Assign the costliest rows of each microbatch to the least busy ranks, the most unequal microbatches first."""
         costs = self.row_costs.reshape(self.shape)
         totals = np.zeros(self.shape[1])
         row_at = np.empty(self.shape, np.int64)
@@ -354,17 +354,17 @@ class _Placement:
         self.row_costs, self.free = self.row_costs[row_at].ravel(), self.free[row_at].ravel()
 
     def even_ranks(self, goal: float) -> None:
-        """Exchange sequences between ranks; each exchange is charged with the wait that it adds to a microbatch."""
+        """Exchange sequences between ranks, weighing the wait that each exchange adds to a microbatch."""
         misses = 0
         for number in range(_ROUNDS_OF_RANKS):
             totals = self.row_costs.reshape(self.shape).sum(axis=0)
             order = np.argsort(totals, kind="stable")
-            # Where hardly any pair had an exchange, the next ranks are tried.
+            # If hardly any pair had an exchange, try the next ranks.
             pairs = min(int(np.count_nonzero(totals > goal * self.mean)), (self.shape[1] - misses) // 2)
             if not pairs:
                 break
             idle, busy = order[misses : misses + pairs], order[::-1][:pairs]
-            # The change that brings one of the two to the mean.
+            # The change in cost that brings one of the two to the mean.
             wanted = np.minimum(totals[busy] - self.mean, self.mean - totals[idle])
             changes = wanted, totals[busy] - totals[idle]
             freest = np.argmax(self.free.reshape(self.shape), axis=0)[idle] * self.shape[1] + idle
@@ -385,11 +385,11 @@ class _Placement:
         """Make the best exchange of every pair that has one; return how many.
 
         Args:
-            num_owners: the number of rows, each its own owner, or that of ranks.
+            num_owners: the number of rows, if each is its own owner, or the number of ranks.
             pairs: int64 [pairs] each, the busy and the idle owners, all different.
-            changes: float64 [pairs] each, the cost that should change owner, and a cost that is too much.
-            freest: int64 [pairs], the row of the idle owner that takes a sequence for nothing.
-            weight: of the wait that an exchange adds to a microbatch, over the cost that should change owner.
+            changes: float64 [pairs] each, the wanted transfer of cost, and a transfer that is too large.
+            freest: int64 [pairs], the idle owner's row that takes a sequence in a move without a swap.
+            weight: weight of the wait that an exchange adds to a microbatch, relative to the wanted transfer.
         """
         (wanted, most), num, made, apart = changes, freest.shape[0], 0, 2 * self.costs.max(initial=0) + 1
         order, pair_of = self._sequences_of(num_owners, np.concatenate(pairs))
@@ -402,16 +402,16 @@ class _Placement:
             if start == end:
                 continue
             givers, pair = order[start:end], pair_of[start:end].astype(np.int64)
-            # Beyond the ends is a taker of no pair, and after those one of each pair that costs nothing.
+            # Pad both ends with takers of no pair, then append one taker of zero cost per pair, which makes a move.
             takers, of_taker = order[begin:stop], pair_of[begin:stop].astype(np.int64) - num
             takers = np.concatenate([_NONE, takers, _NONE])
             of_taker = np.concatenate([_NONE, of_taker, _NONE, np.arange(first, last)])
             rows = np.concatenate([self.row_of[takers], freest[first:last]])
             back, added = (np.append(of[takers], np.zeros(last - first, of.dtype)) for of in (self.costs, self.lengths))
             room, waits = self.free[rows] + added, slack[rows]
-            # For every giver, the takers of its pair whose cost differs from its own by about what is wanted, and none.
+            # For every giver: the takers of its pair whose cost differs by about the wanted transfer, and no taker.
             costs, lengths, sought, limit = self.costs[givers], self.lengths[givers], wanted[pair], most[pair]
-            spare = self.free[self.row_of[givers]] + lengths  # with media, what costs less can be longer
+            spare = self.free[self.row_of[givers]] + lengths  # with media, a cheaper sequence can be longer
             keys = (of_taker * apart + back)[2 : 2 + stop - begin]
             place = np.searchsorted(keys, pair * apart + np.maximum(0.0, costs - sought))
             places = [*(place + number for number in range(_NEAR)), takers.shape[0] + pair - first]
@@ -436,7 +436,7 @@ class _Placement:
         return made
 
     def _sequences_of(self, num_owners: int, owners: Int64Array) -> tuple[Int64Array, npt.NDArray[Any]]:
-        """Return the sequences of `owners`, in their order, and the places of these owners there."""
+        """Return the sequences of `owners`, grouped in that order, and the index in `owners` of each."""
         place_of = np.full(num_owners, len(owners), np.min_scalar_type(len(owners)))
         place_of[owners] = np.arange(len(owners))
         places = np.tile(place_of, len(self.row_costs) // num_owners)[self.row_of]

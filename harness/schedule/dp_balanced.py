@@ -11,15 +11,15 @@ from harness.schedule.batch import GlobalBatch, row_offsets
 def place_dp_balanced(batch: GlobalBatch) -> Schedule:
     """Fill rows in order, then move sequences of the last rows to rows of their own.
 
-    While the number of rows is not a multiple of dp_size * group_size, the last sequence of the last row that has
-    more than one gets a row of its own at the end. Empty rows follow where no row is left to split.
+    While the number of rows is not a multiple of dp_size * group_size, move the last sequence of the last row with
+    several sequences to a new row at the end. If no row is left to split, append empty rows.
 
     Source: the placement of `DpBalancedScheduler` in Megatron-LM's `megatron/core/datasets/data_schedule.py`, which
     stops with "Not enough samples to move" where this one adds empty rows.
     """
     num_sequences = batch.lengths.shape[0]
     ends = np.cumsum(batch.lengths)
-    # The first sequence that a row does not hold, for rows that begin at each.
+    # For a row that starts at each sequence: the first sequence that does not fit.
     stops = np.searchsorted(ends, ends - batch.lengths + batch.max_tokens_per_row, side="right").data
     starts: list[int] = []
     stop = 0

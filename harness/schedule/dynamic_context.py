@@ -1,4 +1,4 @@
-"""Each sequence on as few ranks as hold it: long ones shared, short ones whole, and the same cost for every rank."""
+"""A context-parallel size for each row: long sequences are shared, short ones stay whole, and ranks cost the same."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from harness.schedule.cost_balanced import (
     rows_needed,
 )
 
-# Parts of a step that a sequence may take, in the order in which they are tried; then steps over an even share, of few
-# microbatches, in which rows that ranks share are filled too.
+# Fractions of a step that one sequence may take, in the order that they are tried. Then lengths of a step, relative to
+# an even share, of schedules with few microbatches whose shared rows are filled with short sequences.
 _SHARES, _STEPS = (1.0, np.inf, 0.5, 0.25, 0.125), (1.0, 1.15, 1.4, 1.75, 2.2, 2.8)
-# Costs over an even share of the busiest rank, and of the busiest in every microbatch, up to which nothing else is
-# tried; and of the busiest rank, up to which no layout with one size is. Together, tries place this many sequences.
+# Ratios to an even share at which the search ends: cost of the busiest rank, and of the busiest in every microbatch;
+# the busiest rank's ratio at which fixed sizes are not tried; and the most sequences that all tries place together.
 _GOOD_STEP, _GOOD_SYNC, _NEAR, _MOST_PLACED = 1.01, 1.10, 1.005, 1 << 18
-# Tokens of a sequence that a rank has more than, where short ones are shared too.
+# A rank's part of a sequence has more tokens than this where short sequences are shared too.
 _LEAST_TOKENS = 32
-# Sequences of one rank get this many times the rows that they need at least.
+# Unshared sequences get this many times the least number of rows that they need.
 _ROOM = 1.03
 
 
 def place_dynamic_context(batch: GlobalBatch) -> Schedule:
     """Choose for each sequence the data-parallel ranks that share it, and give every rank the same cost.
 
-    Sequences longer than a rank holds are shared by the fewest ranks that hold them, or by more, where these would
-    take longer than the whole step should. Where ranks are not even then, shares of other sizes are tried. Each
-    microbatch has those of about the same cost, the costliest first. The others then fill the rows that are left, as
-    far as their ranks lack cost, and are exchanged between rows and ranks as in `cost_balanced`, which places batches
-    of which no sequence is shared. A step takes no longer than with one context-parallel size for all sequences,
-    unless it takes hardly longer than an even share of the work.
+    A sequence that is too long for one rank is shared by the fewest ranks that can hold it, or by more if it would
+    take longer than an even step. If ranks then differ in cost, other numbers of ranks are tried. Each microbatch gets
+    shared sequences of about the same cost, the costliest first. Unshared sequences fill the remaining rows up to an
+    even cost per rank, and are exchanged between rows and ranks as in `cost_balanced`, which places batches without
+    shared sequences. A step takes no longer than with any one context-parallel size for all sequences, unless it is
+    within 0.5% of an even share of the work.
     """
     fewest = fewest_ranks(batch)
     ideal = float((batch.costs(fewest) * fewest).sum()) / batch.dp_size
@@ -79,10 +79,10 @@ def place_dynamic_context(batch: GlobalBatch) -> Schedule:
 
 
 def _excess(placed: Schedule, batch: GlobalBatch, ideal: float) -> tuple[float, float]:
-    """Return the cost above that of a good placement, 0 for one, and that of the busiest rank."""
+    """Return the cost in excess of a good placement, 0 for a good one, and the cost of the busiest rank."""
     work = row_costs(placed, batch.lengths, cost=batch.cost, media_cost=batch.media_cost)
     step, sync = float(work.sum(axis=0).max()), float(work.max(axis=1).sum())
-    # Every layout waits for the whole step, and for each microbatch ranks that share rows and pipelines do.
+    # Every layout waits for the whole step; pipelines and ranks that share rows wait for each microbatch as well.
     waits = max(0.0, sync - _GOOD_SYNC * ideal) if batch.pads_further else 0.0
     return 4 * max(0.0, step - _GOOD_STEP * ideal) + waits, step
 
@@ -102,7 +102,7 @@ def place_alike(batch: GlobalBatch, size: int) -> Schedule:
 
 
 def _place(batch: GlobalBatch, sizes: Int64Array, waves: int) -> Schedule:
-    """Place sequences on `sizes` ranks; where `waves` microbatches are wanted, short ones fill shared rows too."""
+    """Place sequences on `sizes` ranks; if `waves` microbatches are requested, short sequences fill shared rows too."""
     at = _place_shared(batch, sizes)
     short, shared = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
     taken, ranks = _shared_rows(batch, sizes, at, -(-int(at.max() // batch.dp_size + 1) // batch.group_size))
@@ -114,7 +114,7 @@ def _place(batch: GlobalBatch, sizes: Int64Array, waves: int) -> Schedule:
     rows = (rows_needed(rest) * _ROOM + 1) * (missing / (missing.sum() or 1.0))
     needed = np.maximum(counts, waves) if waves else counts + np.ceil(rows)
     groups, more, row_of = -(-int(needed.max()) // batch.group_size), 1, None
-    # Rows of a rank are full one after the other, so that no rank gets a long sequence in each of its rows.
+    # Fill a rank's rows one after another, so that no rank gets a long sequence in each of its rows.
     full = costs.sum() / rest.lengths.sum() * batch.max_tokens_per_row / _ROOM
     filled = shared if waves else shared[:0]
     while row_of is None:
@@ -122,13 +122,13 @@ def _place(batch: GlobalBatch, sizes: Int64Array, waves: int) -> Schedule:
         is_free = taken == 0
         room, before = np.full(taken.shape, full), (np.cumsum(is_free, axis=0) - 1) * full
         if waves:
-            # Every microbatch costs the same, or what its costliest sequence does.
+            # Every microbatch costs the same, or as much as its costliest sequence.
             levels = even_levels(taken.max(axis=1), float(missing.mean() + taken.sum() / batch.dp_size))[:, None]
             room = np.where(is_free, np.minimum(levels, full), levels - taken)
             before = np.cumsum(room, axis=0) - room
         rows = np.append(np.flatnonzero(is_free), at[filled])
         known, number = np.unique(ranks[rows], return_inverse=True)
-        # On more ranks, the same sequences cost more.
+        # The same sequences cost more in total on more ranks.
         cheaper = costs.sum() / [batch.costs(size)[short].sum() * size for size in known.tolist()]
         targets = np.clip(missing - before, 0.0, room).ravel()[rows] * (ranks[rows] * cheaper[number])
         multiples = np.where(ranks[rows] > 1, ranks[rows] * math.lcm(2, batch.pad_to_multiple), 1)
@@ -149,9 +149,9 @@ def _place(batch: GlobalBatch, sizes: Int64Array, waves: int) -> Schedule:
 
 
 def _shared_rows(batch: GlobalBatch, sizes: Int64Array, at: Int64Array, groups: int) -> tuple[Float64Array, Int64Array]:
-    """Return the cost of each rank's row that is shared, float64 [microbatches, dp_size], and its ranks, int64 [rows].
+    """Return the costs of shared rows, float64 [microbatches, dp_size], and the ranks that share each, int64 [rows].
 
-    They are 0 and 1 for other rows. `at` is as `_place_shared` returns it.
+    For other rows these are 0 and 1. `at` is the result of `_place_shared`.
     """
     shared = np.flatnonzero(at >= 0)
     each, num_rows = sizes[shared], groups * batch.rows_per_group
@@ -163,7 +163,7 @@ def _shared_rows(batch: GlobalBatch, sizes: Int64Array, at: Int64Array, groups: 
 
 
 def fewest_ranks(batch: GlobalBatch) -> Int64Array:
-    """Return the fewest ranks that hold each sequence, int64 [sequences], powers of two."""
+    """Return the fewest ranks that can hold each sequence, int64 [sequences], powers of two."""
     sizes = np.ones_like(batch.lengths)
     unit, is_long = math.lcm(2, batch.pad_to_multiple), batch.lengths > batch.max_tokens_per_row
     held = batch.max_tokens_per_row // unit * unit
@@ -174,10 +174,10 @@ def fewest_ranks(batch: GlobalBatch) -> Int64Array:
 
 
 def divide_further(batch: GlobalBatch, sizes: Int64Array, cost: float, part: float) -> Int64Array:
-    """Return more ranks for sequences that cost more than `cost` on each of theirs, int64 [sequences].
+    """Return the ranks of each sequence, int64 [sequences], with more for those whose cost per rank exceeds `cost`.
 
-    They are doubled as long as that makes them cheaper, down to one part in `part` of a row: what ranks have of shorter
-    ones is launched and padded for longer than it is computed.
+    A number of ranks is doubled while that lowers the cost and leaves each rank more than 1 / `part` of a row: kernel
+    launches and padding of shorter parts would take longer than their computation.
     """
     most, sizes = largest_share(batch.dp_size, batch.cost.most_ranks), sizes.copy()
     costs = batch.costs(sizes)
@@ -194,11 +194,11 @@ def divide_further(batch: GlobalBatch, sizes: Int64Array, cost: float, part: flo
 def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> Int64Array:
     """Return the places of shared sequences.
 
-    Each microbatch gets the costliest of those that are left and fit beside each other, so its rows cost about the
-    same. There the costliest of a size go to the ranks that are least busy.
+    Each microbatch gets the costliest remaining sequences that fit next to each other, so its rows cost about the
+    same. Within a microbatch, the costliest sequences of a size go to the least busy ranks.
 
     Returns:
-        int64 [sequences], microbatch * dp_size + first rank, -1 for the others.
+        int64 [sequences], microbatch * dp_size + first rank; -1 for unshared sequences.
     """
     at = np.full_like(sizes, -1)
     loads = np.zeros(batch.dp_size)
@@ -214,7 +214,7 @@ def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> Int64Array:
             chosen[size].append(left[size].pop())
             room -= size
         is_free = np.full(batch.dp_size, True)
-        for size, those in chosen.items():  # larger ones first, so that all that fit find neighbors
+        for size, those in chosen.items():  # larger ones first, so that aligned ranks are left for the others
             blocks = np.flatnonzero(is_free.reshape(-1, size).all(axis=1))
             busy = loads.reshape(-1, size).max(axis=1)[blocks]
             first = blocks[np.argsort(busy, kind="stable")[: len(those)]] * size
@@ -227,7 +227,7 @@ def _place_shared(batch: GlobalBatch, sizes: Int64Array) -> Int64Array:
 
 
 def _without_empty(batch: GlobalBatch, row_of: Int64Array, shared_by: Int64Array) -> Schedule:
-    """Return the schedule without the microbatches in which no rank has a sequence, up to a whole group of them."""
+    """Return the schedule without empty microbatches, except those that complete the last group."""
     is_used = np.bincount(row_of // batch.dp_size, minlength=len(shared_by) // batch.dp_size) > 0
     order = np.argsort(~is_used, kind="stable")
     kept = -(-np.count_nonzero(is_used) // batch.group_size) * batch.group_size * batch.dp_size
