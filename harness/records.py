@@ -46,13 +46,13 @@ def _as_dtype(values: Any, dtype: type[np.generic], *, field: str) -> npt.NDArra
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """An image or a sound, in place of which a sequence has placeholder tokens.
+    """An image or a sound, represented by placeholder tokens in a sequence.
 
     Attributes:
         kind: one of `MEDIA_KINDS`.
-        start: place of its first placeholder token, counted from the first token of the sequence, or of the pack.
-        tokens: its placeholder tokens, which follow each other.
-        data: its file, such as a PNG, a JPEG, a WAV or a FLAC.
+        start: position of the first placeholder token in the sequence or pack.
+        tokens: number of consecutive placeholder tokens.
+        data: contents of the file, such as PNG, JPEG, WAV or FLAC.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Medium:
 
 
 def moved(media: Iterable[Medium], by: int) -> tuple[Medium, ...]:
-    """Return media with their places counted from another token, which is `by` tokens earlier."""
+    """Return media with `by` added to each start."""
     return tuple(replace(one, start=one.start + by) for one in media)
 
 
@@ -74,7 +74,7 @@ class SequenceView:
         input_ids: int32 [L].
         loss_mask: uint8 [L], label-aligned: loss_mask[j] = 1 trains the token after j; the last entry is 0. In a
             dataset with weights, the weight of the token after j in hundredths, 0 to 100.
-        media: in the order of their places.
+        media: images and sounds in order of position.
     """
 
     input_ids: Int32Array
@@ -93,9 +93,9 @@ class Pack:
 
     Attributes:
         input_ids: int32 [n].
-        loss_mask: uint8 [n], label-aligned inside each sequence, as of `SequenceView`.
+        loss_mask: uint8 [n], label-aligned inside each sequence, as in `SequenceView`.
         seq_start_id: int32 [k], the first position of each sequence.
-        media: of all sequences, in the order of their places, each inside one sequence.
+        media: images and sounds of all sequences in order of position, each inside one sequence.
     """
 
     input_ids: Int32Array
@@ -175,7 +175,7 @@ class Pack:
         return self._problem_of_media() if self.media else None
 
     def _problem_of_media(self) -> str | None:
-        """Return a description of the first medium that is not placeholder tokens of one sequence, or None."""
+        """Return a description of the first medium outside the placeholder tokens of one sequence, or None."""
         ends = np.append(self.seq_start_id[1:], len(self))
         last = 0
         for number, one in enumerate(self.media):
@@ -184,10 +184,10 @@ class Pack:
             end = one.start + one.tokens
             owner = int(np.searchsorted(self.seq_start_id, one.start, side="right")) - 1
             place = f"medium {number} in tokens {one.start:,} to {end:,}"
-            # The last token of a sequence is a label alone, and the model does not read it.
+            # The last token of a sequence is only a label; the model does not read it.
             if one.start < last or end >= ends[owner]:
                 return f"has {place}, not after the one before, inside one sequence and before its last token"
-            # Entry j trains token j + 1; the entry before a sequence is of the one before it.
+            # Entry j trains token j + 1; the entry before a sequence belongs to the previous one.
             first = max(one.start - 1, int(self.seq_start_id[owner]))
             if self.loss_mask[first : end - 1].any():
                 return f"trains placeholder tokens of {place}"
@@ -199,15 +199,15 @@ class Pack:
 class Schedule:
     """The placement of the sequences of one global batch on ranks and microbatches; equal on every rank.
 
-    A rank trains row `microbatch * dp_size + dp_rank` of `order`, cut at `row_offsets`, in that microbatch. A row that
-    several ranks share is that of the first of them, and those of the others are empty.
+    In each microbatch, a rank trains row `microbatch * dp_size + dp_rank` of `order`, split at `row_offsets`. A row
+    that several ranks share is stored as the first rank's; the rows of the others are empty.
 
     Attributes:
         dp_size: data-parallel ranks.
         order: int64 [sequences], indices into the lengths that were scheduled, row by row.
         row_offsets: int64 [rows + 1]; rows is a multiple of dp_size; an empty row is trained with zero loss.
-        shared_by: int64 [rows], the data-parallel ranks that train each row together, a power of two: those that
-            differ in the last digits of their numbers alone. None where every rank has rows of its own.
+        shared_by: int64 [rows], number of consecutive data-parallel ranks that train each row together, a power of two;
+            the first is a multiple of it. None if no row is shared.
     """
 
     dp_size: int

@@ -16,21 +16,21 @@ from harness.records import Int32Array, Int64Array, SequenceView, UInt8Array, UI
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
 
-# Units that a loss is the mean over.
+# Units over which the loss is averaged.
 LOSS_AVERAGES = ("token", "conversation")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowMedia:
-    """The images or sounds of a row, in the order of their places.
+    """The images or sounds of a row, in order of position.
 
     Attributes:
-        sequences: int64 [media], the sequence of the row that each is in.
-        starts, tokens: int64 [media], its first placeholder token, counted in the sequence, and how many it has.
-        digests: uint64 [media], of their files.
-        arrays: what the model's encoder takes, by name: [media, ...], or [parts, ...] with equally many parts for every
-            token, end to end. Stages after the first have `image_grid_thw` alone.
-        num_bytes: of the files, the same one counted once.
+        sequences: int64 [media], the index in the row of the sequence that contains each.
+        starts, tokens: int64 [media], position in the sequence and number of the placeholder tokens of each.
+        digests: uint64 [media], digests of the files.
+        arrays: inputs of the model's encoder by name: [media, ...], or [parts, ...] end to end, with the same number of
+            parts for every placeholder token. Pipeline stages after the first have only `image_grid_thw`.
+        num_bytes: total size of the distinct files.
     """
 
     sequences: Int64Array
@@ -41,12 +41,12 @@ class RowMedia:
     num_bytes: int = 0
 
     def places(self, cu_seqlens_padded: Int32Array) -> Int64Array:
-        """Return the places of all placeholder tokens in a row with these bounds, int64 [sum of tokens]."""
+        """Return the positions of all placeholder tokens in a row with these bounds, int64 [sum of tokens]."""
         firsts = cu_seqlens_padded[self.sequences] + self.starts
         return np.repeat(firsts - (np.cumsum(self.tokens) - self.tokens), self.tokens) + np.arange(self.tokens.sum())
 
     def arrays_of(self, media: Int64Array) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of some of the media, by their numbers in ascending order."""
+        """Return the arrays of a subset of the media, given by index in ascending order."""
         kept, found = np.isin(np.arange(len(self.tokens)), media), {}
         for name, array in self.arrays.items():
             parts = 1 if len(array) == len(kept) else self.tokens * (len(array) // self.tokens.sum())
@@ -54,10 +54,10 @@ class RowMedia:
         return found
 
     def positions(self, position_ids: Int64Array, cu_seqlens_padded: Int32Array) -> Int64Array | None:
-        """Return positions in time, height and width, int64 [3, T], of a row with these bounds and positions of text.
+        """Return time, height and width positions, int64 [3, T], of a row with these bounds and text positions.
 
-        The tokens of an image have the position after the text before it, plus their row or column in height and width;
-        the text after it continues where the longer side ends (transformers' `get_rope_index`). None without a grid.
+        Tokens of an image start at the position after the preceding text, plus their row or column in height and width.
+        The following text continues after the longer side (transformers' `get_rope_index`). None without a grid.
         """
         if (grids := self.arrays.get("image_grid_thw")) is None:
             return None
@@ -76,7 +76,7 @@ class RowMedia:
 class ThdBatch:
     """One row of a microbatch: S sequences in T tokens, padding included.
 
-    The last sequences may be empty, see `visible_bounds`.
+    Trailing sequences may be empty; see `visible_bounds`.
 
     Attributes:
         tokens: int64 [T]; 0 at padding.
@@ -84,13 +84,13 @@ class ThdBatch:
         position_ids: int64 [T], counted from 0 in every sequence, through its padding.
         loss_mask: float32 [T], 1 where the label is trained; 0 at padding.
         cu_seqlens: int32 [S + 1], running sum of real tokens.
-        cu_seqlens_padded: int32 [S + 1], running sum of padded tokens: sequence s lies in tokens[c[s]:c[s + 1]].
+        cu_seqlens_padded: int32 [S + 1], running sum of padded tokens: sequence s is tokens[c[s]:c[s + 1]].
         max_seqlen: padded tokens of the longest sequence.
         padding_mask: bool [T], True at padding.
-        sources: int64 [S at most], number of the dataset that each of the first sequences is from, 0 for the others;
-            None where no layer uses it.
-        shared_by: data-parallel ranks that train the row together, each a context-parallel slice of it.
-        media: None where there are none, or no encoder on this rank.
+        sources: int64 [S or fewer], index of the dataset that each of the first sequences comes from, 0 for the others;
+            None if no layer uses it.
+        shared_by: data-parallel ranks that train the row together, each on a context-parallel slice.
+        media: None if the row has no media or this rank has no encoder.
     """
 
     tokens: Int64Array
@@ -125,10 +125,10 @@ class ThdBatch:
 
 
 def padding_multiple(*, cp_size: int = 1, tp_size: int = 1, sequence_parallel: bool = False) -> int:
-    """Return the number of tokens to whose multiples a layout pads every sequence.
+    """Return the multiple that a layout pads every sequence to.
 
-    Context parallelism cuts a sequence into 2 * cp_size equal chunks. Sequence parallelism cuts the part of one
-    context-parallel rank, a cp_size-th of the row, into tp_size equal parts. The result is the least number that
+    Context parallelism splits a sequence into 2 * cp_size equal chunks. Sequence parallelism splits the part of one
+    context-parallel rank, 1 / cp_size of the row, into tp_size equal parts. The result is the least number that
     satisfies both.
     """
     chunks = 2 * cp_size if cp_size > 1 else 1
@@ -137,34 +137,34 @@ def padding_multiple(*, cp_size: int = 1, tp_size: int = 1, sequence_parallel: b
 
 
 def shared_multiple(pad_to_multiple: int, ranks: int) -> int:
-    """Return the multiple to which the sequences of a row that ranks share are padded, from that of other rows."""
+    """Return the padding multiple of a row shared by `ranks` data-parallel ranks, given that of unshared rows."""
     return pad_to_multiple if ranks == 1 else ranks * math.lcm(2, pad_to_multiple)
 
 
 def needed_spans(
     stored: Int64Array, multiples: Int64Array, *, cp_size: Int64Array, cp_rank: Int64Array, ahead: int
 ) -> Int64Array:
-    """Return the stored tokens of sequences that context-parallel ranks need: of each its two chunks.
+    """Return the spans of stored tokens that context-parallel ranks need: the two chunks of each sequence.
 
     Args:
         stored: int64 [S], stored tokens of each sequence.
-        multiples: int64 [S], to which its model tokens are padded.
-        cp_size, cp_rank: int64 [S], ranks that share its row, and one of them.
-        ahead: tokens after a chunk that its labels are.
+        multiples: int64 [S], the multiple that the model tokens of each are padded to.
+        cp_size, cp_rank: int64 [S], number of ranks that share the row, and the rank.
+        ahead: number of tokens after a chunk that its labels require.
 
     Returns:
-        int64 [S, 2, 2], first and end of each; end is not above first for a chunk of padding alone.
+        int64 [S, 2, 2], start and end of each chunk; end is not above start for a chunk of padding only.
     """
     chunk = -(-(stored - 1) // multiples) * multiples // (2 * cp_size)
     firsts = np.stack([cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk], axis=1)
-    # Half of the tokens of a rank alone is rounded down.
+    # With one rank, half of the tokens would be rounded down.
     ends = np.where(cp_size == 1, stored, chunk + ahead)[:, None] + firsts
     return np.stack([firsts, np.minimum(ends, stored[:, None])], axis=2)
 
 
 def padded_lengths(stored_lengths: npt.NDArray[Any], pad_to_multiple: int = 1) -> Int64Array:
     """Return padded model tokens of sequences with these numbers of stored tokens, int64 in the input's shape."""
-    # L stored tokens train L - 1: each is paired with the one after it.
+    # L stored tokens are L - 1 model tokens: each is paired with its successor.
     model_lengths = np.asarray(stored_lengths, dtype=np.int64) - 1
     if pad_to_multiple == 1:
         return model_lengths
@@ -175,14 +175,14 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int =
     """Lay sequences end to end in Megatron's `thd` layout.
 
     Args:
-        sequences: each with input_ids int32 [L] and loss_mask uint8 [L]; L - 1 tokens of each are trained on.
+        sequences: input_ids int32 [L] and loss_mask uint8 [L] of each, which become L - 1 model tokens.
         pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
 
     Returns:
-        the row, of these sequences and an empty one where only the last has padding, see `visible_bounds`.
+        the row; an empty sequence follows if only the last one has padding, see `visible_bounds`.
 
     Raises:
-        ScheduleError: no sequences, or one of a single token.
+        ScheduleError: there are no sequences, or one has a single token.
 
     Source: the THD layout of Transformer Engine's `DotProductAttention`.
     """
@@ -200,16 +200,16 @@ def build_thd_batch(sequences: Sequence[SequenceView], *, pad_to_multiple: int =
 def rows_from_arrays(
     input_ids: Int32Array, loss_mask: UInt8Array, row_lengths: Sequence[Int64Array], *, pad_to_multiple: int = 1
 ) -> list[ThdBatch]:
-    """Lay out several rows whose sequences already lie end to end; one without sequences becomes a `zero_loss_row`.
+    """Lay out several rows whose sequences are already end to end; an empty row becomes a `zero_loss_row`.
 
     Args:
         input_ids: int32 [n].
         loss_mask: uint8 [n], label-aligned inside each sequence.
-        row_lengths: of each row int64 [S], stored tokens of each sequence, at least 2; the sum of all is n.
+        row_lengths: int64 [S] per row, stored tokens of each sequence, at least 2; they sum to n.
         pad_to_multiple: every sequence is padded at its end to a multiple of this many tokens.
 
     Raises:
-        ScheduleError: a sequence of a single token, or lengths that do not match the arrays.
+        ScheduleError: a sequence has a single token, or the lengths do not match the arrays.
     """
     short = next((stored for stored in row_lengths if stored.min(initial=2) < 2), None)
     if short is not None:
@@ -222,7 +222,7 @@ def rows_from_arrays(
         counts = f"{input_ids.shape[0]:,} tokens, {loss_mask.shape[0]:,} loss_mask entries"
         what = f"a row has {counts} and sequences of {ends[-1]:,} tokens together"
         raise ScheduleError(what, where="the row", fix="give the tokens and the mask of exactly these sequences")
-    # The label of a token is the stored token after it; the last stored token of a sequence is a label alone.
+    # The label of a token is the next stored token; the last stored token of a sequence is only a label.
     wide: npt.NDArray[Any] = input_ids.astype(np.int64)
     values = {"tokens": wide, "labels": wide[1:], "loss_mask": loss_mask}
     return _lay_out(values, [stored - 1 for stored in row_lengths], ends[:-1], pad_to_multiple)
@@ -231,11 +231,11 @@ def rows_from_arrays(
 def rows_from_model_tokens(
     row_lengths: Sequence[Int64Array], *, pad_to_multiple: int = 1, **values: npt.NDArray[Any]
 ) -> list[ThdBatch]:
-    """Do the same as `rows_from_arrays` for sequences, of one token or more, whose tokens already have their labels.
+    """Lay out several rows like `rows_from_arrays`, given tokens that already have labels.
 
-    `row_lengths` are int64 [S] of each row, n in all. `values` are tokens, labels and loss_mask, [n] integers
-    (loss_mask also floats), and optionally position_ids, which count from 0 in every sequence without them; those of
-    padding always do.
+    `row_lengths` is int64 [S] per row, model tokens of each sequence, at least 1; they sum to n. `values` are tokens,
+    labels and loss_mask, [n] integers (loss_mask may be floats), and optionally position_ids; by default, and at
+    padding, positions count from 0 in every sequence.
     """
     starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *row_lengths]))[:-1]
     return _lay_out(values, row_lengths, starts, pad_to_multiple)
@@ -244,7 +244,7 @@ def rows_from_model_tokens(
 def _lay_out(
     values: dict[str, npt.NDArray[Any]], row_lengths: Sequence[Int64Array], starts: Int64Array, pad_to_multiple: int
 ) -> list[ThdBatch]:
-    """Lay out sequences of these model tokens, which begin at `starts` in the arrays: all at once, which costs less."""
+    """Lay out all rows at once, which is faster; their sequences begin at `starts` in the arrays."""
     lengths = np.concatenate([np.zeros(0, np.int64), *row_lengths])
     padded = padded_lengths(lengths + 1, pad_to_multiple)
     real_ends, ends = np.append(0, np.cumsum(lengths)), np.append(0, np.cumsum(padded))
@@ -252,7 +252,7 @@ def _lay_out(
     counted -= np.repeat(ends[:-1], padded)
     is_padded = ends[-1] > real_ends[-1]
     padding = counted >= np.repeat(lengths, padded) if is_padded else np.zeros(ends[-1], dtype=np.bool_)
-    # Gathering by place is faster than selecting by a mask. Places of padding are past a sequence, or past them all.
+    # Gathering by index is faster than selecting by a mask. Indices at padding point past the sequence or the array.
     places = counted + np.repeat(starts, padded)
 
     def laid_out(name: str, dtype: type[np.generic], at_padding: Any = 0) -> Any:
@@ -283,11 +283,11 @@ def _lay_out(
 
 
 def loss_weights(row: ThdBatch, average: str = "token") -> tuple[Float32Array, int]:
-    """Return the weights of a row's losses, float32 [T], and the row's part of what divides their sum.
+    """Return the weights of a row's losses, float32 [T], and the row's contribution to the divisor of the loss.
 
-    The loss of a global batch is the sum over all its rows, divided by the sum of these parts. With `token` every
-    trained token counts by its mask. With `conversation` every sequence with a trained token counts as 1, which its
-    tokens share by their masks.
+    The loss of a global batch is the weighted sum over all its rows, divided by the sum of these contributions. With
+    `token`, every trained token is weighted by its mask. With `conversation`, every sequence with a trained token has
+    weight 1, divided among its tokens in proportion to their masks.
     """
     if average == "token":
         return row.loss_mask, int(row.loss_mask.sum(dtype=np.float64))
@@ -301,9 +301,9 @@ def loss_weights(row: ThdBatch, average: str = "token") -> tuple[Float32Array, i
 def visible_bounds(cu_seqlens: npt.ArrayLike, cu_seqlens_padded: npt.ArrayLike) -> tuple[Int32Array, Int32Array]:
     """Return the bounds of a row, with an empty sequence at its end if only the last sequence has padding.
 
-    Transformer Engine up to 2.17.1 finds padding by comparing the bounds without their last entries. It takes a row
-    that is padded only at its end for one without padding, and context parallelism then drops real keys
-    (TransformerEngine issue 3331). The empty sequence takes no token, and makes the padding one between sequences.
+    Transformer Engine up to 2.17.1 detects padding by comparing the bounds without their last entries. It therefore
+    misses padding that is only at the end of a row, and context parallelism then drops real keys (TransformerEngine
+    issue 3331). The empty sequence adds no token, and turns the padding into padding between sequences.
 
     Args:
         cu_seqlens, cu_seqlens_padded: [S + 1] integers, running sums of real and of padded tokens.
@@ -320,8 +320,8 @@ def visible_bounds(cu_seqlens: npt.ArrayLike, cu_seqlens_padded: npt.ArrayLike) 
 def zero_loss_row(pad_to_multiple: int = 1) -> ThdBatch:
     """Return the shortest legal row that trains nothing: one untrained token, padded to `pad_to_multiple`.
 
-    A rank without sequences in a microbatch runs it, because the others wait for it in their collectives. Its token is
-    nobody's: `padding_mask` marks all of the row, which no router of experts counts.
+    A rank without sequences in a microbatch runs this row, because other ranks wait for it in collectives.
+    `padding_mask` marks the whole row, so that routers of experts do not count its token.
     """
     two = SequenceView(np.zeros(2, dtype=np.int32), np.zeros(2, dtype=np.uint8))
     row = build_thd_batch([two], pad_to_multiple=pad_to_multiple)
@@ -384,10 +384,9 @@ def static_row(row: ThdBatch, *, total: int, num_sequences: int) -> ThdBatch:
 
 
 def tokens_ahead(row: ThdBatch, distance: int) -> ThdBatch:
-    """Return a row with what lies `distance` tokens ahead of each of its tokens, in the same sequence.
+    """Return a row shifted by `distance`: each token is replaced by the one that far ahead in its sequence.
 
-    Tokens, labels and loss_mask are 0 past the end of the sequence, and padding_mask is True there. Sequences are found
-    by their padded bounds: tokens are at these, and the others only count them.
+    Past the end of a sequence, tokens, labels and loss_mask are 0 and padding_mask is True.
     """
     padded = np.diff(row.cu_seqlens_padded)
     ends = row.cu_seqlens_padded[:-1] + np.diff(row.cu_seqlens)
@@ -408,15 +407,15 @@ def tokens_ahead(row: ThdBatch, distance: int) -> ThdBatch:
 
 
 def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: int, cp_rank: int) -> Int64Array:
-    """Return the positions of a row that one context-parallel rank holds, in its order.
+    """Return the positions of a row that one context-parallel rank holds, in order.
 
-    Every padded sequence is cut into 2 * cp_size equal chunks; rank r holds chunks r and 2 * cp_size - 1 - r, so
+    Every padded sequence is split into 2 * cp_size equal chunks. Rank r holds chunks r and 2 * cp_size - 1 - r, so that
     causal attention costs every rank the same.
 
     Args:
-        cu_seqlens_padded: [S + 1] integers, the running sum of padded sequence lengths; the last is T.
-        cp_size: context-parallel ranks.
-        cp_rank: this rank.
+        cu_seqlens_padded: [S + 1] integers, running sum of padded sequence lengths; the last entry is T.
+        cp_size: number of context-parallel ranks.
+        cp_rank: rank among them.
 
     Returns:
         int64 [T / cp_size], indices into the row's tokens.
@@ -424,7 +423,7 @@ def context_parallel_indices(cu_seqlens_padded: npt.NDArray[Any], *, cp_size: in
     Raises:
         ScheduleError: a sequence is not divisible by 2 * cp_size.
 
-    Source: the result of Transformer Engine's `thd_get_partitioned_indices`.
+    Source: equal to Transformer Engine's `thd_get_partitioned_indices`.
     """
     bounds = np.asarray(cu_seqlens_padded, dtype=np.int64)
     if not 0 <= cp_rank < cp_size:
