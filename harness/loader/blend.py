@@ -16,7 +16,7 @@ from harness.loader.order import BatchRange, EpochOrder, derive_seed
 from harness.printing import count_of
 from harness.records import Int64Array
 
-# No run trains more; to draw them takes a minute.
+# More packs than any run trains; drawing them takes a minute.
 _MOST_PACKS = 1 << 26
 
 
@@ -24,22 +24,21 @@ _MOST_PACKS = 1 << 26
 class Blend:
     """Rule by which packs of several sources are drawn.
 
-    The next pack always comes from the source that lags its share most. After any number of packs no source is a
-    whole pack ahead of its share; it lags by less than one pack with two sources and by less than two with more.
-    Each source runs through its own shuffled epochs. With weights the stream is one epoch that ends only when the
-    `epochs` of a source are used up. Without weights one epoch holds every source `epochs` times, in proportion to its
-    packs.
+    The next pack always comes from the source that is furthest behind its share. At any point, no source is a whole
+    pack ahead of its share; it is behind by less than one pack with two sources and by less than two with more. Each
+    source has its own shuffled epochs. With weights, the stream is one epoch that ends only when the `epochs` of a
+    source are exhausted. Without weights, an epoch contains every source `epochs` times, in proportion to its packs.
 
     Attributes:
-        names: of the sources, for messages.
-        sizes: packs of each source.
-        weights: of each source, on any positive scale; None draws in proportion to sizes times epochs.
+        names: names of the sources, for messages.
+        sizes: number of packs in each source.
+        weights: weight of each source, on any positive scale; None draws in proportion to sizes times epochs.
         epochs: passes over each source; with weights an upper limit (None for no limit), without weights exact (None
-            for one).
-        shares: the weights, scaled to a sum of 1.
+            for 1).
+        shares: weights scaled to a sum of 1.
 
     Raises:
-        ConfigError: a weight is not above 0, a source is empty, or the lists do not fit together.
+        ConfigError: a weight is not above 0, a source is empty, or the lists differ in length.
     """
 
     names: tuple[str, ...]
@@ -56,13 +55,13 @@ class Blend:
             what = "a blend has " + ", ".join(f"{count} {name}" for name, count in counts.items())
             fix = "give each source its name, its size and its epochs, and a weight where any has one"
             raise ConfigError(what, where="data.blend", fix=fix)
-        # Scaled in numpy, as Megatron-Core does: a sum in another order differs in its last bit.
+        # Sum in numpy like Megatron-Core: another order of summation would change the last bit.
         scaled = np.asarray(self.weights or self.limits, dtype=np.float64)
         object.__setattr__(self, "shares", tuple((scaled / np.sum(scaled)).tolist()))
 
     @classmethod
     def of_one(cls, num_packs: int) -> Blend:
-        """Return the blend of a single dataset: its shuffled epochs, one after the other."""
+        """Return the blend of a single dataset: its shuffled epochs in succession."""
         return cls(("the dataset",), (num_packs,), None, (None,))
 
     @property
@@ -72,7 +71,7 @@ class Blend:
 
     @property
     def signature(self) -> str:
-        """Text that, with the content of the sources, fixes the draws."""
+        """Text that, with the content of the sources, determines the draws."""
         weights = "sizes" if self.weights is None else ",".join(repr(float(weight)) for weight in self.weights)
         return f"weights={weights} epochs={','.join(str(epochs) for epochs in self.epochs)}"
 
@@ -85,11 +84,11 @@ class Blend:
     def draw(self, counts: list[int], num_packs: int) -> Int64Array:
         """Return the source of each of the next packs, int64 [packs]; fewer than requested at the end.
 
-        `counts`, the packs drawn so far from each source, is updated in place. Measured: 0.3 microseconds a pack with
-        three sources. A run that resumes after 10 million packs draws them again, once, in 3.3 s.
+        `counts`, the packs drawn so far from each source, is updated in place. Measured with three sources: 0.3
+        microseconds per pack, so a run that resumes after 10 million packs redraws them in 3.3 s.
 
         Source: `build_blending_indices` and, without weights, `build_exhaustive_blending_indices` of Megatron-Core,
-        `core/datasets/helpers.cpp`; equal to the last tie, which rounding decides.
+        `core/datasets/helpers.cpp`; equal including ties that rounding decides.
         """
         limits = self.limits
         is_weighted = self.weights is not None
@@ -118,13 +117,13 @@ class Blend:
         return np.asarray(drawn, dtype=np.int64)
 
     def steps(self, config: LoaderConfig, *, epoch: int, packs_consumed: int) -> Iterator[BatchRange]:
-        """Yield global batches from a position on, across epochs, until `draw` ends."""
+        """Yield the global batches after a position, across epochs, until `draw` returns none."""
         size = config.global_batch_size
         if config.drop_last and self.num_packs is not None and self.num_packs < size:
             what = f"{count_of(self.num_packs, 'pack')} cannot fill a global batch of {size:,} without drop_last=false"
             fix = "lower global_batch_size, or set drop_last to false"
             raise ConfigError(what, where="loader.global_batch_size", fix=fix)
-        # Also after a resume with another size: every pack is read once per epoch, whatever the sizes were.
+        # After resuming with another batch size too, every pack is read once per epoch.
         start, counts = packs_consumed, self._counts_after(packs_consumed)
         while True:
             index = -(-start // size)
@@ -139,8 +138,8 @@ class Blend:
             epoch, start, counts = epoch + 1, 0, [0] * len(self.sizes)
 
     def check_lasts(self, num_packs: int) -> None:
-        """Raise ConfigError where the epochs of a source are used up before `num_packs` are drawn."""
-        # No source is ever a whole pack ahead of its share, so most blends pass without drawing.
+        """Raise ConfigError if the epochs of a source are exhausted before `num_packs` are drawn."""
+        # No source is ever a whole pack ahead of its share, so most blends pass without drawing packs.
         pairs = zip(self.shares, self.limits, strict=True)
         if self.weights is None or all(limit is None or share * num_packs + 1 <= limit for share, limit in pairs):
             return
@@ -149,14 +148,14 @@ class Blend:
             raise ConfigError(f"the run trains {num_packs:,} packs, but {error.what}", where=error.where, fix=error.fix)
 
     def ends_after(self) -> int | None:
-        """Return the packs after which the epochs of a source are used up; None where no run trains so many."""
+        """Return the number of packs until the epochs of a source are exhausted; None if no run trains that many."""
         pairs = zip(self.shares, self.limits, strict=True)
         if self.weights is None or all(limit is None or limit > share * _MOST_PACKS for share, limit in pairs):
             return None
         return sum(self._counts_after())
 
     def used_up(self) -> LoaderError:
-        """Return the error for a blend with weights that reached its end."""
+        """Return the error for a weighted blend that has ended."""
         counts = self._counts_after()
         triples = enumerate(zip(self.shares, counts, self.limits, strict=True))
         total = max(sum(counts), 1)
@@ -169,7 +168,7 @@ class Blend:
         )
 
     def _counts_after(self, num_packs: float = math.inf) -> list[int]:
-        """Return the packs drawn from each source once so many are, or all of an epoch; a part of them at a time."""
+        """Return the packs drawn from each source among the first `num_packs`, or in a whole epoch."""
         counts = [0] * len(self.sizes)
         while self.draw(counts, int(min(1 << 16, num_packs - sum(counts)))).shape[0]:
             pass
@@ -177,7 +176,7 @@ class Blend:
 
 
 def check_sources(sources: Sequence[Any], where: str) -> None:
-    """Raise ConfigError for the sources of a setting if one has no path, a number out of bounds, or alone no weight."""
+    """Raise ConfigError if a source has no path or a number out of bounds, or if only some sources have a weight."""
     for number, source in enumerate(sources):
         place, path = f"{where}[{number}]", getattr(source, "path", None)
         if not path or not isinstance(path, str):
@@ -189,17 +188,17 @@ def check_sources(sources: Sequence[Any], where: str) -> None:
 
 
 class BlendOrder:
-    """The packs of a blend's batches; each source has epochs of its own (`EpochOrder`)."""
+    """The packs of a blend's batches. Each source has its own epochs (`EpochOrder`)."""
 
     def __init__(self, config: LoaderConfig, blend: Blend) -> None:
         self._blend = blend
-        # With one seed, sources of equal length would be shuffled alike, and translations of one text would meet.
+        # One seed would shuffle sources of equal length alike, so that translations of a text would coincide.
         self._configs = [replace(config, seed=derive_seed(config.seed, source)) for source in range(len(blend.sizes))]
         self._starts = np.cumsum([0, *blend.sizes[:-1]], dtype=np.int64)
         self._orders: dict[int, EpochOrder] = {}
 
     def packs(self, batch: BatchRange) -> Int64Array:
-        """Return the ids of the packs of a batch, counted through all sources, int64 [packs]."""
+        """Return the pack ids of a batch, numbered across all sources, int64 [packs]."""
         drawn = batch.drawn or (batch.start,)
         sources = self._blend.draw(list(drawn), batch.stop - batch.start)
         packs = np.zeros(sources.shape[0], dtype=np.int64)

@@ -45,7 +45,7 @@ class LoaderConfig(CheckedSettings, section="loader"):
 
     @property
     def order_signature(self) -> str:
-        """Text that fixes the order of an epoch, with seed and data; the cut into global batches does not matter."""
+        """Text that, with seed and data, determines the order of an epoch; the global batch size does not affect it."""
         return f"block_packs={self.block_packs} window_blocks={self.window_blocks}" if self.shuffle else "stored"
 
 
@@ -54,15 +54,15 @@ class RankLayout:
     """The place of one rank in the parallel layout. The default is a single rank that holds the whole model.
 
     Attributes:
-        dp_rank, dp_size: data parallelism: which rows of a global batch this rank trains.
-        cp_rank, cp_size: context parallelism: ranks that share a row.
+        dp_rank, dp_size: data parallelism, which selects the rows of a global batch that this rank trains.
+        cp_rank, cp_size: context parallelism, whose ranks share a row.
         pp_rank: stage of the pipeline.
         pad_to_multiple: every sequence is padded to a multiple of this (`harness.thd.padding_multiple`).
         group_size: the number of microbatches of a step is a multiple of this.
-        shares_rows: True for a trainer that runs rows which several data-parallel ranks share (`ThdBatch.shared_by`),
-            as the `dynamic_context` schedule makes them.
-        reads_ahead: of a row that ranks share, this one reads its own tokens and this many after them, for labels; the
-            others may be -1. None reads rows whole.
+        shares_rows: True if the trainer supports rows that several data-parallel ranks share (`ThdBatch.shared_by`), as
+            produced by the `dynamic_context` schedule.
+        reads_ahead: read only this rank's tokens of a shared row, and this many after each chunk for labels; others may
+            be -1. None reads rows whole.
     """
 
     dp_rank: int = 0
@@ -91,21 +91,21 @@ class RankLayout:
 
     @property
     def needs_tokens(self) -> bool:
-        """True for the two ends of a pipeline; stages between need only the boundaries of sequences."""
+        """True for the first and last pipeline stage; stages in between need only the bounds of sequences."""
         return self.is_first_stage or self.is_last_stage
 
 
 def rank_layout(layout: RankLayout | None, dp_rank: int | None, dp_size: int | None) -> RankLayout:
-    """Return the place of this rank: the layout, or that of data parallelism alone; a single rank by default.
+    """Return the layout of this rank, or one of only data parallelism; by default that of a single rank.
 
-    Raise ConfigError if both are given, or the job has several ranks and nothing names this one.
+    Raise ConfigError if both are given, or if neither is given in a job of several ranks.
     """
     if layout is not None:
         if (dp_rank, dp_size) == (None, None):
             return layout
         what = f"dp_rank={dp_rank} and dp_size={dp_size} were passed together with a layout, which contains both"
         raise ConfigError(what, where="Loader", fix="set them in the layout, or pass no layout")
-    # Of the process group or, before there is one, of the launcher. Importing PyTorch is not this module's to do.
+    # The process group or, before it exists, the launcher knows the number of ranks. Do not import PyTorch here.
     distributed, launched = sys.modules.get("torch.distributed"), os.environ.get("WORLD_SIZE", "")
     num_ranks = int(launched) if launched.isdecimal() else 1
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

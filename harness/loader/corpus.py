@@ -128,7 +128,7 @@ class CorpusConfig(CheckedSettings, section="data"):
             raise ConfigError(what, where="data.window_blocks", fix=fix)
         texts = self.split.split(",")
         try:
-            # Megatron-Core takes each run of digits and dots for a number: 9e1 for two.
+            # Megatron-Core parses each run of digits and dots as a number, so 9e1 would be two numbers.
             parts = [float(text) if re.fullmatch(r"\s*[.0-9]+\s*", text) else math.nan for text in texts]
         except ValueError:
             parts = []
@@ -158,7 +158,7 @@ class CorpusConfig(CheckedSettings, section="data"):
         return self.path_to_cache or str(Path(first).parent / "index_cache")
 
     def sources(self) -> dict[str, Sources]:
-        """Return the sources by split, or all as `all`; raise ConfigError for a JSON file of splits that is none."""
+        """Return the sources by split, or all as `all`; raise ConfigError for an invalid JSON file of splits."""
         if self.per_split_data_args_path is not None:
             return _read_splits(Path(self.per_split_data_args_path))
         if self.is_per_split:
@@ -166,7 +166,7 @@ class CorpusConfig(CheckedSettings, section="data"):
         return {"all": self.blend or [CorpusSource(self.path)]}
 
     def counts(self) -> dict[str, list[int]] | None:
-        """Return sequences and document bounds by source from `per_dataset_sequences_path`; None without one."""
+        """Return the sequence and document counts of each source from `per_dataset_sequences_path`, if it is set."""
         if self.per_dataset_sequences_path is None:
             return None
         path = Path(self.per_dataset_sequences_path)
@@ -179,7 +179,7 @@ class CorpusConfig(CheckedSettings, section="data"):
 
 
 def corpus_paths(data: dict[str, Any]) -> list[str]:
-    """Return the sources in plain settings of a corpus, or in their JSON file if it is on this machine."""
+    """Return the source paths in a dict of corpus settings, or in its JSON file if that is on this machine."""
     if data["per_split_data_args_path"]:
         try:
             blends = list(_read_splits(Path(data["per_split_data_args_path"])).values())
@@ -191,7 +191,7 @@ def corpus_paths(data: dict[str, Any]) -> list[str]:
 
 
 def _check_splits(splits: dict[str, Sources], where: str) -> None:
-    """Raise ConfigError unless these are splits of Megatron, with sources to train on."""
+    """Raise ConfigError unless the names are Megatron's splits and there are training sources."""
     for name, sources in splits.items():
         if name not in SPLITS:
             raise ConfigError(f"{name!r} is not a split", where=where, fix=f"choose one of {', '.join(SPLITS)}")
@@ -207,7 +207,7 @@ def _read_json(path: Path, key: str) -> dict[str, list[int]]:
 
 
 def _read_splits(path: Path) -> dict[str, Sources]:
-    """Read Megatron's lists, in which a weight may precede each path."""
+    """Read Megatron's lists of sources, in which each path may follow a weight."""
     splits: dict[str, Sources] = {}
     for name, words in _read_json(path, "data.per_split_data_args_path").items():
         if words is None:

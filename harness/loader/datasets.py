@@ -1,4 +1,4 @@
-"""The datasets of a run: opened, joined, and refused where they do not go together, before anything is started."""
+"""The datasets of a run: opened, joined, and refused if they are incompatible, before anything is started."""
 
 from __future__ import annotations
 
@@ -152,16 +152,16 @@ class DataConfig:
 class JoinedReader:
     """Several datasets read as one: the packs of the first, then those of the second, and so on.
 
-    Picklable as its readers are. Its index is a copy of theirs: 8 bytes a pack and 4 a sequence, in every process that
+    Picklable like its readers. The joined index is a copy of 8 bytes per pack and 4 per sequence, in every process that
     is not forked.
 
     Attributes:
-        pack_size: the largest.
-        max_weight: the largest of the datasets; masks of 0 and 1 are scaled to it.
-        pack_offsets, sequence_lengths: int64 [packs + 1] and int32 [sequences], as of `PackReader`.
+        pack_size: largest pack size of the datasets.
+        max_weight: largest weight of the datasets; masks of 0 and 1 are scaled to it.
+        pack_offsets, sequence_lengths: int64 [packs + 1] and int32 [sequences], as in `PackReader`.
 
     Raises:
-        ConfigError: there is no dataset, or they differ in pack size, tokenizer or rules of media.
+        ConfigError: there is no dataset, or they differ in pack size, tokenizer or media rules.
     """
 
     def __init__(self, readers: Sequence[PackReader]) -> None:
@@ -193,12 +193,12 @@ class JoinedReader:
         self.sequence_lengths.flags.writeable = self.pack_offsets.flags.writeable = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Joining the mapped files again is faster than sending the copy.
+        # Joining the mapped files again is faster than pickling the copy.
         return JoinedReader, (self.readers,)
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the datasets' fingerprints, in order: equal for any formats."""
+        """Digest of the datasets' fingerprints in order; independent of their formats."""
         return xxhash.xxh3_128_hexdigest(" ".join(reader.fingerprint for reader in self.readers).encode())
 
     def __len__(self) -> int:
@@ -208,19 +208,19 @@ class JoinedReader:
         return self.read([index])[0]
 
     def read(self, indices: list[int]) -> list[Pack]:
-        """Return packs in the requested order, with one read of each dataset; raise as `PackReader` does."""
+        """Return packs in the requested order, with one read per dataset; raise as `PackReader.read` does."""
         return self._read(indices, lambda reader, own, places: reader.read(own))
 
     def read_tokens(self, indices: list[int]) -> list[Pack]:
-        """Return packs as `read` does, without their media."""
+        """Return packs like `read`, without their media."""
         return self._read(indices, lambda reader, own, places: reader.read_tokens(own))
 
     def read_parts(self, indices: list[int], spans: Sequence[Int64Array]) -> list[Pack]:
-        """Return parts of packs as `PackReader` does."""
+        """Return parts of packs like `PackReader.read_parts`."""
         return self._read(indices, lambda reader, own, places: reader.read_parts(own, [spans[at] for at in places]))
 
     def read_media(self, sequence_ids: Int64Array) -> list[tuple[Medium, ...]]:
-        """Return the media of sequences, by their numbers among those of all datasets, as of `PackReader`."""
+        """Return the media of sequences, numbered across all datasets, like `PackReader.read_media`."""
         ids = np.asarray(sequence_ids, np.int64)
         found: dict[int, tuple[Medium, ...]] = {}
         if (outside := ids[(ids < 0) | (ids >= len(self.sequence_lengths))]).size:
@@ -230,7 +230,7 @@ class JoinedReader:
         return [found[place] for place in range(len(ids))]
 
     def media_tokens(self, sequence_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the places and the tokens of media as `PackReader` does, by dataset."""
+        """Return the places and token counts of media like `PackReader.media_tokens`, dataset by dataset."""
         found = []
         for reader, places, own in self._divided(sequence_ids, self._first_sequences):
             numbers, tokens = reader.media_tokens(own)
@@ -249,7 +249,7 @@ class JoinedReader:
         return [packs[place] for place in range(len(indices))]
 
     def _divided(self, numbers: Int64Array, starts: list[int]) -> Iterator[tuple[PackReader, Int64Array, Int64Array]]:
-        """Yield each dataset, the places in `numbers` that are its own, and their numbers in it."""
+        """Yield each dataset, the places of its entries in `numbers`, and their numbers within the dataset."""
         for reader, (start, stop) in zip(self.readers, itertools.pairwise(starts), strict=True):
             places = np.flatnonzero((numbers >= start) & (numbers < stop))
             yield reader, places, numbers[places] - start
@@ -262,25 +262,25 @@ class JoinedReader:
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """The datasets of a blend: their names, all different, and first sequences among those of all, int64 [datasets]."""
+    """Unique names of the datasets of a blend, and the number of the first sequence of each, int64 [datasets]."""
 
     names: tuple[str, ...]
     starts: Int64Array
 
     def of(self, sequence_ids: Int64Array) -> Int64Array:
-        """Return the number of each sequence's dataset."""
+        """Return the index of the dataset of each sequence."""
         return np.searchsorted(self.starts, sequence_ids, side="right") - 1
 
 
 @dataclass(frozen=True)
 class LiveData:
-    """The data of a run on live chunks, as RunData of one on datasets; without a tokenizer for chunks of packs."""
+    """The data of a run on live chunks, the counterpart of RunData; chunks of packs need no tokenizer."""
 
     train: LiveConfig
     tokenizer: ChatTokenizer | None
     validation: PackReader | None
     evaluation: dict[str, PackReader] = field(default_factory=dict)
-    mask_of: Path | None = None  # the dataset whose masking settings are taken, not the run's
+    mask_of: Path | None = None  # the dataset whose masking settings replace the run's
 
     @property
     def vocab_size(self) -> int | None:
@@ -307,10 +307,10 @@ class RunData:
     """Open datasets of a run.
 
     Attributes:
-        vocab_size: of the tokenizer; None where the datasets do not record it.
-        tokenizer_hash: of the tokenizer that made `train`; empty where it is not recorded.
-        blend: rule by which packs are drawn from `train`, then a JoinedReader; None for a single dataset.
-        evaluation: more validation sets by name.
+        vocab_size: vocabulary size of the tokenizer; None if the datasets do not record it.
+        tokenizer_hash: hash of the tokenizer that made `train`; empty if not recorded.
+        blend: rule by which packs are drawn from `train`, a JoinedReader; None for a single dataset.
+        evaluation: additional validation sets by name.
     """
 
     train: PackReader | JoinedReader
@@ -326,13 +326,13 @@ class RunData:
 
     @property
     def media_rules(self) -> MediaRules | None:
-        """The rules by which the media of the data were made; None for text."""
+        """Rules with which the media of the data were prepared; None for text."""
         text = next(filter(None, map(_media_rules, self.sources)), "")
         return MediaRules.from_text(text) if text else None
 
     @property
     def named_sources(self) -> Sources | None:
-        """The datasets of a blend by the paths in its settings; None without several."""
+        """Datasets of a blend, named by the paths in its settings; None if there is only one."""
         if self.blend is None or len(self.sources) < 2:
             return None
         counts = [reader.sequence_lengths.shape[0] for reader in self.sources]
@@ -344,13 +344,13 @@ class RunData:
 
     @property
     def epoch_packs(self) -> int | None:
-        """Packs of one epoch, that of a blend with weights up to the limit of a source; None where it has no end."""
+        """Packs of one epoch; a weighted blend ends at the limit of a source. None if endless."""
         if self.blend is None:
             return len(self.train)
         return self.blend.num_packs or self.blend.ends_after()
 
     def check_epochs(self, epochs: int) -> int:
-        """Return the packs of one epoch; raise ConfigError where the data does not have so many epochs."""
+        """Return the packs of one epoch; raise ConfigError if the data does not support `epochs` epochs."""
         packs = self.epoch_packs
         if packs is None or (epochs > 1 and self.blend is not None and self.blend.weights is not None):
             ends = "has no end that a run reaches" if packs is None else "has one epoch, until a source is exhausted"
@@ -367,9 +367,9 @@ class RunData:
 
 
 def open_datasets(config: DataConfig) -> RunData:
-    """Open the datasets of a run, or copies on this node; raise FormatError where one is missing or damaged.
+    """Open the datasets of a run, or their local copies; raise FormatError if one is missing or damaged.
 
-    Raise ConfigError where training and validation sets, sources of a blend, or the required tokenizer do not match.
+    Raise ConfigError if training and validation sets, sources of a blend, or the required tokenizer do not match.
     """
     opened = [open_train(local_copy(path)) for path in [source.path for source in config.blend] or [config.path]]
     trains = [train for train, _ in opened]
@@ -409,9 +409,9 @@ def open_datasets(config: DataConfig) -> RunData:
 
 
 def open_live(config: DataConfig) -> LiveData:
-    """Open the data of a run on live chunks, which need not exist yet.
+    """Open the data of a run on live chunks, which may not exist yet.
 
-    Raise ConfigError if the tokenizer cannot be loaded, or the validation set was made with another one.
+    Raise ConfigError if the tokenizer cannot be loaded, or if the validation set was made with another one.
     """
     settings = config.live.tokenizer
     name = settings.name or config.tokenizer
@@ -429,7 +429,7 @@ def open_live(config: DataConfig) -> LiveData:
 
 
 def _open_evaluation(config: DataConfig, has_validation: bool) -> dict[str, PackReader]:
-    """Open the named validation sets; of a folder with several splits, its `validation`."""
+    """Open the named validation sets; for a folder with several splits, open its `validation` split."""
     if has_validation and "validation" in config.evaluation:
         what = "'validation' is the name of the training data's own validation set"
         fix = "choose another name, or set data.validation_path to replace that set"
@@ -445,7 +445,7 @@ def open_train(path: str) -> tuple[PackReader, str | None]:
 
 
 def _tokenizer_of(reader: PackReader) -> tuple[str, str]:
-    """Return the hash and name of the tokenizer that made a dataset; empty where it is not recorded."""
+    """Return the hash and name of the tokenizer that made a dataset; empty if not recorded."""
     provenance = reader.manifest.provenance if reader.manifest is not None else Provenance()
     return provenance.tokenizer_hash, provenance.tokenizer
 

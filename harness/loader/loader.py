@@ -1,4 +1,4 @@
-"""Global batches in order, through worker processes: complete, and the same for any number of them."""
+"""Global batches in order, read by worker processes; complete, and equal for any number of workers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from harness.schedule import ScheduleConfig, SequenceCost
 class Loader(BatchStream[RawBatch]):
     """Yields one `RankBatch` per global batch, in order, across epochs.
 
-    Every rank computes the same global batch and schedule from lengths alone and reads only its own sequences. Each
-    `iter()` starts again from `state`. Use it as a context manager around the training loop: on exit it ends the
+    Every rank computes the same global batch and schedule from lengths alone, and reads only its own sequences. Each
+    `iter()` starts from `state`. Use the loader as a context manager around the training loop; on exit it ends its
     workers.
 
     Args:
         reader: an open dataset; pickled to workers that are not forked.
         schedule: settings of how sequences become rows; None for the defaults of ScheduleConfig.
-        layout: the place of this rank; None for data parallelism alone, as `dp_rank` and `dp_size` give it.
-        dp_rank, dp_size: rank and number of ranks, without a layout; optional in a job of one rank.
-        cost: of training a sequence, for `cost_balanced` and the imbalance of every step.
-        tokenizer: hash of the tokenizer that made the dataset, compared on resume; empty to compare nothing.
-        blend: rule by which packs of several datasets, which `reader` joins, are drawn; None shuffles all of them.
-        features: decodes audio and images for the model's encoder, as `harness.prep.media.MediaRules.features`; a
-            dataset with media is refused without it.
+        layout: place of this rank in the parallel layout; None for data parallelism with `dp_rank` and `dp_size`.
+        dp_rank, dp_size: rank and number of ranks, instead of a layout; optional in a job of one rank.
+        cost: cost of training a sequence, for `cost_balanced` and the imbalance of every step.
+        tokenizer: hash of the tokenizer that made the dataset, compared on resume; empty for no comparison.
+        blend: rule by which packs of the datasets joined in `reader` are drawn; None shuffles all packs together.
+        features: decodes audio and images for the model's encoder, such as `harness.prep.media.MediaRules.features`;
+            required for a dataset with media.
         state: position to resume from; None begins with epoch 0.
         num_steps: batches to yield; None for no limit.
         num_epochs: end before this epoch number (from 0); None for no limit.
@@ -41,9 +41,9 @@ class Loader(BatchStream[RawBatch]):
     Raises:
         ScheduleError: a sequence of the dataset can never be placed.
         LoaderError: `state` belongs to another dataset, seed, order or tokenizer; while iterating, the epochs of a
-            blend's source are used up.
-        ConfigError: the dataset never fills a global batch, `blend` is of another number of packs, `layout` comes with
-            a `dp_rank` or `dp_size`, or a job of several ranks gives neither.
+            blend's source are exhausted.
+        ConfigError: the dataset cannot fill a global batch, `blend` has another number of packs, `layout` is combined
+            with `dp_rank` or `dp_size`, or a job of several ranks passes neither.
     """
 
     def __init__(
@@ -90,18 +90,18 @@ class Loader(BatchStream[RawBatch]):
         )
         batches.check()
         self._plan = batches.plan
-        # Where no global batch can be made, raise here and not in the first step.
+        # If no global batch can be made, raise here instead of in the first step.
         next(self._steps(LoaderState(config.seed)))
         where = f"data-parallel rank {self.layout.dp_rank}, {config.num_workers} workers"
         super().__init__(batches.read, config, where=where, data=str(getattr(reader, "path", "")))
 
     @property
     def num_steps_per_epoch(self) -> int | None:
-        """Global batches of one whole epoch; None for a blend with weights, which has no end."""
+        """Number of global batches in an epoch; None for a weighted blend, which is endless."""
         return None if self._num_packs is None else steps_per_epoch(self._config, self._num_packs)
 
     def rows_per_step(self, epoch: int) -> list[int] | None:
-        """Return this rank's rows in each step of a whole epoch; None without an end. Seconds for 10,000 steps."""
+        """Return this rank's number of rows in each step of an epoch; None if endless. 10,000 steps take seconds."""
         if self._num_packs is None:
             return None
         steps = itertools.takewhile(lambda step: step.epoch == epoch, self._steps(LoaderState(self.state.seed, epoch)))
@@ -120,7 +120,7 @@ class Loader(BatchStream[RawBatch]):
 
         for raw in self.read(itertools.islice(steps(), self._num_steps)):
             yield build_batch(raw, layout=self.layout, before=self.state, num_packs=self._num_packs)
-        # Ranges run ahead of training: raise only after every batch that exists was trained.
+        # Ranges are generated ahead of training: raise only after the last batch was trained.
         if is_used_up:
             raise self._blend.used_up()
 

@@ -1,4 +1,4 @@
-"""The order of packs: a permutation that is a pure function of seed and epoch, cut into global batches."""
+"""The order of packs: a permutation that is a pure function of seed and epoch, divided into global batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BatchRange:
         epoch: from 0.
         index: number of the batch in its epoch.
         start, stop: positions in the epoch's order.
-        drawn: packs of this epoch drawn from each source before this batch; empty for a single one, where `start` is.
+        drawn: packs of this epoch drawn from each source before this batch; empty for a single source.
     """
 
     epoch: int
@@ -34,11 +34,11 @@ class BatchRange:
 
 
 class EpochOrder:
-    """The order of packs in one epoch. Opening costs O(blocks), reading a batch O(window).
+    """The order of packs in one epoch. Construction takes O(blocks) time, a batch O(window).
 
     Blocks of `block_packs` neighboring packs are shuffled; then packs are shuffled within every `window_blocks`
-    consecutive blocks of that order. A reader therefore needs `window_blocks` regions of a file at a time and decodes
-    each of them once. The order depends on these settings, the seed and the number of packs alone, never on the format.
+    consecutive blocks of that order. A reader therefore needs only `window_blocks` regions of a file at a time and
+    decodes each once. The order depends only on these settings, the seed and the number of packs, not on the format.
     """
 
     def __init__(self, config: LoaderConfig, num_packs: int, epoch: int) -> None:
@@ -69,7 +69,7 @@ class EpochOrder:
         # A block may be larger than the dataset.
         parts, size, of_window = [], min(self._config.block_packs, self._num_packs), self._config.window_blocks
         for window in range(first, last):
-            # Consecutive batches mostly fall into one window; a plain shuffle has one window of all packs.
+            # Consecutive batches are mostly in one window; a full shuffle has a single window.
             if window != self._window_index:
                 blocks = self._blocks[window * of_window : (window + 1) * of_window]
                 packs = (blocks[:, None] * size + np.arange(size, dtype=np.int64)).reshape(-1)
@@ -83,30 +83,30 @@ class EpochOrder:
 
 
 def shuffle_in_windows(count: int, window: int, seed: int, epoch: int) -> Int64Array:
-    """Return the numbers below `count`, int64 [count], shuffled within each `window` consecutive ones."""
+    """Return the integers below `count`, int64 [count], shuffled within each run of `window`."""
     numbers = np.arange(count, dtype=np.uint64)
     keys = _hash(numbers, _key(seed, epoch, _WINDOWS))
     return np.lexsort((keys, numbers // np.uint64(window))).astype(np.int64)
 
 
 def steps_per_epoch(config: LoaderConfig, num_packs: int) -> int:
-    """Return the number of global batches of one epoch, the ragged last one included unless `drop_last`."""
+    """Return the number of global batches in an epoch, including a partial last one unless `drop_last`."""
     if config.drop_last:
         return num_packs // config.global_batch_size
     return -(-num_packs // config.global_batch_size)
 
 
 def steps_until(config: LoaderConfig, num_packs: int, epochs: int, *, epoch: int, packs_consumed: int) -> int:
-    """Return the number of global batches from a position to the end of so many epochs."""
+    """Return the number of global batches from a position to the end of `epochs` epochs."""
     if epoch >= epochs:
         return 0
-    # A position past the end of an epoch, as of larger data, is that of the next one: see `LoaderState.resumed`.
+    # A position past the end, from larger data, means the start of the next epoch: see `LoaderState.resumed`.
     in_epoch = steps_per_epoch(config, max(0, num_packs - packs_consumed))
     return in_epoch + (epochs - epoch - 1) * steps_per_epoch(config, num_packs)
 
 
 def epochs_after(config: LoaderConfig, num_packs: int, steps: int, *, epoch: int, packs_consumed: int) -> float:
-    """Return the epochs that are trained so many global batches after a position, as of `steps_until`."""
+    """Return the number of epochs completed `steps` global batches after a position; the inverse of `steps_until`."""
     in_epoch = steps_per_epoch(config, max(0, num_packs - packs_consumed))
     if steps >= in_epoch:
         whole, steps = divmod(steps - in_epoch, max(1, steps_per_epoch(config, num_packs)))
@@ -115,7 +115,7 @@ def epochs_after(config: LoaderConfig, num_packs: int, steps: int, *, epoch: int
 
 
 def derive_seed(seed: int, source: int) -> int:
-    """Return the seed of source number `source` of a blend; the first keeps the seed of the blend."""
+    """Return the seed of source `source` of a blend; source 0 keeps the seed of the blend."""
     return seed if source == 0 else _key(seed, source, _SOURCES)
 
 
@@ -130,8 +130,8 @@ def _key(seed: int, epoch: int, stream: int) -> int:
 def _hash(numbers: UInt64Array, key: int) -> UInt64Array:
     """Return SplitMix64 of numbers + key, uint64 in the shape of `numbers`.
 
-    Written out because numpy does not promise that a Generator gives the same permutation in its next version, and a
-    run that is resumed years later must continue in its own order.
+    Implemented here because numpy does not guarantee the permutations of a Generator across versions, and a run that is
+    resumed years later must continue in the same order.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014); constants of Stafford's
     variant 13.

@@ -29,16 +29,16 @@ from harness.thd import (
     shared_multiple,
 )
 
-# Returns what the encoder of a model takes of media, arrays [media, ...] by name.
+# Returns the encoder inputs for some media: arrays [media, ...] by name.
 Features = Callable[[Sequence[Medium]], dict[str, npt.NDArray[Any]]]
-# Of rows that are laid out together: twice the speed of one row of 4,096 alone, while all of a step leave the cache.
+# Tokens of the rows that are laid out together: twice as fast as single rows of 4,096, and still within the cache.
 _TOKENS_AT_ONCE = 32_768
-# Packs up to this size are read whole, which takes fewer requests.
+# Packs up to this size are read whole, which needs fewer requests.
 _READ_WHOLE_TOKENS = 8192
 
 
 class PackSource(Protocol):
-    """The interface of a dataset that a loader reads, as every reader of `harness.formats` has it. Picklable."""
+    """Interface of a dataset that a loader reads, which every reader of `harness.formats` implements. Picklable."""
 
     @property
     def pack_offsets(self) -> Int64Array: ...
@@ -56,18 +56,18 @@ class PackSource(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankBatch:
-    """The data of one step on one rank, and facts of the whole step that every rank knows.
+    """The data of one step on one rank, and statistics of the global batch that are equal on every rank.
 
     Attributes:
         epoch, step_in_epoch: from 0.
         pack_ids: int64 [packs], the global batch in training order.
-        rows: of this rank, one per microbatch.
+        rows: the rows of this rank, one per microbatch.
         sequence_ids: int64, one array per microbatch: ids of the row's sequences in the dataset; sequence i of pack p
-            has the id pack_offsets[p] + i. Empty for a row of zero loss.
-        num_sequences: of the global batch.
+            has id pack_offsets[p] + i. Empty for a zero-loss row.
+        num_sequences: number of sequences in the global batch.
         num_tokens: model tokens of the global batch, without padding.
-        imbalance: of the global batch over the ranks.
-        state: of the loader after this step.
+        imbalance: imbalance of the global batch over the ranks.
+        state: state of the loader after this step.
     """
 
     epoch: int
@@ -86,32 +86,32 @@ class RankBatch:
 
     @property
     def media_bytes(self) -> int:
-        """Bytes of images and sounds that were read for this rank's rows."""
+        """Bytes of the images and sounds in this rank's rows."""
         return sum(row.media.num_bytes for row in self.rows if row.media is not None)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RawBatch:
-    """The message of a worker: small integers of stored tokens instead of the 29 bytes a token of finished rows.
+    """Message of a worker, with tokens as stored: finished rows would take 29 bytes per token.
 
-    `tokens` has arrays [n], this rank's rows end to end: `input_ids` and `loss_mask` as stored (5 bytes a token); or
-    `tokens`, `labels`, `loss_mask` and `position_ids` of the model (13 bytes).
+    `tokens` contains this rank's rows end to end, arrays [n]: either `input_ids` and `loss_mask` as stored (5 bytes per
+    token), or `tokens`, `labels`, `loss_mask` and `position_ids` of the model (13 bytes).
     """
 
     step: BatchRange
     pack_ids: Int64Array
     tokens: dict[str, npt.NDArray[Any]]
-    row_lengths: list[Int64Array]  # int64, of each row: tokens of each sequence; empty for a row of zero loss
+    row_lengths: list[Int64Array]  # int64, one array per row: tokens of each sequence; empty for a zero-loss row
     sequence_ids: list[Int64Array]
     num_sequences: int
     num_tokens: int
     imbalance: Imbalance
-    shared_by: tuple[int, ...] = ()  # data-parallel ranks that share each row; empty where none is shared
-    media: tuple[RowMedia | None, ...] = ()  # of each row; empty where no row has any
+    shared_by: tuple[int, ...] = ()  # data-parallel ranks that share each row; empty if none is shared
+    media: tuple[RowMedia | None, ...] = ()  # media of each row; empty if no row has any
 
 
 class BatchReader:
-    """Plans a step for all ranks and reads the part of one. Sent to every worker; holds no batch."""
+    """Plans a step for all ranks and reads the part of this rank. Sent to every worker; holds no batch."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class BatchReader:
         features: Features | None = None,
     ) -> None:
         self._source, self._features = source, features
-        # Of a reader of one's own, or of the lengths alone.
+        # Custom readers, and readers of lengths alone, may lack the attribute.
         self._has_media = bool(getattr(source, "has_media", False))
         if self._has_media and features is None and layout.is_first_stage:
             what = "the dataset has audio or images, and this trainer or model has no encoder for them"
@@ -155,7 +155,7 @@ class BatchReader:
         )
 
     def plan(self, step: BatchRange) -> tuple[Int64Array, Int64Array, Schedule, Imbalance]:
-        """Return pack ids, ids of their sequences, their schedule and its imbalance: the same on every rank."""
+        """Return the pack ids, sequence ids, schedule and imbalance of a step, which are equal on every rank."""
         packs = self._order.packs(step)
         starts = self._source.pack_offsets[packs]
         counts = self._source.pack_offsets[packs + 1] - starts
@@ -183,9 +183,9 @@ class BatchReader:
         return packs, sequences, placed, measure_imbalance(placed, lengths, max_tokens_per_row=row_tokens, **costs)
 
     def read(self, step: BatchRange) -> RawBatch:
-        """Plan `step` and read this rank's sequences, only from the packs that hold them.
+        """Plan `step` and read this rank's sequences, only from the packs that contain them.
 
-        Raise HarnessError as the reader does, and LoaderError where a pack differs from the dataset's index.
+        Raise HarnessError if the reader does, and LoaderError if a pack differs from the dataset's index.
         """
         pack_ids, sequences, placed, imbalance = self.plan(step)
         rank, numbers = self._layout.dp_rank, range(placed.num_microbatches)
@@ -217,7 +217,7 @@ class BatchReader:
         )
 
     def _parts(self, sequences: Int64Array, shared_by: Int64Array) -> Iterator[tuple[Int32Array, UInt8Array]]:
-        """Yield tokens and masks of runs of neighbors in `sequences`, whose rows `shared_by` ranks share: int64 [n]."""
+        """Yield tokens and masks of runs of adjacent sequences; `shared_by`, int64 [n], ranks share each sequence."""
         if sequences.shape[0] == 0:
             return
         offsets = self._source.pack_offsets
@@ -251,9 +251,9 @@ class BatchReader:
     def _spans(
         self, sequences: Int64Array, shared_by: Int64Array, pack_of: Int64Array, needed: Int64Array
     ) -> list[Int64Array] | None:
-        """Return first and end of the tokens that this rank needs of each pack; None for all, of short packs."""
+        """Return the spans of tokens that this rank needs of each pack; None to read short packs whole."""
         source, layout = cast(Any, self._source), self._layout
-        # Not every source has packs of a known size, or parts of them.
+        # Some sources have no fixed pack size, or cannot read parts.
         if not hasattr(source, "read_parts") or source.pack_size <= _READ_WHOLE_TOKENS:
             return None
         stored = source.sequence_lengths[sequences].astype(np.int64)
@@ -276,7 +276,7 @@ class BatchReader:
 
 
 def row_media(of_sequences: Sequence[tuple[Medium, ...]], features: Features) -> RowMedia | None:
-    """Return the media of a row, given those of its sequences with places counted in these; None for none."""
+    """Return the media of a row, given the media of each of its sequences; None if there are none."""
     found = [(number, one) for number, media in enumerate(of_sequences) for one in media]
     if not found:
         return None
@@ -288,9 +288,9 @@ def row_media(of_sequences: Sequence[tuple[Medium, ...]], features: Features) ->
 
 
 def build_batch(raw: RawBatch, *, layout: RankLayout, before: LoaderState, num_packs: int | None) -> RankBatch:
-    """Finish the rows of a message; `before` is any state of the run, whose position that of the step replaces.
+    """Build the rows of a worker's message.
 
-    `num_packs` are those of an epoch; None for a stream without end.
+    `before` is any state of the run; its position is replaced. `num_packs` is the size of an epoch, None if endless.
     """
     build = rows_from_arrays if "input_ids" in raw.tokens else rows_from_model_tokens
     ends = np.cumsum([0, *(lengths.sum() for lengths in raw.row_lengths)])

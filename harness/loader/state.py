@@ -16,9 +16,9 @@ class LoaderState:
 
     Attributes:
         epoch: from 0.
-        packs_consumed: packs of this epoch that are trained.
-        order: `LoaderConfig.order_signature`; another shuffle would repeat some packs of the epoch and skip others.
-        tokenizer: hash of the tokenizer that made the dataset; empty, and not compared, where it is unknown.
+        packs_consumed: packs of this epoch that were trained.
+        order: `LoaderConfig.order_signature`; a different shuffle would repeat and skip packs of the epoch.
+        tokenizer: hash of the tokenizer that made the dataset; empty if unknown, and then not compared.
         live: JSON of the `LivePosition` of a run on live chunks; empty for other runs.
     """
 
@@ -31,7 +31,7 @@ class LoaderState:
     live: str = ""
 
     def advance(self, num_packs: int, *, of: int | None) -> LoaderState:
-        """Return the state after `num_packs` more packs of an epoch of `of` packs; None for an endless one."""
+        """Return the state after `num_packs` more packs; `of` is the size of an epoch, None if endless."""
         consumed = self.packs_consumed + num_packs
         if of is not None and consumed > of:
             what = f"{consumed:,} packs of an epoch were read, but it has {of:,}"
@@ -47,7 +47,7 @@ class LoaderState:
     def from_json(cls, text: str) -> LoaderState:
         """Return the state that `to_json` wrote; raise LoaderError for anything else."""
         what, where, fix = "the loader state is damaged", "the loader state", "resume from another checkpoint"
-        # Checkpoints written before there was a tokenizer, or a position in live chunks, still resume.
+        # Checkpoints from before `tokenizer` and `live` were added still resume.
         state = load(cls, text, what=what, where=where, fix=fix, error=LoaderError)
         if state.epoch < 0 or state.packs_consumed < 0:
             what = f"{what}: it is at epoch {state.epoch}, after {state.packs_consumed} packs"
@@ -55,14 +55,13 @@ class LoaderState:
         return state
 
     def resumed(self, start: LoaderState, *, num_packs: int | None, allow_other_data: bool = False) -> LoaderState:
-        """Return the state to continue from, given that of a new run on the data and settings of now.
+        """Return the state to continue from, given the initial state with the current data and settings.
 
         Args:
-            start: with the seed, fingerprint, order and tokenizer of now.
-            num_packs: packs of one epoch of now; None for a stream without end.
-            allow_other_data: keep epoch and position although data, seed, order or tokenizer differ. Packs of that
-                epoch may then be trained twice or not at all. A position past the end of the new data begins its next
-                epoch.
+            start: state with the current seed, fingerprint, order and tokenizer.
+            num_packs: current number of packs in an epoch; None if endless.
+            allow_other_data: keep epoch and position even if data, seed, order or tokenizer differ. Packs of that epoch
+                may then be trained twice or not at all. A position past the end of the new data starts the next epoch.
 
         Raises:
             LoaderError: data, seed, order or tokenizer differ.
@@ -73,7 +72,7 @@ class LoaderState:
                 ("the dataset's fingerprint", self.fingerprint, start.fingerprint),
                 ("the seed", self.seed, start.seed),
                 ("the order", self.order, start.order),
-                # The same token ids may mean another text.
+                # The same token ids may mean different text.
                 ("the tokenizer", self.tokenizer or start.tokenizer, start.tokenizer or self.tokenizer),
             )
             if then != now

@@ -1,7 +1,7 @@
-"""The loader's worker processes: batches read ahead of training, in order; never a hang, and no process left behind.
+"""Worker processes of the loader, which read batches ahead of training, in order, without hangs or leftover processes.
 
-Batch number i is read by worker i modulo their number. Each has a connection of its own, through which it is asked for
-`prefetch_factor` batches at a time, so that a worker that dies or stops is known by its silence.
+Worker i modulo `num_workers` reads batch i. Each worker has its own connection, with up to `prefetch_factor` requested
+batches, so that a worker that died or stopped can be identified by its missing answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from harness.storage import name_bus_errors
 
 T = TypeVar("T")
 
-# A worker that is asked to leave may finish what it reads, such as a copy of a shard from a bucket.
+# Time for a worker to finish its current read, such as a copy of a shard from a bucket, before it is killed.
 _PATIENCE_S = 5.0
 _FIX_MEMORY = "lower loader.num_workers, loader.prefetch_factor or loader.global_batch_size, or raise the memory limit"
 
@@ -53,8 +53,8 @@ class BatchStream(Generic[T]):
     Args:
         read_batch: reads one batch; pickled to workers that are not forked.
         config: the number of workers and how long to wait for them.
-        where: this rank, for errors.
-        data: the dataset, for errors; empty for one without a path.
+        where: description of this rank, for errors.
+        data: path of the dataset, for errors; empty if it has none.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class BatchStream(Generic[T]):
         require_cores(config.num_workers, setting="loader.num_workers")
         self._read_batch, self._config, self._where, self._data = read_batch, config, where, data
         self._workers: list[_Worker] = []
-        # The workers that owe the next batches, in order.
+        # Workers with outstanding batches, in order of the batches.
         self._owing: deque[_Worker] = deque()
-        # Before multiprocessing waits, without end, for workers that ignore its SIGTERM.
+        # Runs before multiprocessing waits indefinitely for workers, which ignore its SIGTERM.
         Finalize(self, _end, (self._workers, 0.0), exitpriority=0)
 
     def read(self, batches: Iterable[BatchRange]) -> Iterator[T]:
         """Yield what `read_batch` returns for each of `batches`.
 
-        Raise HarnessError as `read_batch` does, and LoaderError where a worker died or was silent for too long, or
-        another iteration has taken the workers.
+        Raise HarnessError if `read_batch` does, and LoaderError if a worker died or did not answer in time, or if
+        another iteration took over the workers.
         """
         if self._config.num_workers == 0:
             for batch in batches:
@@ -87,7 +87,7 @@ class BatchStream(Generic[T]):
                 self.close()
 
     def worker_pids(self) -> list[int]:
-        """Return the process ids of the living workers; empty before the first batch and with num_workers 0."""
+        """Return the process ids of live workers; empty before the first batch and if num_workers is 0."""
         return [worker.process.pid for worker in self._workers if worker.process.is_alive()]
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class BatchStream(Generic[T]):
         self.close()
 
     def _read_ahead(self, batches: Iterator[BatchRange]) -> Iterator[T]:
-        if self._owing:  # batches of an earlier pass that ended before its last one
+        if self._owing:  # an earlier iteration ended before its last batch
             _end(self._workers, _PATIENCE_S)
         if not self._workers:
             fix = "raise the limits of processes and open files (ulimit -u, ulimit -n), or lower loader.num_workers"
@@ -119,7 +119,7 @@ class BatchStream(Generic[T]):
             if (batch := next(batches, None)) is not None:
                 worker = next(turns)
                 owing.append(worker)
-                with suppress(OSError):  # it is dead, as will show when its batch is waited for
+                with suppress(OSError):  # a dead worker is reported when its batch is due
                     worker.connection.send(batch)
 
         for _ in range(self._config.num_workers * self._config.prefetch_factor):
@@ -139,16 +139,16 @@ class BatchStream(Generic[T]):
     def _start_workers(self) -> None:
         context: Any = multiprocessing.get_context(self._config.start_method)
         timeout = struct.pack("ll", *divmod(int(self._config.timeout_s * 1e6), 10**6))
-        # Workers set aside what they inherit, before they collect garbage themselves: they have that of this process.
-        # Observed: that of an earlier run in the same process held a group of gloo, whose end waits for a thread that a
-        # fork does not copy: the worker died of a segmentation fault.
+        # Workers freeze inherited objects before they collect garbage. Observed without: garbage of an earlier run held
+        # a gloo group, whose destructor waits for a thread that a fork does not copy, and the worker died of a
+        # segmentation fault.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
             for number in range(self._config.num_workers):
                 ours, theirs = context.Pipe()
                 with socket.socket(fileno=os.dup(ours.fileno())) as end:
-                    # Reads without any byte for so long fail with BlockingIOError.
+                    # A read that receives no byte within the timeout fails with BlockingIOError.
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
                 name = f"loader worker {number}"
                 process = context.Process(target=_work, args=(self._read_batch, theirs), name=name, daemon=True)
@@ -160,15 +160,15 @@ class BatchStream(Generic[T]):
                 gc.enable()
 
     def _receive(self, worker: _Worker) -> T | HarnessError:
-        """Return the next message of a worker; raise LoaderError, with all ended, if it is silent or workers died."""
+        """Return the next message of a worker; if it times out or any worker died, end all and raise LoaderError."""
         ends = [each.process.sentinel for each in self._workers]
         ready = multiprocessing.connection.wait([worker.connection, *ends], self._config.timeout_s)
         if worker.connection in ready:
-            with suppress(EOFError, OSError):  # it has died, perhaps in the middle of a message
+            with suppress(EOFError, OSError):  # it died, perhaps in the middle of a message
                 with suppress(BlockingIOError):
                     item: T | HarnessError = worker.connection.recv()
                     return item
-                ready = []  # it has stopped there
+                ready = []  # it stopped in the middle of a message
         if not ready:
             alive, pid = self.worker_pids(), worker.process.pid
             _end(self._workers, 0.0)
@@ -179,7 +179,7 @@ class BatchStream(Generic[T]):
                 fix=f"inspect what it waits for (py-spy dump --pid {pid}), check the file system, "
                 "or increase loader.timeout_s for slow storage",
             )
-        # All that die close their pipes.
+        # Dead workers have closed their pipes.
         dead = [each.process for each in self._workers if each.process.sentinel in ready] or [worker.process]
         for process in dead:
             process.join(_PATIENCE_S)
@@ -202,7 +202,7 @@ class BatchStream(Generic[T]):
 
 
 def _end(workers: list[_Worker], patience_s: float) -> None:
-    """End workers and wait for their exit; kill those that do not leave in time."""
+    """End workers and wait for them; kill those that do not exit in time."""
     for worker in workers:
         with suppress(OSError):
             worker.connection.send(None)
@@ -217,7 +217,7 @@ def _end(workers: list[_Worker], patience_s: float) -> None:
 
 @contextmanager
 def _explained(batch: BatchRange) -> Iterator[None]:
-    """Raise a LoaderError where reading a batch fails for want of memory or of the dataset."""
+    """Raise LoaderError if reading a batch fails for lack of memory or because of the file system."""
     where = f"epoch {batch.epoch}, step {batch.index}"
     try:
         yield
@@ -230,12 +230,12 @@ def _explained(batch: BatchRange) -> Iterator[None]:
 
 
 def _work(read_batch: Callable[[BatchRange], Any], connection: Any) -> None:
-    """In a worker: read the batches that are asked for, and send them while the next ones are read."""
+    """Run a worker: read requested batches, and send each while the next one is read."""
     gc.freeze()
     gc.enable()
     name_bus_errors(dies=True)
-    # A signal that ends the job reaches every process of it, but the training process still needs its workers for the
-    # step that it saves after. They exit when it does.
+    # A signal that ends the job reaches all its processes, but the training process still needs its workers for the
+    # step before its last checkpoint. They exit when it does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     parent: Any = multiprocessing.parent_process()
@@ -246,7 +246,7 @@ def _work(read_batch: Callable[[BatchRange], Any], connection: Any) -> None:
 
     threading.Thread(target=watch, name="ends with the training process", daemon=True).start()
     if torch := sys.modules.get("torch"):
-        # Its threads do not survive a fork: work that is divided between them would never end.
+        # PyTorch's threads do not survive a fork: work divided among them would never end.
         torch.set_num_threads(1)
     outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
