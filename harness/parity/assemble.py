@@ -21,12 +21,10 @@ from harness.parity.cells import ISOLATION, REFERENCE, Cell
 from harness.parity.compare import compare_runs, on_device
 from harness.parity.locate import Recorded, recorded_run
 from harness.parity.result import CellResult, Check, Difference, Series
-from harness.parity.running import Finished
+from harness.parity.running import PACKAGES, Finished
 from harness.plan import ModelConfig, ParallelConfig, sequence_cost
 from harness.train import StepMetrics
 from harness.train.folder import SETTINGS_FILE, read_settings
-
-_PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "pyarrow")
 
 
 def cell_result(
@@ -116,7 +114,7 @@ def environment(device: str) -> dict[str, str]:
         commit = done.stdout.strip() or "not a git checkout"
     except OSError:
         commit = "git is not installed"
-    return {**facts, **installed_versions(_PACKAGES), "commit": commit}
+    return {**facts, **installed_versions(PACKAGES), "commit": commit}
 
 
 def command_line() -> str:

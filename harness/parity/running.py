@@ -20,7 +20,7 @@ import xxhash
 from rich.console import Console
 
 import harness
-from harness.errors import ConfigError, FormatError, os_errors_as
+from harness.errors import ConfigError, FormatError, installed_versions, os_errors_as
 from harness.launch.local import end_with_parent
 from harness.launch.preflight.probe import code_digest
 from harness.parity.cells import Cell
@@ -30,6 +30,8 @@ from harness.storage import Marker
 
 _ROOT = Path(harness.__file__).resolve().parent.parent
 _DONE = "cell.json"
+# Packages of this interpreter whose versions can change losses.
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "pyarrow")
 _POLL_S, _MEASURE_S = 0.25, 1.0
 # Below the ports that Linux gives to outgoing connections.
 _PORTS = range(20000, 32768)
@@ -114,8 +116,8 @@ def run_cells(
 
 
 def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
-    """Return a digest, by name, of a cell's settings, interpreter, code, dataset files and the cell it starts from."""
-    code = code_digest()
+    """Return a digest, by name, of a cell's settings, interpreter, code, packages, dataset files and start cell."""
+    code = [code_digest(), installed_versions(PACKAGES)]
     data: dict[str, str] = {}
     digests: dict[str, str] = {}
     for cell in cells:  # the cell that others start from comes first

@@ -223,6 +223,12 @@ def test_a_matrix_in_a_folder_that_is_used_or_cannot_be_made_changes_nothing(tmp
     assert (tmp_path / "matrix/cells/schedules__as_packed").is_dir()
 
 
+def test_a_cell_is_run_again_with_other_packages(cell, monkeypatch) -> None:
+    before = fingerprints([cell])
+    monkeypatch.setattr("harness.parity.running.installed_versions", lambda names: {"torch": "2.0"})
+    assert fingerprints([cell]) != before
+
+
 @pytest.mark.parametrize("dataset", ["", "/shard", "/shar", "/sh*", "/*"])
 def test_a_cell_is_run_again_after_a_change_of_the_files_of_any_form_of_path(cell, tmp_path, dataset) -> None:
     chosen = replace(cell, dataset=f"{tmp_path / 'data'}{dataset}")
