@@ -46,6 +46,7 @@ RULES = read_rules("""
       | model.recompute=full, or model.recompute_layers=null
     model.mtp_layers, model.tie_embeddings=true | MTP layers do not support tied embeddings | model.mtp_layers=0
     model.layer_pattern, model.fp8!=off | FP8 is not supported with hybrid models | model.fp8=off
+    model.layer_pattern, model.mtp_layers | hybrid models do not support MTP layers | model.mtp_layers=0
     model.layer_pattern, model.rope_scaling!=none | hybrid models cannot have it | model.rope_scaling=none
     model.layer_pattern, model.dense_layers | hybrid models cannot have it | model.dense_layers=0
 """)

@@ -219,6 +219,10 @@ HYBRID = {"family": "nemotron_h", "layer_pattern": "M*-E", "num_experts": 4, "sc
         ({**HYBRID, "layer_pattern": "M*-A"}, "for 4 layers"),
         ({**HYBRID, "num_experts": 0}, "the pattern has 1 layers with experts"),
         ({**HYBRID, "dense_layers": 1}, "dense_layers is 1: hybrid models cannot have it"),
+        (
+            {**HYBRID, "mtp_layers": 1, "tie_embeddings": False},
+            "mtp_layers is 1: hybrid models do not support MTP layers",
+        ),
         ({**HYBRID, "scan_head_dim": 0}, "a size is 0"),
         ({**HYBRID, "rope_scaling": "linear"}, "rope_scaling is linear: hybrid models cannot have it"),
         ({**HYBRID, "fp8": "tensorwise"}, "FP8 is not supported with hybrid models"),
