@@ -466,6 +466,7 @@ COMPARED_ELSEWHERE = {
         *("parallel.cuda_graphs", "parallel.gradient_dtype", "parallel.overlap_tensor_parallel"),
         *("optimizer.moments_dtype", "optimizer.offload", "parallel.expert_dispatcher=flex"),
     ),
+    "test_overlaps.py": ("parallel.overlap_weights_with_step",),
     "tests/integration/test_worker_matrix.py": (
         *("loader.persistent_workers", "loader.prefetch_factor", "loader.start_method"),
         *("loader.timeout_s", "loader.allow_other_data"),

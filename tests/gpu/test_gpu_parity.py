@@ -158,6 +158,21 @@ def test_fused_parts_of_experts_train_like_plain_ones(tmp_path, data, fusion, ro
     assert losses["on"] == pytest.approx(losses["off"], rel=2e-2)
 
 
+@pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
+def test_weights_gathered_during_a_step_train_like_those_gathered_in_the_next(tmp_path, data) -> None:
+    settings = ["parallel=pp2_vpp2", "parallel.distributed_optimizer=true", "model.dtype=bfloat16"]
+    start = tmp_path / "start"
+    run(start, data, *settings, "trainer.steps=1", ranks=4)
+    losses = {}
+    for choice in ("false", "true"):
+        _copy(start, tmp_path / choice)
+        own = f"parallel.overlap_weights_with_step={choice}"
+        steps = run(tmp_path / choice, data, *settings, own, "resume=true", ranks=4)
+        losses[choice] = [(step["loss"], step["grad_norm"]) for step in steps]
+    assert len(losses["true"]) == len(losses["false"]) == 8
+    assert np.array(losses["true"]) == pytest.approx(np.array(losses["false"]), rel=2e-2)
+
+
 def test_first_contact_measures_every_part_that_this_machine_can(tmp_path) -> None:
     bench = [sys.executable, "-m", "harness", "bench", "gpu", "size=tiny", "device=cuda", f"out={tmp_path}"]
     code, output = run_command(bench)
