@@ -76,6 +76,7 @@ _NAMES_ELSEWHERE = (
     "parallel.context_parallel_size:cp,sequence_parallel_degree,sequence_parallel_size "
     "parallel.expert_parallel_size:ep,expert_model_parallel_size parallel.expert_tensor_parallel_size:etp "
     "parallel.overlap_gradients:overlap_grad_reduce parallel.overlap_weights:overlap_param_gather "
+    "parallel.overlap_weights_with_step:overlap_param_gather_with_optimizer_step "
     "parallel.ranks:num_gpus,gpus,nproc_per_node,num_processes,world_size,ngpus "
     "parallel.distributed_optimizer:use_distributed_optimizer parallel.distributed_optimizer=true:deepspeed,fsdp,"
     "fsdp_config,fsdp_sharding_strategy trainer.epochs:num_train_epochs,num_epochs,max_epochs,epochs,epoch "

@@ -48,7 +48,7 @@ def _build_optimizer(
     chunks: list[DistributedDataParallel], settings: OptimizerConfig, parallel: ParallelConfig, device: torch.device
 ) -> tuple[Any, OptimizerParamScheduler]:
     """Return the optimizer of these chunks, and the scheduler of its learning rate."""
-    config = get_model_config(chunks[0])
+    config, overlaps = get_model_config(chunks[0]), chunks[0].ddp_config.overlap_param_gather
     assert settings.lr is not None
     assert settings.warmup_steps is not None
     optimizer = get_megatron_optimizer(
@@ -64,7 +64,8 @@ def _build_optimizer(
             bf16=config.bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=parallel.distributed_optimizer,
-            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+            overlap_param_gather=overlaps,
+            overlap_param_gather_with_optimizer_step=overlaps and parallel.overlap_weights_with_step,
             **moment_settings(settings, device),
         ),
         chunks,

@@ -21,8 +21,8 @@ from harness.storage.local_copies import local_copy
 # Settings of how a model is made and trained, of which its config.json says nothing.
 _OF_TRAINING = (
     "init_from encoder train_encoder vocab_size init_std dtype fp8 recompute recompute_modules recompute_layers "
-    "attention fuse_swiglu fuse_cross_entropy fuse_weight_gradient fuse_permutation seed lora_rank lora_alpha "
-    "lora_targets aux_loss aux_loss_scope z_loss expert_bias_rate freeze_router grouped_gemm mtp_loss"
+    "attention fuse_swiglu fuse_cross_entropy fuse_weight_gradient fuse_permutation fuse_router seed lora_rank "
+    "lora_alpha lora_targets aux_loss aux_loss_scope z_loss expert_bias_rate freeze_router grouped_gemm mtp_loss"
 )
 # What transformers assumes for values that a config.json does not have, by family, other than in Llama's.
 _WINDOW = {"sliding_window": 4096}

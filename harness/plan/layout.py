@@ -62,6 +62,9 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         overlap_gradients: reduce gradients during the backward pass (GPUs only).
         overlap_weights: gather updated weights during the next forward pass, while earlier layers are computed (GPUs
             only). Requires overlap_gradients and the distributed optimizer; LoRA adapters are gathered at once.
+        overlap_weights_with_step: gather the weights of each stage's first model chunk while the optimizer updates the
+            others (GPUs only). Requires overlap_weights, virtual_pipeline_parallel_size, a dense model without LoRA,
+            and an optimizer that is not offloaded.
         overlap_tensor_parallel: overlap tensor-parallel communication with matrix products, using buffers of one row's
             shape. Requires GPUs with Transformer Engine, sequence_parallel, static_rows, a dense model without LoRA,
             and tensor-parallel ranks on one node.
@@ -86,6 +89,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     gradient_dtype: str = one_of("float32", DTYPE_BYTES)
     overlap_gradients: bool = True
     overlap_weights: bool = True
+    overlap_weights_with_step: bool = False
     overlap_tensor_parallel: bool = False
     overlap_shared_experts: bool = False
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
@@ -104,6 +108,15 @@ class ParallelConfig(CheckedSettings, section="parallel"):
           | parallel.cuda_graphs=false, or parallel.pipeline_parallel_size=1
         parallel.cuda_graphs=true, parallel.context_parallel_size!=1 | CUDA graphs do not support context parallelism
           | parallel.cuda_graphs=false, or parallel.context_parallel_size=1
+        parallel.overlap_weights_with_step=true, parallel.virtual_pipeline_parallel_size=null | a stage has one model
+          chunk, so nothing is updated while it is gathered
+          | parallel.overlap_weights_with_step=false, or parallel.virtual_pipeline_parallel_size=2 or more
+        parallel.overlap_weights_with_step=true, parallel.distributed_optimizer=false | weights are not gathered
+          | parallel.overlap_weights_with_step=false, or parallel.distributed_optimizer=true
+        parallel.overlap_weights_with_step=true, parallel.overlap_weights=false | weights are gathered at once
+          | parallel.overlap_weights_with_step=false, or parallel.overlap_weights=true
+        parallel.overlap_weights_with_step=true, parallel.overlap_gradients=false | weights are gathered at once
+          | parallel.overlap_weights_with_step=false, or parallel.overlap_gradients=true
         parallel.overlap_tensor_parallel=true, parallel.sequence_parallel!=true | it overlaps that communication
           | parallel.overlap_tensor_parallel=false, or parallel.sequence_parallel=true
         parallel.overlap_tensor_parallel=true, parallel.cuda_graphs!=false | CUDA graphs do not support its streams

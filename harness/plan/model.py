@@ -85,6 +85,9 @@ class ModelConfig(CheckedSettings, section="model"):
             (on GPUs that have it), `on` or `off`.
         fuse_permutation: sort tokens by expert with Transformer Engine's kernels, so that the host does not wait;
             `auto` (on GPUs that have it), `on` or `off`.
+        fuse_router: choose experts and compute their scores and weights with Transformer Engine's kernels (2.7 or
+            later); `auto` (on GPUs that have them), `on` or `off`. With expert_bias, weights are rounded as scores with
+            biases are.
         seed: seed of the initial weights.
         lora_rank: rank of the LoRA adapters, which are trained instead of the weights; 0 trains all weights.
         lora_alpha: scale of LoRA; the output of an adapter is multiplied by lora_alpha / lora_rank.
@@ -161,6 +164,7 @@ class ModelConfig(CheckedSettings, section="model"):
     fuse_cross_entropy: str = one_of("auto", _SWITCH)
     fuse_weight_gradient: str = one_of("auto", _SWITCH)
     fuse_permutation: str = one_of("auto", _SWITCH)
+    fuse_router: str = one_of("auto", _SWITCH)
     seed: int = bounded(1234)
     lora_rank: int = bounded(0, highest=100_000)
     lora_alpha: float = bounded(32.0, above=0, highest=1_000_000)

@@ -61,6 +61,11 @@ LAYOUT_RULES = tuple(
             ("encoder", SET, "CUDA graphs do not support an encoder"),
             ("layer_pattern", SET, "CUDA graphs do not support hybrid models"),
         ),
+        "overlap_weights_with_step": (
+            ("lora_rank", SET, "weights of adapters are gathered at once"),
+            ("train_encoder", True, "weights are gathered at once where an encoder is trained"),
+            ("num_experts", SET, "Megatron-Core gathers experts before their own optimizer updates them"),
+        ),
         "overlap_shared_experts": (
             ("recompute_modules", includes("moe", "shared_experts"), "overlapped shared experts cannot be recomputed"),
             ("shared_ffn_hidden_size", 0, "the model has no shared experts"),

@@ -249,6 +249,8 @@ _ON_A_GPU = (
     *read_rules("""
         optimizer.moments_dtype=bfloat16, trainer.device=cpu | Transformer Engine's Adam requires a GPU
           | optimizer.moments_dtype=float32
+        parallel.overlap_weights_with_step=true, optimizer.offload | it is not supported with an optimizer on the host
+          | parallel.overlap_weights_with_step=false, or optimizer.offload=0
         parallel.cuda_graphs=true, trainer.device=cpu | CUDA graphs require a GPU | parallel.cuda_graphs=false
         parallel.overlap_tensor_parallel=true, trainer.device=cpu | it requires a GPU and bfloat16, and excludes sample
           prompts, which can be longer than a row | parallel.overlap_tensor_parallel=false, or the other setting

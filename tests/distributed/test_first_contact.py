@@ -36,7 +36,7 @@ def test_first_contact_runs_in_full_on_a_cpu_and_continues_after_a_kill(tmp_path
     assert (tmp_path / "environment.json").read_bytes() == first
     made = json.loads((tmp_path / "report.json").read_text())
     states = {name: part["status"] for name, part in made["parts"].items()}
-    missing = {"attention-flash", "attention-fused", "attention-unfused", "layouts-4", "layouts-8"}
+    missing = {"attention-flash", "attention-fused", "attention-unfused", "fusions", "layouts-4", "layouts-8"}
     assert states == {name: "missing" if name in missing else "done" for name in states}
     assert set(states) == set(PARTS)
     figures = {figure["name"]: figure for figure in made["report"]["figures"]}

@@ -460,12 +460,13 @@ COMPARED_ELSEWHERE = {
         *("parallel.expert_parallel_size", "parallel.expert_tensor_parallel_size", "parallel.overlap_shared_experts"),
         *("parallel.distributed_optimizer", "parallel.static_rows", "schedule.name=dynamic_context"),
     ),
-    "tests/gpu, tests/unit/megatron/test_optimizer_choices.py and test_fusions.py": (
+    "tests/gpu, tests/unit/megatron/test_optimizer_choices.py, test_fusions.py and test_fused_router.py": (
         *("model.dtype", "model.fp8", "model.attention", "model.fuse_swiglu", "model.fuse_cross_entropy"),
-        *("model.fuse_weight_gradient", "model.fuse_permutation", "model.grouped_gemm", "parallel.cuda_graphs"),
-        *("parallel.gradient_dtype", "parallel.overlap_tensor_parallel"),
+        *("model.fuse_weight_gradient", "model.fuse_permutation", "model.fuse_router", "model.grouped_gemm"),
+        *("parallel.cuda_graphs", "parallel.gradient_dtype", "parallel.overlap_tensor_parallel"),
         *("optimizer.moments_dtype", "optimizer.offload", "parallel.expert_dispatcher=flex"),
     ),
+    "test_overlaps.py": ("parallel.overlap_weights_with_step",),
     "tests/integration/test_worker_matrix.py": (
         *("loader.persistent_workers", "loader.prefetch_factor", "loader.start_method"),
         *("loader.timeout_s", "loader.allow_other_data"),

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "losses_cpu.json"
 GPUS = torch.cuda.device_count()
+WITH_ENGINE = ("attention-flash", "attention-fused", "attention-unfused", "fusions")
 # Every attention that this machine can run.
 ATTENTIONS = ["torch", *(["transformer_engine"] if importlib.util.find_spec("transformer_engine") else [])]
 LAYOUTS = {
@@ -131,6 +132,47 @@ def test_exchanges_that_overlap_with_products_train_like_those_that_do_not(tmp_p
     assert np.array(losses["true"]) == pytest.approx(np.array(losses["false"]), rel=2e-2)
 
 
+ROUTERS = {
+    "softmax": ["model.aux_loss=0.01", "model.z_loss=0.001"],
+    "softmax of all, by sequences": [
+        *("model.router_normalize=false", "model.aux_loss=0.01", "model.aux_loss_scope=sequence"),
+    ],
+    "sigmoid": ["model.router_score=sigmoid", "model.expert_bias=true", "model.router_scale=2.5"],
+}
+
+
+@pytest.mark.skipif("transformer_engine" not in ATTENTIONS, reason="needs Transformer Engine")
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("fusion", ["fuse_router", "fuse_permutation"])
+def test_fused_parts_of_experts_train_like_plain_ones(tmp_path, data, fusion, router) -> None:
+    others = [f"model.{name}=off" for name in ("fuse_router", "fuse_permutation") if name != fusion]
+    settings = ["model.dtype=bfloat16", "model.num_experts=8", "model.experts_per_token=2", *ROUTERS[router], *others]
+    start = tmp_path / "start"
+    run(start, data, *settings, f"model.{fusion}=off", "trainer.steps=1")
+    losses = {}
+    for choice in ("off", "on"):
+        _copy(start, tmp_path / choice)
+        steps = run(tmp_path / choice, data, *settings, f"model.{fusion}={choice}", "resume=true")
+        losses[choice] = [step["loss"] for step in steps]
+    assert len(losses["on"]) == len(losses["off"]) == 8
+    assert losses["on"] == pytest.approx(losses["off"], rel=2e-2)
+
+
+@pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
+def test_weights_gathered_during_a_step_train_like_those_gathered_in_the_next(tmp_path, data) -> None:
+    settings = ["parallel=pp2_vpp2", "parallel.distributed_optimizer=true", "model.dtype=bfloat16"]
+    start = tmp_path / "start"
+    run(start, data, *settings, "trainer.steps=1", ranks=4)
+    losses = {}
+    for choice in ("false", "true"):
+        _copy(start, tmp_path / choice)
+        own = f"parallel.overlap_weights_with_step={choice}"
+        steps = run(tmp_path / choice, data, *settings, own, "resume=true", ranks=4)
+        losses[choice] = [(step["loss"], step["grad_norm"]) for step in steps]
+    assert len(losses["true"]) == len(losses["false"]) == 8
+    assert np.array(losses["true"]) == pytest.approx(np.array(losses["false"]), rel=2e-2)
+
+
 def test_first_contact_measures_every_part_that_this_machine_can(tmp_path) -> None:
     bench = [sys.executable, "-m", "harness", "bench", "gpu", "size=tiny", "device=cuda", f"out={tmp_path}"]
     code, output = run_command(bench)
@@ -139,7 +181,7 @@ def test_first_contact_measures_every_part_that_this_machine_can(tmp_path) -> No
     without = {name for name, part in parts.items() if part["status"] == "missing"}
     assert "environment" in parts.keys() - without
     assert without == {
-        *(f"attention-{name}" for name in ("flash", "fused", "unfused") if "transformer_engine" not in ATTENTIONS),
+        *(name for name in WITH_ENGINE if "transformer_engine" not in ATTENTIONS),
         *(f"layouts-{ranks}" for ranks in LAYOUTS if ranks > GPUS),
         *(["links"] if GPUS < 2 else []),
     }

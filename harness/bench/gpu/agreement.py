@@ -59,6 +59,13 @@ _TINY_LAYOUTS = {2: ["data_distributed", "tp2_sp", "pp2", "cp2"]}
 _PACK, _PACKS, _STEPS = 128, 16, 3
 # Kernels and orders of addition differ between layouts.
 _NEARNESS = {"float32": 1e-4, "bfloat16": 1e-2}
+# Fusions of layers with experts, each on and off: its setting, and what the model has beside eight experts.
+FUSIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "router, softmax": ("fuse_router", {"aux_loss": 0.1, "z_loss": 0.01}),
+    "router, softmax of all": ("fuse_router", {"router_normalize": False, "aux_loss": 0.1}),
+    "router, sigmoid": ("fuse_router", {"router_score": "sigmoid", "expert_bias": True, "router_scale": 2.5}),
+    "permutation": ("fuse_permutation", {}),
+}
 
 
 class PlainAttention(torch.nn.Module):
@@ -123,6 +130,35 @@ def measure_attention(sizes: Sizes, workspace: Workspace, backend: str) -> Bench
         findings = IsolationCheck(SftConfig(model=model), job).run()
     report.add(Figure("isolation: findings", len(findings), "findings", at_most=0))
     report.notes += [f"isolation: {finding}" for finding in findings[:10]]
+    return report
+
+
+def measure_fusions(sizes: Sizes, workspace: Workspace, word: str) -> BenchReport:
+    """Compare losses and gradients of a model in float32 with a fusion and without it."""
+    report, row = BenchReport("gpu"), _row(96 if sizes.is_tiny else 2048, _MULTIPLE)
+    with runtime.start(sizes.device) as job:
+        runtime.join(ParallelConfig(), job.world_size)
+        for title, (name, others) in FUSIONS.items():
+            model = replace(_model("torch", "float32", sizes), num_experts=8, **others)
+            choices: list[dict[str, Any]] = [{name: "off"}, {name: "on"}]
+            found: list[tuple[torch.Tensor, torch.Tensor]] = []
+            weights: list[torch.Tensor] = []
+            try:
+                for choice in choices:
+                    chosen = replace(model, **choice)
+                    chunks = build_model(chosen, ParallelConfig(), vocab_size=_VOCABULARY, device=job.device)
+                    own = [weight.detach() for weight in chunks[0].parameters()]
+                    for weight, given in zip(own, weights or own, strict=True):
+                        weight.copy_(given)
+                    weights = own
+                    found.append(run_once(chunks, to_device(row, job.device)))
+            except ConfigError as error:
+                report.notes.append(f"{title}: {error.what}")
+                continue
+            for what, off, on in zip(("losses", "gradients"), *found, strict=True):
+                error_of = float((on - off).norm() / off.norm())
+                at_most = _NEARNESS[model.dtype]
+                report.add(Figure(f"{title}: {what} differ with {name}", error_of, "of their norm", at_most=at_most))
     return report
 
 

@@ -26,18 +26,19 @@ DONE, FAILED, MISSING = "done", "failed", "missing"
 REPORT_JSON, REPORT_PAGE = "report.json", "report.md"
 # Imports from a slow disk.
 _DESCRIBE_S = 300.0
-_WITH_ENGINE = ("attention-flash", "attention-fused", "attention-unfused")
+_WITH_ENGINE = ("attention-flash", "attention-fused", "attention-unfused", "fusions")
 # Of the file of a part: its report, or the reason why there is none; the machine is as `describe_gpus` has it.
 _FIELDS = {"part", "status", "reason", "machine", "host", "size", "seconds", "report"}
-# The attention and the scans of a model against plain ones, the losses of layouts against those of one rank, a model's
-# loop against a bare one, packed chats against dense sequences, and checkpoints in the background. Each has the place
-# of its function in this package, which gets sizes, a workspace and the word after the part's name, and the processes
-# that it needs, None for one a GPU.
+# The attention and the scans of a model against plain ones, its fusions on and off, the losses of layouts against those
+# of one rank, a model's loop against a bare one, packed chats against dense sequences, and checkpoints in the
+# background. Each has the place of its function in this package, which gets sizes, a workspace and the word after the
+# part's name, and the processes that it needs, None for one a GPU.
 PARTS: dict[str, tuple[str, int | None]] = {
     "environment": ("environment:measure_environment", 1),
     "links": ("environment:measure_links", None),
     **{f"attention-{name}": ("agreement:measure_attention", 1) for name in ("torch", "flash", "fused", "unfused")},
     **{f"scan-{name}": ("agreement:measure_attention", 1) for name in ("mamba2", "delta")},
+    "fusions": ("agreement:measure_fusions", 1),
     **{f"layouts-{ranks}": ("agreement:measure_layouts", ranks) for ranks in (1, 2, 4, 8)},
     **{f"step-{shape}": ("training:measure_step", None) for shape in ("1b", "8b")},
     "packed-8b": ("training:measure_packed", 1),

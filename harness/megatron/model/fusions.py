@@ -6,6 +6,7 @@ import importlib.util
 import os
 
 import torch
+from megatron.core.transformer.moe import moe_utils
 
 from harness.errors import ConfigError
 from harness.megatron.compat import missing_kernels
@@ -13,7 +14,9 @@ from harness.plan import ModelConfig, ParallelConfig
 
 # Megatron-Core's linear layers call this extension of Apex to add a weight's gradient inside the product.
 _ADDING_KERNEL, _ENGINE = "fused_weight_gradient_mlp_cuda", "transformer_engine"
-_PACKAGES = {"fuse_weight_gradient": _ADDING_KERNEL, "fuse_permutation": _ENGINE}
+_PACKAGES = {"fuse_weight_gradient": _ADDING_KERNEL, "fuse_permutation": _ENGINE, "fuse_router": _ENGINE}
+# Kernels of a router, up to those of Transformer Engine 2.14 at least, keep 52 bytes of each expert in 48 KiB.
+_MOST_ROUTED = 48 * 1024 // 52
 
 
 def choose_fusions(model: ModelConfig, device: torch.device) -> dict[str, bool]:
@@ -21,7 +24,7 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> dict[str, bool]:
     model, is_gpu = model.on(device.type), device.type == "cuda"
 
     def uses(name: str) -> bool:
-        choice, missing = getattr(model, name), _why_not(_PACKAGES[name], device) if name in _PACKAGES else None
+        choice, missing = getattr(model, name), _why_not(name, model, device)
         if choice == "on" and missing:
             raise ConfigError(f"model.{name} is on, but {missing}", where=f"model.{name}", fix="set it to auto")
         return not missing and (choice == "on" or (choice == "auto" and is_gpu))
@@ -39,6 +42,7 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> dict[str, bool]:
         "gradient_accumulation_fusion": uses("fuse_weight_gradient"),
         # Without it, the host waits in every layer for the numbers of tokens by expert.
         "moe_permute_fusion": uses("fuse_permutation") and bool(model.num_experts),
+        "moe_router_fusion": uses("fuse_router") and bool(model.num_experts),
     }
 
 
@@ -72,10 +76,13 @@ def slow_parts(
     found += _wrong_connections(parallel, device, shares_rows)
     if model.dtype == "float32":
         found.append("model.dtype is float32: bfloat16 takes half the memory and is many times faster on a GPU")
-    if model.num_experts and model.fuse_permutation == "auto" and (missing := _why_not(_ENGINE, device)):
-        found.append(f"model.fuse_permutation is auto, but {missing}: every layer with experts waits for the host")
-    if model.fuse_weight_gradient == "auto" and (missing := _why_not(_ADDING_KERNEL, device)):
-        found.append(f"model.fuse_weight_gradient is auto, but {missing}: each weight gradient needs an extra kernel")
+    for name, result in {
+        **({"fuse_permutation": "every layer with experts waits for the host"} if model.num_experts else {}),
+        **({"fuse_router": "each router launches many small kernels"} if model.num_experts else {}),
+        "fuse_weight_gradient": "each weight gradient needs an extra kernel",
+    }.items():
+        if getattr(model, name) == "auto" and (missing := _why_not(name, model, device)):
+            found.append(f"model.{name} is auto, but {missing}: {result}")
     if has_engine and not model.traits.has_sinks and torch.are_deterministic_algorithms_enabled():
         heads = model.num_attention_heads // parallel.tensor_parallel_size
         padded = parallel.padding_setting
@@ -102,10 +109,18 @@ def _wrong_connections(parallel: ParallelConfig, device: torch.device, shares_ro
     return [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}, which {why}: set it to {best} before the job starts"]
 
 
-def _why_not(package: str, device: torch.device) -> str | None:
+def _why_not(fusion: str, model: ModelConfig, device: torch.device) -> str | None:
+    """Return why a GPU cannot have a fusion; None if it can, or if Megatron-Core needs no package for it."""
+    package = _PACKAGES.get(fusion)
+    if package is None:
+        return None
     if device.type != "cuda":
         return "there is no GPU"
     if importlib.util.find_spec(package) is None:
         name = f"Apex's extension {package}" if package == _ADDING_KERNEL else "Transformer Engine"
         return f"{name} is not installed"
+    if fusion == "fuse_router" and getattr(moe_utils, "fused_topk_with_score_function", None) is None:
+        return "this Transformer Engine has no kernels for routers, which 2.7 and later have"
+    if fusion == "fuse_router" and model.num_experts > _MOST_ROUTED:
+        return f"the kernels have room for {_MOST_ROUTED} experts, and the model has {model.num_experts}"
     return None

@@ -15,7 +15,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+    topk_routing_with_score_function,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 
 from harness.megatron import compat
@@ -94,11 +98,13 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
             scaling_factor=config.moe_router_topk_scaling_factor,
             score_function=self.score_function,
             expert_bias=self.expert_bias,
+            fused=config.moe_router_fusion,
         )
-        if counted:
-            weights = self._balance(logits, weights, padding)
         if counted or not self.training:
-            self._count(logits, chosen, padding)
+            scores, best = self._score(logits)
+            if counted:
+                weights = self._balance(scores, best, weights, padding)
+            self._count(scores, chosen, padding)
         # In the forward pass: where activations are computed again, another row may have come by then.
         is_forward = torch.is_grad_enabled() != self.is_recomputed
         if self.row_sources is not None and self.training and is_forward:
@@ -107,15 +113,27 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
                 self.source_counts.index_add_(0, self.row_sources, real.to(self.source_counts.dtype))
         return weights, chosen
 
-    def _balance(self, logits: torch.Tensor, weights: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def _score(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 [T, experts], each expert's share of a token's scores, and 1 at the `topk` best, else 0.
+
+        Transformer Engine's kernel does not divide the scores of a single sigmoid. Its kernel of the loss knows neither
+        the sequences of a row nor, up to 2.17, a number of tokens that is on the GPU.
+        """
+        if self.config.moe_router_fusion and (self.score_function == "softmax" or self.topk > 1):
+            best, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function, fused=True)
+            return scores, best.to(scores.dtype)
+        scores = _scores(logits, self.score_function)
+        return scores, torch.zeros_like(scores).scatter(1, scores.topk(self.topk, dim=1).indices, 1.0)
+
+    def _balance(
+        self, scores: torch.Tensor, best: torch.Tensor, weights: torch.Tensor, padding: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attach the balancing loss of the row, or of its sequences, to `weights`, and record it.
 
         Of T tokens, with n_i of them sent to expert i of E, and p_i the sum of its scores, the loss is
         E * sum(n_i * p_i) / (topk * T * T): 1 if all is even. It counts for every token, and each rank adds the part
         of its own scores.
         """
-        scores = _scores(logits, self.score_function)
-        best = torch.zeros_like(scores).scatter(1, scores.topk(self.topk, dim=1).indices, 1.0)
         if padding is not None:
             scores, best = scores * ~padding.unsqueeze(1), best * ~padding.unsqueeze(1)
         config = self.config
@@ -143,17 +161,16 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         return weights
 
     @torch.no_grad()
-    def _count(self, logits: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor | None) -> None:
+    def _count(self, scores: torch.Tensor, chosen: torch.Tensor, padding: torch.Tensor | None) -> None:
         real = chosen if padding is None else chosen & ~padding.unsqueeze(1)
         counts = real.sum(dim=0)
         if self.enable_expert_bias and self.training:
             self.local_tokens_per_expert += counts
         self.counts = self.counts + counts.double()
-        scores = _scores(logits, self.score_function)
         entropy = -(scores * scores.clamp(min=1e-30).log()).sum(dim=1)
         if padding is not None:
             entropy = entropy.masked_fill(padding, 0.0)
-        tokens = torch.as_tensor(logits.shape[0], device=logits.device) if padding is None else (~padding).sum()
+        tokens = torch.as_tensor(scores.shape[0], device=scores.device) if padding is None else (~padding).sum()
         self.sums["tokens"] += tokens.double()
         self.sums["entropy"] += entropy.double().sum()
         if self.shared_experts_ran:

@@ -64,7 +64,7 @@ def test_what_the_machine_lacks_is_reported_and_the_rest_runs(tmp_path, monkeypa
     ran = dict(machine.begun)
     assert set(PARTS) - set(ran) == {
         *("links", "layouts-2", "layouts-4", "layouts-8"),
-        *("attention-flash", "attention-fused", "attention-unfused"),
+        *("attention-flash", "attention-fused", "attention-unfused", "fusions"),
     }
     assert set(ran.values()) == {1}
     assert "layouts-2 missing: requires 2 GPUs, but has 1" in report.notes

@@ -117,6 +117,8 @@ FLOAT = {"attention": "transformer_engine", "dtype": "float32"}
 HALF = {"dtype": "bfloat16"}
 MOMENTS = {"moments_dtype": "bfloat16"}
 SPLIT = {"distributed_optimizer": True}
+WITH_STEP = {**SPLIT, "pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}
+WITH_STEP |= {"overlap_weights_with_step": True}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,7 @@ SPLIT = {"distributed_optimizer": True}
         ({"dtype": "float32"}, SPLIT, {"offload": 1}, "cuda", "is 1, and model.dtype is float32"),
         ({}, SPLIT, {"offload": 1}, "cpu", "and model.dtype is float32"),
         (HALF, SPLIT, MOMENTS, "cpu", "moments_dtype is bfloat16, and trainer.device is cpu"),
+        (HALF, WITH_STEP, {"offload": 0.5}, "cuda", "step is true, and optimizer.offload is 0.5: it is not supported"),
     ],
 )
 def test_what_a_dtype_an_optimizer_or_transformer_engine_cannot_do_is_refused_before_a_job(
@@ -146,6 +149,7 @@ def test_what_a_dtype_an_optimizer_or_transformer_engine_cannot_do_is_refused_be
     with pytest.raises(ConfigError, match=message):
         config.check_dtypes()
     config.model.dtype, config.trainer.device, config.parallel.distributed_optimizer = "bfloat16", "cuda", True
+    config.parallel.overlap_weights_with_step = False
     config.check_dtypes()
 
 

@@ -122,7 +122,8 @@ def test_grouped_products_are_refused_where_they_cannot_run_and_left_out_where_t
     for settings, reason in (({"lora_rank": 2}, "experts have LoRA adapters"), ({"attention": "torch"}, "require")):
         with pytest.raises(ConfigError, match=reason):
             ModelConfig(**SIZES, **settings, grouped_gemm="on")
-    model = ModelConfig(**SIZES, dtype="bfloat16", fuse_weight_gradient="off", fuse_permutation="off")
+    off = {"fuse_weight_gradient": "off", "fuse_permutation": "off", "fuse_router": "off"}
+    model = ModelConfig(**SIZES, dtype="bfloat16", **off)
     gpu = torch.device("cuda")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     assert slow_parts(model, ONE, gpu, has_engine=True) == []

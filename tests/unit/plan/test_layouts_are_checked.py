@@ -18,6 +18,8 @@ from harness.schedule import ScheduleConfig
 OVERLAPS = {"tensor_parallel_size": 2, "sequence_parallel": True, "static_rows": True, "overlap_tensor_parallel": True}
 STAGES = {"pipeline_parallel_size": 2}
 ALLGATHER = {"expert_dispatcher": "allgather", "expert_parallel_size": 2}
+INTERLEAVED = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}
+WITH_STEP = {**INTERLEAVED, "distributed_optimizer": True, "overlap_weights_with_step": True}
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,10 @@ ALLGATHER = {"expert_dispatcher": "allgather", "expert_parallel_size": 2}
         ({**OVERLAPS, "static_rows": None}, "static_rows is null, and parallel.pipeline_parallel_size is 1: its"),
         ({**STAGES, **ALLGATHER, "static_rows": False}, "allgather requires rows of equal length"),
         ({**OVERLAPS, "cuda_graphs": True}, "cuda_graphs is true: CUDA graphs do not support its streams"),
+        ({**WITH_STEP, "virtual_pipeline_parallel_size": None}, "size is null: a stage has one model chunk"),
+        ({**WITH_STEP, "distributed_optimizer": False}, "optimizer is false: weights are not gathered"),
+        ({**WITH_STEP, "overlap_weights": False}, "overlap_weights is false: weights are gathered at once"),
+        ({**WITH_STEP, "overlap_gradients": False}, "overlap_gradients is false: weights are gathered at once"),
     ],
 )
 def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message) -> None:
@@ -133,7 +139,6 @@ LATENT_EXPERTS = {**LATENT, "num_experts": 4}
 GRAPHS = {"static_rows": True, "cuda_graphs": True}
 CUT = {"tensor_parallel_size": 2, "sequence_parallel": True}
 CUT_EXPERTS = {**CUT, "expert_tensor_parallel_size": 2}
-INTERLEAVED = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +163,8 @@ INTERLEAVED = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}
         ({"family": "gpt_oss", "sliding_window": 8, "num_experts": 4}, CUT_EXPERTS, "experts with biases cannot be"),
         ({"num_experts": 4, "expert_ffn_hidden_size": 32}, GRAPHS, "num_experts is 4: CUDA graphs"),
         ({"fp8": "tensorwise"}, GRAPHS, "fp8 is tensorwise: CUDA graphs do not support FP8"),
+        ({"lora_rank": 2}, WITH_STEP, "lora_rank is 2: weights of adapters are gathered at once"),
+        ({"num_experts": 4}, WITH_STEP, "num_experts is 4: Megatron-Core gathers experts before"),
     ],
 )
 def test_a_model_that_a_layout_cannot_divide_or_capture_is_refused(model, parallel, message) -> None:
