@@ -26,6 +26,7 @@ from harness.megatron.job.runtime import join
 from harness.megatron.model.gpt import build_chunks
 from harness.megatron.pretrained import find_pretrained
 from harness.megatron.weights import TensorShard, check_weights, fill_model, global_parameters, hf_tensors
+from harness.parity.running import free_ports
 from harness.plan import SftConfig
 from harness.plan.hf_config import MTP_SETTINGS, read_hf_config, to_hf_config
 from harness.plan.layout import ParallelConfig
@@ -33,7 +34,7 @@ from harness.plan.model import ModelConfig
 from harness.recipes import sft
 from harness.settings import to_plain, to_yaml
 
-from .conftest import forked, overrides_of, run_here, run_jobs, train
+from .conftest import forked, overrides_of, run_command, run_here, run_jobs, train
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 # Megatron pads the vocabulary to 384: a second rank has both tokens and padding.
@@ -458,6 +459,21 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(models, 
                 assert not pretrained.warnings
                 with pytest.raises(HarnessError, match=r"have unknown model.layers.2.eh_proj.weight"):
                     check(weights, model, 300, pretrained.mtp_layers)
+
+
+def test_ranks_whose_folders_have_other_tensors_all_refuse_them(models, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    for rank in range(2):
+        shutil.copytree(models["llama"], tmp_path / f"model-{rank}")
+        (tmp_path / f"model-{rank}" / INDEX_FILE).unlink()  # then every file counts
+    save_file({"model.layers.9.own.weight": torch.zeros(1)}, tmp_path / "model-1/own.safetensors")
+    jobs = tmp_path / "jobs.json"
+    jobs.write_text(json.dumps([[*free_ports(1), "differ", f"{tmp_path}/model-{{rank}}", 1, 1, 1, 1, SEQUENCES]]))
+    code, output = run_command([*forked(2), "tests.distributed.weights_ranks", str(jobs), str(tmp_path)])
+    assert code != 0
+    assert "FormatError: the weights have other tensors on another rank" in output
+    assert all(f"where: {tmp_path}/model-{rank}" in output for rank in range(2))
 
 
 @pytest.mark.submission

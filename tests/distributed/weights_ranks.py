@@ -1,7 +1,7 @@
 """`torchrun -m tests.distributed.weights_ranks JOBS.json OUT`: logits of models that start from Hugging Face weights.
 
 JOBS.json is a list of [port, name, folder, tp, pp, ep, etp, sequences]; each writes OUT/<name>.npy,
-float32 [tokens, vocabulary] of one packed row.
+float32 [tokens, vocabulary] of one packed row. A folder may have `{rank}` in its name.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ def logits(folder: str, *, sizes: tuple[int, int, int, int], sequences: list[lis
 if __name__ == "__main__":
     for name, folder, *sizes, sequences in jobs_of(sys.argv[1]):
         with runtime.start("cpu", timeout_s=60):
+            folder = folder.format(rank=torch.distributed.get_rank())
             result = logits(folder, sizes=tuple(sizes), sequences=sequences)
             if result is not None:
                 np.save(Path(sys.argv[2]) / f"{name}.npy", result)
