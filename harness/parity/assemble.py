@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shlex
 import subprocess
@@ -23,6 +22,7 @@ from harness.parity.locate import Recorded, recorded_run
 from harness.parity.result import CellResult, Check, Difference, Series
 from harness.parity.running import PACKAGES, Finished
 from harness.plan import ModelConfig, ParallelConfig, sequence_cost
+from harness.settings import load
 from harness.train import StepMetrics
 from harness.train.folder import SETTINGS_FILE, read_settings
 
@@ -37,7 +37,8 @@ def cell_result(
         recorded = recorded_run(cell.run_folder(folder))
         steps, placement = recorded.steps, placement_of(recorded, cell.run_folder(folder), cell.case.ranks)
         if not reason and cell.plan.program == ISOLATION:
-            lines = map(json.loads, cell.record(folder).read_text().splitlines())
+            record = cell.record(folder)
+            lines = [load(dict[str, Any], line, where=record) for line in record.read_bytes().splitlines()]
             findings = [finding for line in lines for finding in line["findings"]]
             more = f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
             difference = Difference(findings[0] + more, field="isolation") if findings else None
