@@ -1,12 +1,12 @@
-"""One door to files: on a disk or in object storage, complete or absent, read by ranges, downloaded once a machine.
+"""Access to files on a disk or in object storage: written completely or not at all, read by ranges, cached per machine.
 
     open_folder("data/sft")            a Folder on a disk; of a URI such as s3://bucket/sft, one in object storage
     open_source(place)                 one file, read by ranges; open_stream(place), front to back
-    name_bus_errors()                 a mapped file that became unreadable is named
-    AtomicFile(path)                   a file that exists under its name only once it is complete
-    Marker(path)                       the lock of a writer, which outlives it if it is killed
-    copy_to_node(path, local_dir)      a folder copied to this node's disk, and local_copy(path), which finds it
-    write_checksums(folder, files)     sizes and hashes of a checkpoint or an export, and a hash of themselves
+    name_bus_errors()                 reports the name of a memory-mapped file that became unreadable
+    AtomicFile(path)                   a file that gets its name only when it is complete
+    Marker(path)                       lock file of a writer, which remains if the writer is killed
+    copy_to_node(path, local_dir)      copies a folder to this node's disk; local_copy(path) finds the copy
+    write_checksums(folder, files)     sizes and hashes of a checkpoint or an export, and a hash of the list
 
 Read `folders` first: the interface that readers and writers of datasets use.
 """

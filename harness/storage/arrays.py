@@ -1,4 +1,4 @@
-"""Plain `.npy` files of numbers: checked headers, memory maps, and files that grow while they are written."""
+"""Plain numeric `.npy` files: validated headers, memory maps, and files that grow while they are written."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _HEADER = re.compile(
     rb"\{'descr': '([<>|](?:[iu][1248]|f[248]|b1|O8?))', 'fortran_order': (True|False), "
     rb"'shape': \(((?: *\d{1,19}L?,?)*)\), *\} *\n?"
 )
-# Headers that we write have this size for any shape, so that the shape can be filled in at the end.
+# Written headers have this size for any shape, so that the shape can be filled in at the end.
 _HEADER_BYTES = 128
 
 
 def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read shape, Fortran order and dtype of an open `.npy` file, and leave it at its first data byte."""
+    """Read shape, Fortran order and dtype of an open `.npy` file; leave the file at its first data byte."""
     width = {b"\x93NUMPY\x01\x00": 2, b"\x93NUMPY\x02\x00": 4}.get(file.read(8))
     if width is None:
         raise FormatError("not a .npy file of version 1 or 2", where=str(path))
     num_bytes = int.from_bytes(file.read(width), "little")
     text = file.read(num_bytes) if num_bytes <= _MAX_HEADER_BYTES else b""
-    # numpy's own parser evaluates the header as Python, and fails in many ways on a damaged one.
+    # numpy's own parser evaluates the header as Python and raises many kinds of errors for a damaged one.
     header = _HEADER.fullmatch(text)
     if header is None or len(text) != num_bytes:
         raise FormatError("the .npy header is damaged, or does not describe a plain array", where=str(path))
@@ -43,7 +43,7 @@ def read_npy_header(path: Path, file: Any) -> tuple[tuple[int, ...], bool, np.dt
 
 
 def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-    """Map a `.npy` file of this dtype and shape (None: one dimension), read-only; FormatError for others."""
+    """Memory-map a `.npy` file of this dtype and shape (None for one dimension), read-only; FormatError otherwise."""
     with os_errors_as(FormatError, "cannot be read", where=path), path.open("rb") as file:
         if dtype.names and shape is not None:
             header = npy_header(dtype.descr, shape)
@@ -62,12 +62,12 @@ def map_npy(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...] | None = No
         if num_bytes != expected:
             raise FormatError(f"has {num_bytes:,} bytes, expected {expected:,}", where=str(path))
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    # Not np.memmap: its subclass costs a microsecond an access, and it pickles by value.
+    # np.memmap is avoided: its subclass costs a microsecond per access, and it pickles by value.
     return np.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=offset).reshape(shape)
 
 
 def npy_header(descr: str | list[Any], shape: tuple[int, ...]) -> bytes:
-    """Build the header of a `.npy` file, of 128 bytes for any shape of numbers; with several fields, of a multiple."""
+    """Return the header of a `.npy` file: 128 bytes for a plain dtype, a multiple of 128 for one with fields."""
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}"
     num_bytes = -(-(len(text) + 11) // _HEADER_BYTES) * _HEADER_BYTES
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", num_bytes - 10) + text.ljust(num_bytes - 11).encode() + b"\n"
@@ -84,7 +84,7 @@ class NpyStream:
         self._file.write(self._header())
 
     def write(self, values: npt.NDArray[Any]) -> None:
-        """Append whole rows, given flat."""
+        """Append complete rows, given as a flat array."""
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
         self._num_rows += values.shape[0] // (self._width or 1)
 

@@ -1,14 +1,14 @@
-"""Objects of one bucket: read by ranges, listed, and uploaded complete or not at all; errors name the cause.
+"""Objects of a bucket: ranged reads, listings, and uploads that appear completely or not at all.
 
-`connections` has the settings. Every call ends in bounded time, and no error shows credentials.
+See `connections` for settings. Every call ends in bounded time, errors name the cause, and no error shows credentials.
 
-Local copies are bounded, least recently used first out, and shared by the processes of a machine. An entry holds files
-that belong together (those of a shard, or an index) and is named by the hashes that the manifest lists, so that two
-addresses of one dataset share it. The holder of its lock downloads it once, checks sizes and hashes, and renames it
-into place. An entry that a process has open is locked and is not evicted: open entries can exceed the bound.
+The local cache is bounded, evicts the least recently used entries, and is shared by the processes of a machine. An
+entry contains files that belong together (a shard, or an index) and is named by their hashes in the manifest, so that
+two addresses of one dataset share it. The process that locks an entry downloads it, checks sizes and hashes, and
+renames it into place. Entries in use are locked and not evicted, so they can exceed the bound.
 
-    HARNESS_CACHE        the folder; `$XDG_CACHE_HOME/harness` or `~/.cache/harness` by default
-    HARNESS_CACHE_BYTES  its bound, 64 GiB by default
+    HARNESS_CACHE        folder of the cache; default `$XDG_CACHE_HOME/harness` or `~/.cache/harness`
+    HARNESS_CACHE_BYTES  maximum size in bytes; default 64 GiB
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from harness.printing import redact
 from harness.storage.connections import TIMEOUT_NAME, MscStore, ObjectPath, connect, load_obstore, s3_endpoint
 from harness.storage.files import OutputFile, Stamp, StoredFile, file_digest, is_open_at
 
-# One ranged request, and one part of an upload; a larger read takes several, so that each has its own time limit.
+# Size of a ranged request and of a part of an upload. Larger reads are split, so that each part has its own time limit.
 REQUEST_BYTES = 8 << 20
 MISSING_OBJECT = "no such object"
 _UPLOADS = 2
@@ -49,7 +49,7 @@ Download = Callable[[StoredFile, Path], None]
 
 
 def find_size(place: ObjectPath) -> int | None:
-    """Return the bytes of an object, or None if it does not exist."""
+    """Return the size of an object in bytes, or None if it does not exist."""
     with naming_errors(place), contextlib.suppress(FileNotFoundError):
         return int(connect(place).head(place.key)["size"]) if place.key else None
     return None
@@ -69,7 +69,7 @@ def read_object(place: ObjectPath, start: int, num_bytes: int) -> bytes:
 
 
 def read_blocks(place: ObjectPath, num_bytes: int, start: int = 0) -> Iterator[bytes]:
-    """Read bytes of an object, a request's worth at a time; raises FormatError if it is shorter."""
+    """Yield bytes of an object, one request at a time; raises FormatError if it is shorter."""
     for begin in range(start, start + num_bytes, REQUEST_BYTES):
         count = min(REQUEST_BYTES, start + num_bytes - begin)
         with naming_errors(place):
@@ -81,7 +81,7 @@ def read_blocks(place: ObjectPath, num_bytes: int, start: int = 0) -> Iterator[b
 
 
 def object_digest(place: ObjectPath, num_bytes: int) -> str:
-    """Return xxh3_64 (hexadecimal) of an object of this size."""
+    """Return the xxh3_64 hash (hexadecimal) of an object of this size."""
     total = xxhash.xxh3_64()
     for block in read_blocks(place, num_bytes):
         total.update(block)
@@ -111,9 +111,9 @@ def open_upload(place: ObjectPath) -> Any:
 
 
 def list_below(place: ObjectPath) -> dict[str, tuple[Stamp, float]]:
-    """Return the stamps of the objects below a place, by their keys below it, with times of writing as versions.
+    """Return the objects below a place by relative key: a stamp with the modification time as version, and the age.
 
-    With each, the seconds since then by this machine's clock.
+    The age is in seconds, by this machine's clock.
     """
     with naming_errors(place):
         now, found = time.time(), [one for page in connect(place).list(place.key) for one in page]
@@ -123,7 +123,7 @@ def list_below(place: ObjectPath) -> dict[str, tuple[Stamp, float]]:
     for name in below:
         while (name := name.rpartition("/")[0]) and name not in folders:
             folders.add(name)
-    # Consoles and PyArrow make empty objects `x/` for folders, which are listed as `x`.
+    # Web consoles and PyArrow create empty objects `x/` for folders, which are listed as `x`.
     return {
         name: (Stamp(int(one["size"]), _time_of(one)), max(0.0, now - one["last_modified"].timestamp()))
         for name, one in below.items()
@@ -133,7 +133,7 @@ def list_below(place: ObjectPath) -> dict[str, tuple[Stamp, float]]:
 
 @contextlib.contextmanager
 def naming_errors(place: ObjectPath) -> Iterator[None]:
-    """Turn the errors of a client into FormatErrors."""
+    """Turn errors of a storage client into FormatErrors."""
     try:
         yield
     except (ConfigError, FormatError):
@@ -156,7 +156,7 @@ def _time_of(found: Any) -> str:
 
 
 class _PartsDigest:
-    """The ETag that S3 gives to an upload: its MD5, or the MD5 of the MD5s of its parts, and their number."""
+    """Computes the ETag that S3 gives to an upload: its MD5, or the MD5 of its parts' MD5s and the number of parts."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -182,7 +182,7 @@ _new_md5 = partial(hashlib.md5, usedforsecurity=False)
 
 
 def etag_of(path: Path) -> str:
-    """Return the ETag that S3 gives to a file that `UploadFile` uploads."""
+    """Return the ETag that S3 gives to a file uploaded with `UploadFile`."""
     parts = _PartsDigest()
     with path.open("rb") as file:
         while block := file.read(REQUEST_BYTES):
@@ -191,10 +191,10 @@ def etag_of(path: Path) -> str:
 
 
 class UploadFile(OutputFile):
-    """An object under way. Bytes go out in parts of REQUEST_BYTES, and their size and hash are known at the end.
+    """An upload in progress, sent in parts of REQUEST_BYTES; its size and hash are computed on the way.
 
-    `check` is called before the object appears; an error that it raises prevents that. Staged bytes go to a temporary
-    file first, for formats that go back to a header, of which nothing is left when the process is killed.
+    `check` is called before the object becomes visible and can prevent that by raising. Staged uploads are written to a
+    temporary file first, for formats that seek back to a header; nothing remains of it if the process is killed.
     """
 
     def __init__(self, place: ObjectPath, check: Callable[[], None], *, is_staged: bool) -> None:
@@ -234,10 +234,10 @@ class UploadFile(OutputFile):
             self._stream.write(view)
 
     def finish(self) -> None:
-        """Complete the upload, and check what the store has; raise FormatError if it refuses, or has other bytes.
+        """Complete the upload and check the stored object; raise FormatError if it is refused or differs.
 
-        S3 names the hash of the bytes that it stored; where that is of another kind (encrypted buckets), they are read
-        back. Of other stores the size is checked.
+        S3 reports a hash of the stored bytes; if it is of another kind (encrypted buckets), the object is read back.
+        For other stores, the size is checked.
         """
         if self._done:
             return
@@ -263,7 +263,7 @@ class UploadFile(OutputFile):
         raise FormatError(what, where=str(self._place), fix=fix)
 
     def abort(self) -> None:
-        """Drop the parts that were sent. The place itself is not touched: it may be another writer's by now."""
+        """Drop the parts that were sent. The object itself is not touched: it may belong to another writer by now."""
         if self._done:
             return
         self._done = True
@@ -271,15 +271,15 @@ class UploadFile(OutputFile):
             self._staged.close()
         if self._stream is not None:
             error = InterruptedError()
-            with contextlib.suppress(Exception):  # a store without its network keeps them until a rule deletes them
+            with contextlib.suppress(Exception):  # without a network, a lifecycle rule has to delete the parts
                 self._stream.__exit__(type(error), error, None)
 
 
-# Classes of errors, by the remedy: PASSING is to be tried again, and REFUSED is the request itself.
+# Kinds of errors by remedy: PASSING errors are transient; REFUSED means that the request itself is invalid.
 Verdict = Enum("Verdict", ("PASSING", "MISSING", "NO_BUCKET", "DENIED", "REFUSED"))
 
-# Of the names of an error's classes, on the first line, and of what obstore and multi-storage-client write, with the
-# names of errors of the three providers; the first that is found counts.
+# Patterns for the class names of an error, on the first line, and for messages of obstore, multi-storage-client and the
+# three providers. The first match counts.
 _PATTERNS = (
     (Verdict.NO_BUCKET, r"NoSuchBucket|InvalidBucketName|ContainerNotFound|FilesystemNotFound"),
     (
@@ -302,16 +302,16 @@ _AZURE_CREDENTIALS = "set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN, or log i
 
 
 def judge(error: Exception) -> Verdict:
-    """Classify an error of a client; an unknown error of its network counts as transient."""
+    """Classify an error of a storage client; unknown network errors count as transient."""
     text = f"{' '.join(kind.__name__ for kind in type(error).__mro__)}\n{error}"
     return next((verdict for verdict, pattern in _PATTERNS if re.search(pattern, text)), Verdict.REFUSED)
 
 
 def explain(error: Exception, place: ObjectPath) -> FormatError:
-    """Turn an error of a client into one that names cause and fix."""
+    """Return a FormatError with cause and fix for an error of a storage client."""
     verdict = judge(error)
     if verdict in (Verdict.MISSING, Verdict.DENIED):
-        # Answers to HEAD have no body: only a listing distinguishes a wrong key from a wrong secret or bucket.
+        # Responses to HEAD have no body: only a listing distinguishes a wrong key from wrong credentials or bucket.
         error = _list_error(replace(place, key="")) or error
         verdict = judge(error)
     text, is_s3 = str(error), place.scheme == "s3"
@@ -335,7 +335,7 @@ def explain(error: Exception, place: ObjectPath) -> FormatError:
 
 
 def _short(text: str) -> str:
-    """The first line, without the request's number, which only the store's own log can use."""
+    """Return the first line without request ids, which are only useful in the store's own log."""
     line = redact(text.splitlines()[0] if text else "no reason given")
     return re.sub(r"<(RequestId|HostId)>[^<]*</\1>", "", line)[:400]
 
@@ -344,7 +344,7 @@ def _short(text: str) -> str:
 
 
 class Entry:
-    """Local files in `folder`, under the paths that the manifest gives them, that are not evicted until `release`."""
+    """Local files in `folder`, under their paths in the manifest, which are not evicted until `release`."""
 
     def __init__(self, folder: Path, descriptor: int = -1) -> None:
         self.folder = folder
@@ -361,7 +361,7 @@ class Entry:
 
 
 class LocalCache:
-    """The cache of this machine's processes, by the settings above; raises ConfigError for a malformed one."""
+    """Cache shared by the processes of this machine; raises ConfigError for invalid environment variables."""
 
     def __init__(self) -> None:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -375,13 +375,13 @@ class LocalCache:
             raise ConfigError(f"{_BYTES_NAME} is {text!r}", where="environment", fix="use a whole number of bytes")
 
     def get(self, files: Sequence[StoredFile], download: Download) -> Entry:
-        """Return the entry of these files, downloaded if missing; FormatError if others arrive, or the disk refuses."""
+        """Return the entry of these files, downloaded if missing; FormatError if they differ or the disk fails."""
         text = "\n".join(f"{stored.path} {stored.num_bytes} {stored.xxh3}" for stored in files)
         name = str(xxhash.xxh3_128_hexdigest(text.encode()))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             while True:
-                # Waits while another process downloads it, which takes bounded time.
+                # Wait while another process downloads it, which takes bounded time.
                 if (shared := self._lock(name, fcntl.LOCK_SH)) is not None:
                     if (self.folder / name).is_dir():
                         os.utime(self.folder / (name + _LOCK))
@@ -401,7 +401,7 @@ class LocalCache:
             raise FormatError(what, where=str(error.filename or self.folder), fix=fix) from error
 
     def _lock(self, name: str, kind: int, *, create: bool = False) -> int | None:
-        """Lock an entry; return its open lock file, or None if there is none, or it is removed or in use."""
+        """Lock an entry; return the descriptor of its lock file, or None if it is missing, removed or in use."""
         lock = self.folder / (name + _LOCK)
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
@@ -418,7 +418,7 @@ class LocalCache:
 
     def _download(self, name: str, descriptor: int, files: Sequence[StoredFile], download: Download) -> None:
         num_bytes = sum(stored.num_bytes for stored in files)
-        # Counts from now on, so that two downloads at once do not both take the same space.
+        # Reserve the space now, so that two concurrent downloads do not both claim it.
         os.pwrite(descriptor, str(num_bytes).encode(), 0)
         self._free_space()
         partial = self.folder / (name + _PARTIAL)
@@ -435,12 +435,12 @@ class LocalCache:
             partial.rename(self.folder / name)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
-            # We hold the lock, so no process uses it.
+            # This process holds the lock, so no other one uses the entry.
             (self.folder / (name + _LOCK)).unlink(missing_ok=True)
             raise
 
     def _free_space(self) -> None:
-        """Remove the least recently used entries that are not open, until the rest is within the bound."""
+        """Evict least recently used entries that are not in use, until the rest is within the bound."""
         entries = []
         for lock in self.folder.glob(f"*{_LOCK}"):
             with contextlib.suppress(OSError, ValueError):

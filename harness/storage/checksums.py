@@ -1,4 +1,4 @@
-"""A file of checksums beside the files of a folder: their sizes and hashes, and a hash of itself."""
+"""Checksum file of a folder: sizes and hashes of its files, and a hash of the list itself."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from harness.storage.files import StoredFile, file_digest
 from harness.storage.folders import write_atomically
 
 CHECKSUMS_FILE = "checksums.json"
-# Files hashed at once by one process; both reading and hashing release Python's lock.
+# Files hashed concurrently by one process; reading and hashing release the GIL.
 _THREADS = 4
 
 
 def write_checksums(folder: Path, files: Iterable[StoredFile]) -> None:
-    """Write `checksums.json`, which appears whole or not at all."""
+    """Write `checksums.json` atomically."""
     write_atomically(folder / CHECKSUMS_FILE, _render(sorted(files, key=lambda stored: stored.path)))
 
 
 def read_checksums(folder: Path) -> list[StoredFile] | None:
-    """Return the files that `checksums.json` lists, None without one; FormatError if its bytes are not as written."""
+    """Return the files listed in `checksums.json`, or None if it is missing; FormatError if it is damaged."""
     path = folder / CHECKSUMS_FILE
     try:
         data = path.read_bytes()
@@ -44,12 +44,12 @@ def read_checksums(folder: Path) -> list[StoredFile] | None:
 
 
 def digest_files(folder: Path, names: Iterable[str]) -> list[StoredFile]:
-    """Return size and hash of files below `folder`, read now."""
+    """Read files below `folder` and return their sizes and hashes."""
     return [StoredFile(name, (folder / name).stat().st_size, file_digest(folder / name)) for name in names]
 
 
 def list_size_problems(folder: Path, files: Iterable[StoredFile]) -> list[Problem]:
-    """Name the files that are missing or have another size than was written. Reads no content."""
+    """List the files that are missing or have the wrong size, without reading their contents."""
     problems = []
     for stored in files:
         path = folder / stored.path
@@ -61,7 +61,7 @@ def list_size_problems(folder: Path, files: Iterable[StoredFile]) -> list[Proble
 
 
 def list_hash_problems(folder: Path, files: Sequence[StoredFile]) -> list[Problem]:
-    """Name the files whose bytes are not those that were written. Reads all content, some files at a time."""
+    """List the files whose contents do not match their hashes; reads several files concurrently."""
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = list(pool.map(lambda stored: file_digest(folder / stored.path), files))
     return [
@@ -72,7 +72,7 @@ def list_hash_problems(folder: Path, files: Sequence[StoredFile]) -> list[Proble
 
 
 def find_damage(folder: Path, stored: StoredFile) -> list[Problem]:
-    """Name a file that cannot be read, or whose bytes are not those that were written."""
+    """Return the problem of a file that cannot be read or does not match its hash, if any."""
     try:
         return list_hash_problems(folder, [stored])
     except OSError as error:
@@ -80,7 +80,7 @@ def find_damage(folder: Path, stored: StoredFile) -> list[Problem]:
 
 
 def share_of(files: Iterable[StoredFile], rank: int, size: int) -> list[StoredFile]:
-    """Return the files that one of `size` ranks checks: all ranks read about the same number of bytes."""
+    """Return the files that one of `size` ranks checks; all ranks read about the same number of bytes."""
     shares: list[list[StoredFile]] = [[] for _ in range(size)]
     loads = [0] * size
     for stored in sorted(files, key=lambda stored: (-stored.num_bytes, stored.path)):
@@ -91,7 +91,7 @@ def share_of(files: Iterable[StoredFile], rank: int, size: int) -> list[StoredFi
 
 
 def _render(files: Iterable[StoredFile]) -> bytes:
-    # Damage anywhere in the file, its own hash included, makes it differ from what its content renders to.
+    # Damage anywhere in the file, including its own hash, makes it differ from its rendered content.
     facts = {stored.path: {"num_bytes": stored.num_bytes, "xxh3": stored.xxh3} for stored in files}
     digest = xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
     return (json.dumps({"xxh3": digest, "files": facts}, indent=1) + "\n").encode()

@@ -1,4 +1,4 @@
-"""Objects that one process at a time may own: conditional requests of a bucket, and leases made of them."""
+"""Objects owned by one process at a time: conditional requests of a bucket, and leases built on them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from harness.storage.bucket import Verdict, delete_object, judge, naming_errors
 from harness.storage.connections import ObjectPath, connect, load_obstore
 from harness.storage.files import held_error
 
-# A lease that is not renewed for that long is free. Its owner renews it often enough to miss several times, and relies
-# on a renewal for a part of that time only: what it sends has the rest to arrive.
+# A lease that was not renewed for LEASE_S is free. Its owner renews it often enough to miss several renewals, and
+# relies on a renewal for only a part of that time, which leaves the rest for its requests to arrive.
 LEASE_S, _RENEW_S, _LOOK_S = 30.0, 3.0, 0.5
 _SURE_PART = 2 / 3
-# Counts on while the machine sleeps, where the system has such a clock.
+# Keeps counting while the machine sleeps, if the system has such a clock.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class ClaimStore:
-    """The objects below a prefix, with conditional requests; picklable. ConfigError for msc://, which has none."""
+    """Objects below a prefix, with conditional requests. Picklable. ConfigError for msc://, which has none."""
 
     def __init__(self, place: ObjectPath) -> None:
         if place.scheme == "msc":
@@ -38,28 +38,28 @@ class ClaimStore:
         self.place = place
 
     def get(self, name: str) -> tuple[bytes, str] | None:
-        """Return the bytes of an object and its ETag, or None if it does not exist."""
+        """Return the contents and ETag of an object, or None if it does not exist."""
         with _missing_as_none(self.place / name) as place:
             found = connect(place).get(place.key)
             return bytes(found.bytes()), self._etag(found.meta)
         return None
 
     def put(self, name: str, data: bytes | Path, *, only_if: str | None = None) -> str | None:
-        """Write an object whole; return its ETag, or None where the condition does not hold and its bytes are others.
+        """Write an object; return its ETag, or None if the condition fails and the stored bytes differ.
 
-        The object must still have the ETag `only_if`; with "" it must not exist; None writes in any case.
+        Condition: the object still has the ETag `only_if`, or does not exist if it is ""; None writes unconditionally.
         """
         if only_if is None:
             return self._put(name, data, "overwrite")
         if only_if:
-            # Some S3 servers (Ceph before 18) compare the text with the quotes of HTTP, others require them.
+            # Some S3 servers (Ceph before 18) compare the ETag without the quotes of HTTP, others require them.
             bare = {"e_tag": only_if, "version": only_if}
             etag = self._put(name, data, bare) if self.place.scheme == "s3" else None
             etag = etag or self._put(name, data, {**bare, "e_tag": f'"{only_if}"'})
         else:
             etag = self._put(name, data, "create")
         if etag is None:
-            # Where an answer was lost on its way, the request that was sent again finds what the first one wrote.
+            # If a response was lost, the repeated request conflicts with the object written by the first one.
             found = self.get(name)
             if found is not None and found[0] == (data.read_bytes() if isinstance(data, Path) else data):
                 return found[1]
@@ -68,17 +68,17 @@ class ClaimStore:
     def _put(self, name: str, data: bytes | Path, mode: Any) -> str | None:
         kinds = load_obstore().exceptions
         refusals = contextlib.suppress(kinds.AlreadyExistsError, kinds.PreconditionError)
-        # Missing is an object with a condition on it.
+        # A missing object with an ETag condition also fails.
         with _missing_as_none(self.place / name) as place, refusals:
             return self._etag(connect(place).put(place.key, data, mode=mode, use_multipart=False))
         return None
 
     def _etag(self, found: Any) -> str:
-        # Google compares generations, which obstore calls versions; versions of S3 are for buckets that keep old ones.
+        # Google compares generations, which obstore calls versions; S3 versions exist only in versioned buckets.
         return str((self.place.scheme == "gs" and found["version"]) or found["e_tag"]).strip('"')
 
     def download(self, name: str, path: Path) -> bool:
-        """Write an object to a file; return whether it exists."""
+        """Download an object to a file; return True if it exists."""
         with naming_errors(self.place / name), path.open("wb") as file, _missing_as_none(self.place / name) as place:
             for block in connect(place).get(place.key):
                 file.write(block)
@@ -91,7 +91,7 @@ class ClaimStore:
 
 @contextlib.contextmanager
 def _missing_as_none(place: ObjectPath) -> Iterator[ObjectPath]:
-    """Name the errors of requests for an object, and leave the block where it, and not its bucket, does not exist."""
+    """Turn request errors into FormatErrors; leave the block silently if the object, not its bucket, is missing."""
     with naming_errors(place):
         try:
             yield place
@@ -101,13 +101,13 @@ def _missing_as_none(place: ObjectPath) -> Iterator[ObjectPath]:
 
 
 class Lease:
-    """An object that one process owns, with the methods of `Marker`: it is renewed in the background while it is held.
+    """An object owned by one process, with the methods of `Marker`, renewed in the background while it is held.
 
-    A process that is killed leaves it; the next one takes it over at once on the same machine, and elsewhere when
-    it was not renewed for LEASE_S. No clocks are compared: the taker watches the object for that long. An owner
-    that cannot renew it stops at the next `check`. The object is never deleted, because stores that ignore conditions
-    on deletions (MinIO, Ceph before 20) would delete that of the next owner: a lease without an owner is free. After
-    `acquire` was refused, `holder` is who holds it.
+    A killed process leaves its lease. Another process on the same machine takes it over at once, on another machine
+    after it was not renewed for LEASE_S. No clocks are compared: the new owner watches the object for that long. An
+    owner that cannot renew its lease stops at the next `check`. The object is never deleted, because stores that ignore
+    conditions on deletions (MinIO, Ceph before 20) would delete the next owner's lease; a lease without an owner is
+    free. After `acquire` was refused, `holder` describes the owner.
     """
 
     def __init__(self, store: ClaimStore, name: str) -> None:
@@ -126,15 +126,15 @@ class Lease:
         return str(self._store.place / self._name)
 
     def check(self) -> None:
-        """Renew the lease unless surely held, before each write that it protects; FormatError if it was taken over."""
+        """Renew the lease before a protected write, unless it is certainly held; FormatError if it was taken over."""
         if self._lost is not None or _now() >= self._sure_until:
             with self._lock:
                 self._put()
 
     def acquire(self, *, wait: bool = False, log: Callable[[str], None] = lambda line: None) -> bytes:
-        """Take the lease, and return what an interrupted owner left in it; FormatError if another process holds it.
+        """Take the lease and return the note of an interrupted owner; FormatError if another process holds it.
 
-        With `wait`, wait until that process releases it, however long that takes; `log` gets a line that names it.
+        With `wait`, wait without limit until that process releases it; `log` receives a line that names it.
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._token = uuid.uuid4().hex
@@ -170,7 +170,7 @@ class Lease:
         return body
 
     def write(self, data: bytes) -> None:
-        """Replace what a later owner finds if this one is killed; one line. FormatError if it was taken over."""
+        """Replace the one-line note for a later owner if this one is killed; FormatError if it was taken over."""
         assert b"\n" not in data
         with self._lock:
             self._body = data
@@ -180,7 +180,7 @@ class Lease:
         """Do nothing: the lease is renewed in the background."""
 
     def release(self, *, remove: bool) -> None:
-        """Give the lease up if it is this process's own, not a fork's; `remove` leaves nothing to the next owner."""
+        """Release the lease, except in a forked child; `remove` deletes the note for the next owner."""
         renewing, self._renewing = self._renewing, None
         if renewing is None or self._owner["pid"] != os.getpid():
             return
@@ -203,7 +203,7 @@ class Lease:
             owner = parse_lease(found[0])[0] if found is not None else {}
             if found is None or owner.get("token") != self._token:
                 break
-            self._etag = found[1]  # an earlier renewal arrived, and the answer to it did not
+            self._etag = found[1]  # an earlier renewal succeeded, but its response was lost
         self._lost = self._refused(owner)
         raise self._lost
 
@@ -212,7 +212,7 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._stop.wait(_RENEW_S):
-            # What fails here fails again in the next `write`, which somebody waits for.
+            # A failure here repeats in the next `write`, which reports it.
             with self._lock, contextlib.suppress(FormatError):
                 self._put()
 
@@ -222,7 +222,7 @@ class Lease:
 
 
 def parse_lease(content: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the owner of a lease, empty if it was given up, and what it wrote, from the bytes of its object."""
+    """Parse the contents of a lease; return its owner, empty if it was released, and its note."""
     head, _, body = content.partition(b"\n")
     try:
         owner = json.loads(head)
@@ -251,9 +251,9 @@ def is_running(pid: int) -> bool:
 
 
 def _was_renewed(owner: dict[str, Any]) -> bool:
-    """Return whether an owner on this machine, whose clock this is, renewed its lease lately.
+    """Return True if an owner on this machine, with the same clock, renewed its lease recently.
 
-    Where it did not, its number is that of another process by now: the object is watched, as that of another machine.
+    Otherwise its process id may belong to another process by now, and the object is watched like a remote owner's.
     """
     renewed = owner.get("renewed")
     return isinstance(renewed, (int, float)) and abs(time.time() - renewed) < LEASE_S
@@ -261,9 +261,9 @@ def _was_renewed(owner: dict[str, Any]) -> bool:
 
 @cache
 def _host() -> str:
-    """Return the name of this machine, its boot, and the space of its process ids (containers have their own).
+    """Return host name, boot id and process id namespace (containers have their own).
 
-    Names repeat, and all machines have the same id for their first space. A boot without an id is equal to no other.
+    Host names repeat, and the first namespace has the same id on all machines. Without a boot id, a random one is used.
     """
     try:
         space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path

@@ -1,12 +1,12 @@
-"""Addresses in object storage, and clients of the stores: one per process and bucket, also after a fork.
+"""Addresses in object storage, and storage clients: one per process and bucket, also after a fork.
 
-S3, Google and Azure go through `obstore`, which repeats requests and resumes answers that break off. Settings come from
-the environment, as the providers' own tools read it: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (or AWS_S3_ENDPOINT_URL,
-which no tool of AWS reads but which is common), AWS_REGION, AWS_CA_BUNDLE, keys, web identities and instance roles;
+S3, Google and Azure are accessed through `obstore`, which retries requests and resumes interrupted responses. Settings
+come from the environment variables of the providers' own tools: AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (or the common
+AWS_S3_ENDPOINT_URL, which AWS tools do not read), AWS_REGION, AWS_CA_BUNDLE, keys, web identities and instance roles;
 AWS_PROFILE and the files of `aws configure` through boto3 (extra `s3`); Google's application default credentials;
-AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, an identity of Azure, or `az login`.
-`msc://PROFILE/KEY` goes through NVIDIA's multi-storage-client (extra `msc`), whose file of settings MSC_CONFIG names.
-HARNESS_STORAGE_TIMEOUT_S (60) bounds one request, all attempts together.
+AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN, a managed identity, or `az login`.
+`msc://PROFILE/KEY` is accessed through NVIDIA's multi-storage-client (extra `msc`), configured by MSC_CONFIG.
+HARNESS_STORAGE_TIMEOUT_S (default 60) limits one request, including all attempts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "MSC_", TIMEOUT_NAME)
 
 
 def is_uri(path: str) -> bool:
-    """Return whether a path has a scheme, such as `s3://`: as a local path it would silently be a folder `s3:`."""
+    """Return True for a path with a scheme such as `s3://`; as a local path it would silently mean a folder `s3:`."""
     return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path) is not None
 
 
@@ -47,8 +47,8 @@ class ObjectPath:
     """A place in object storage.
 
     Attributes:
-        bucket: of s3 and gs; of abfs and az the container, with `@account...` after it if the URI names the account; of
-            msc the profile.
+        bucket: bucket for s3 and gs; container for abfs and az, followed by `@account...` if the URI names the account;
+            profile for msc.
         key: without slashes at its ends; empty for the whole bucket.
     """
 
@@ -66,7 +66,7 @@ class ObjectPath:
             what = f"no object storage with the scheme {scheme[:20]!r}"
             raise ConfigError(what, where=uri, fix=f"use one of {known}")
         if re.search(r"\?[\w.-]+=", uri) or (("@" in bucket) if scheme in ("s3", "gs") else (":" in bucket)):
-            # Before an @ even text without a colon could be a key.
+            # Text before an @ could be a key even without a colon.
             where = re.sub(r"://[^/@]*@", "://***@", uri)
             raise ConfigError("credentials and settings do not belong in a URI", where=where, fix=_FIX)
         key = key.strip("/")
@@ -93,7 +93,7 @@ Place = Path | ObjectPath
 
 
 def relative_path(place: Place, base: Place) -> str:
-    """Return the path of a place from a folder: relative if both can be moved together, else the whole URI."""
+    """Return the path of a place relative to a folder if both can be moved together, otherwise the full URI."""
     if isinstance(place, Path) and isinstance(base, Path):
         return Path(os.path.relpath(place.resolve(), base.resolve())).as_posix()
     if isinstance(place, Path):
@@ -105,7 +105,7 @@ def relative_path(place: Place, base: Place) -> str:
 
 
 def resolve_path(base: Place, path: str) -> Place:
-    """Return the place that `relative_path` gave as `path` from the folder `base`; raises ConfigError if malformed."""
+    """Return the place of a `path` that `relative_path` returned for `base`; raises ConfigError if malformed."""
     if is_uri(path):
         return ObjectPath.parse(path)
     if isinstance(base, Path):
@@ -121,17 +121,17 @@ def join_path(path: str, name: str) -> str:
 
 
 def connect(place: ObjectPath) -> Any:
-    """Return the client of a place's bucket: a store of `obstore`, or `MscStore`.
+    """Return the client for the bucket of a place: a store of `obstore`, or `MscStore`.
 
     ConfigError if settings are missing or malformed, or a package is not installed; OSError if the region of the bucket
-    cannot be found out.
+    cannot be determined.
     """
     timeout_s()
     settings = tuple(sorted(one for one in os.environ.items() if one[0].startswith(_PREFIXES)))
     return _connect(os.getpid(), place.scheme, place.bucket, settings)
 
 
-# Never emptied: a client that a fork left without its threads must not be torn down either.
+# Never cleared: a client whose threads were lost in a fork must not be destroyed.
 @cache
 def _connect(pid: int, scheme: str, bucket: str, settings: tuple[tuple[str, str], ...]) -> Any:
     if scheme == "msc":
@@ -196,7 +196,7 @@ def _limits(endpoint: str) -> dict[str, Any]:
     return {
         "client_options": {"timeout": half, "connect_timeout": half / 3, "allow_http": endpoint.startswith("http://")},
         "retry_config": {
-            "max_retries": 100,  # the time is the limit
+            "max_retries": 100,  # limited by time instead
             "retry_timeout": half,
             "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
         },
@@ -204,7 +204,7 @@ def _limits(endpoint: str) -> dict[str, Any]:
 
 
 def timeout_s() -> float:
-    """Return the seconds that one request may take; raises ConfigError if the environment names no such number."""
+    """Return the time limit of one request in seconds; raises ConfigError for an invalid environment variable."""
     text = os.environ.get(TIMEOUT_NAME, "")
     try:
         value = float(text) if text else _TIMEOUT_S
@@ -216,13 +216,13 @@ def timeout_s() -> float:
 
 
 def s3_endpoint() -> str:
-    """Return the address of the S3 server that the environment names, without `/` at its end; empty for that of AWS."""
+    """Return the S3 endpoint set in the environment, without a trailing `/`; empty for AWS."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_S3_ENDPOINT_URL")
     return next((value.rstrip("/") for name in names if (value := os.environ.get(name))), "")
 
 
 def _has_aws_files() -> bool:
-    """Return whether credentials are those of a profile, or of the files of `aws configure`."""
+    """Return True if credentials come from a profile or from the files of `aws configure`."""
     if os.environ.get("AWS_PROFILE"):
         return True
     if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
@@ -232,7 +232,7 @@ def _has_aws_files() -> bool:
 
 
 def load_obstore() -> Any:
-    """Return the package `obstore`, with threads of this process."""
+    """Return the package `obstore`, with threads that belong to this process."""
     return _load_obstore(os.getpid())
 
 
@@ -243,16 +243,16 @@ def _first_pid() -> int:
 
 @cache
 def _load_obstore(pid: int) -> Any:
-    """Import the package, anew in a process that was forked from one that has it.
+    """Import the package; in a process forked from one that imported it, import another copy.
 
-    Its threads do not survive a fork, and it starts them once: every later request would wait for ever, that of a new
-    client too. A second copy of its library has threads of its own. The loader of a process shares one name and one
-    file between copies, so this one is in memory, under a name that no ancestor has used.
+    Its threads do not survive a fork, and it starts them only once, so every later request would wait forever, even
+    with a new client. A second copy of the library has its own threads. The dynamic loader would reuse a library of the same
+    name or file, so the copy is in memory, under a name that no ancestor has used.
     """
     if pid == _first_pid():
         return importlib.import_module("obstore")
     for name in [name for name in sys.modules if name.partition(".")[0] == "obstore"]:
-        del sys.modules[name]  # what the ancestor has made remains with its own copy
+        del sys.modules[name]  # objects of the ancestor keep their copy
     library = "obstore._obstore"
     package = PathFinder.find_spec("obstore")
     found = PathFinder.find_spec(library, package.submodule_search_locations) if package is not None else None
@@ -270,7 +270,7 @@ def _load_obstore(pid: int) -> Any:
 
 
 class MscStore:
-    """A profile of multi-storage-client with the methods of a store of `obstore` that are used here."""
+    """A profile of multi-storage-client with the `obstore` methods used here."""
 
     def __init__(self, profile: str) -> None:
         try:
@@ -300,7 +300,7 @@ class MscStore:
 
 
 class MscWriter:
-    """An object on its way through a temporary file: it exists once this is closed."""
+    """An upload through a temporary file; the object exists after `close`."""
 
     def __init__(self, client: Any, key: str) -> None:
         self._client, self._key = client, key

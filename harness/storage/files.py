@@ -1,4 +1,4 @@
-"""Files on a disk that appear whole or not at all, the lock of a writer, and the name of a mapped file that is gone."""
+"""Files that are written completely or not at all, lock files of writers, and errors of memory-mapped files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FLAGS, _ADDRESS = 0x4 | 0x80000000, 16
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of a dataset: path relative to the dataset's folder, size in bytes, xxh3_64 of its bytes."""
+    """One file of a dataset: path relative to the dataset's folder, size in bytes, xxh3_64 hash."""
 
     path: str
     num_bytes: int
@@ -43,14 +43,14 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Stamp:
-    """Size and version of a file: its modification time in nanoseconds; of an object its ETag, or its time."""
+    """Size and version: the modification time of a file in nanoseconds, or the ETag (or time) of an object."""
 
     num_bytes: int
     version: str
 
 
 class OutputFile(ABC):
-    """A file being written, which exists under its name only after `finish`."""
+    """A file being written, which gets its name in `finish`."""
 
     _done = False
 
@@ -59,7 +59,7 @@ class OutputFile(ABC):
         """Append bytes."""
 
     def seek(self, position: int) -> None:
-        """Go to a position that was written already."""
+        """Move to a position that was already written."""
         raise OSError(errno.ESPIPE, "This file is written front to back")
 
     @abstractmethod
@@ -68,11 +68,11 @@ class OutputFile(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave no file; does nothing after `finish`."""
+        """Remove the file; does nothing after `finish`."""
 
 
 class AtomicFile(OutputFile):
-    """A file on a disk under a temporary name, which writers of the same path replace, until `finish` names it."""
+    """A file on a disk, under a temporary name until `finish`; the next writer of the path replaces leftovers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,11 +89,11 @@ class AtomicFile(OutputFile):
         self._file.seek(position)
 
     def flush(self) -> None:
-        """Let other open files of the same bytes read what was written."""
+        """Make written bytes visible to other readers of the temporary file."""
         self._file.flush()
 
     def finish(self) -> None:
-        """Force the bytes to disk and rename the file. The folder's entry is durable after `sync_path`."""
+        """Sync the bytes to disk and rename the file. The directory entry is durable after `sync_path`."""
         if self._done:
             return
         try:
@@ -106,7 +106,7 @@ class AtomicFile(OutputFile):
         self._done = True
 
     def _named(self, error: OSError) -> OSError:
-        """Return the error with the name of this file, which the system gives for some calls only."""
+        """Add the name of this file to an error if the system call did not provide one."""
         error.filename = error.filename or str(self.path)
         return error
 
@@ -114,7 +114,7 @@ class AtomicFile(OutputFile):
         if self._done:
             return
         self._done = True
-        # Nothing to report: the error that made the file useless has the cause, and the next writer replaces it.
+        # Not reported: the caller already has the error with the cause, and the next writer replaces the file.
         with suppress(OSError):
             self._file.close()
         with suppress(OSError):
@@ -122,12 +122,12 @@ class AtomicFile(OutputFile):
 
 
 class Marker:
-    """A small file that is locked while a writer is at work, and that remains when the writer dies.
+    """A small file that is locked while a writer is active, and remains if the writer dies.
 
-    The lock belongs to this process alone: a child that it forks closes its copy, which would otherwise keep the lock
-    after this process is killed. The first line of the file names the process, host and time of the last owner; the
-    second is what that owner wrote, and is read as nothing if it is cut short. After `acquire` was refused, `holder`
-    is who holds the lock.
+    Only this process holds the lock: a forked child closes its copy of the descriptor, which would otherwise keep the
+    lock after this process is killed. The first line of the file names the process, host and time of the last owner.
+    The second is a note that the owner wrote; a truncated note reads as empty. After `acquire` was refused, `holder`
+    describes the current owner.
     """
 
     def __init__(self, path: Path) -> None:
@@ -139,13 +139,13 @@ class Marker:
         _MARKERS.add(self)
 
     def acquire(self) -> bytes:
-        """Create the marker, or take over one without an owner; return what was left in it. FormatError if held."""
+        """Create the marker, or take over an unlocked one; return its note. FormatError if another process holds it."""
         while True:
             self.was_created = not self.path.exists()
             try:
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except PermissionError:
-                self.refuse_if_held()  # by a user whose files cannot be written
+                self.refuse_if_held()  # another user may hold it
                 raise
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,7 +154,7 @@ class Marker:
                 os.close(descriptor)
                 raise self._refused(content) from None
             except OSError:
-                pass  # Some network file systems have no locks; users must then avoid two writers at once.
+                pass  # Some network file systems have no locks; users must then avoid concurrent writers.
             # The previous holder may have removed the file between our open and our lock.
             if is_open_at(self.path, descriptor):
                 break
@@ -163,28 +163,28 @@ class Marker:
         left = _marker_body(os.pread(descriptor, _MARKER_BYTES, 0))
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode() + b"\n"
-        with suppress(OSError):  # a full disk loses the name of the owner, and nothing else
+        with suppress(OSError):  # on a full disk only the owner's name is lost
             self._replace(self._owner + left + b"\n")
         return left
 
     def write(self, data: bytes) -> None:
-        """Replace what a later writer finds if this one is killed; one line. The former remains if the disk refuses."""
+        """Replace the one-line note for a later writer if this one is killed. On a disk error, the old note remains."""
         assert b"\n" not in data
         self._replace(self._owner + data + b"\n", is_durable=True)
 
     def check(self) -> None:
-        """Do nothing: the system keeps the lock for as long as this process lives."""
+        """Do nothing: the kernel keeps the lock while this process lives."""
 
     def touch(self) -> None:
-        """Show that the owner is active."""
+        """Update the modification time, which shows that the owner is active."""
         os.utime(self.path)
 
     def read(self) -> bytes:
-        """Return what the last owner wrote, without owning the marker; nothing during a write. Raises OSError."""
+        """Return the last owner's note without the lock; empty during a write. Raises OSError."""
         return _marker_body(self.path.read_bytes())
 
     def refuse_if_held(self) -> None:
-        """Raise the FormatError of `acquire` if another process holds the marker; needs no permission to write."""
+        """Raise the FormatError of `acquire` if another process holds the marker; requires no write permission."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -216,7 +216,7 @@ class Marker:
             if is_durable:
                 os.fsync(self._descriptor)
         except OSError:
-            with suppress(OSError):  # its blocks are there already, even if the disk is full
+            with suppress(OSError):  # its blocks are allocated, even if the disk is full
                 self._put(former)
             raise
 
@@ -224,24 +224,24 @@ class Marker:
         at = 0
         while at < len(content):
             at += os.pwrite(self._descriptor, content[at:], at)
-        # Cut off last: a kill in between leaves whole lines.
+        # Truncate last, so that a kill in between leaves complete lines.
         os.ftruncate(self._descriptor, len(content))
 
     def _refused(self, content: bytes) -> FormatError:
         try:
             owner = json.loads(content.partition(b"\n")[0])
             self.holder = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-        except (ValueError, KeyError, TypeError, RecursionError):  # of an earlier version, or about to be written
+        except (ValueError, KeyError, TypeError, RecursionError):  # from an earlier version, or being written
             self.holder = "an unknown process"
         return held_error(self.holder, str(self.path))
 
 
 class PlacingClaim:
-    """Exclusive use of files on a disk that a writer puts in place at its end, by a marker beside them.
+    """Exclusive use of files that a writer moves into place at its end, protected by a marker next to them.
 
-    A writer that is killed while it puts them in place leaves a note in the marker: what is there then is nothing
-    finished, and the next writer replaces it. Then, and while files are put in place, `is_placing` is true.
-    `refuse_existing` raises an error if there are finished files that must stay; without a marker nothing is locked.
+    A writer that is killed while it moves files leaves a note in the marker: the files are then unfinished, and the
+    next writer replaces them. In that case, and while files are moved, `is_placing` is true. `refuse_existing` raises an
+    error if finished files exist that must not be replaced. Without a marker nothing is locked.
     """
 
     def __init__(self, marker: Marker | None, refuse_existing: Callable[[], None]) -> None:
@@ -249,7 +249,7 @@ class PlacingClaim:
         self.is_placing = False
 
     def enter(self) -> None:
-        """Lock the marker, whose folder exists; raises as `refuse_existing` and `Marker.acquire` do."""
+        """Lock the marker, whose folder must exist; raises like `refuse_existing` and `Marker.acquire`."""
         if self._marker is None or not self._marker.path.exists():
             self._refuse_existing()
         if self._marker is None:
@@ -257,26 +257,26 @@ class PlacingClaim:
         self.is_placing = bool(self._marker.acquire())
         try:
             if not self.is_placing:
-                # Again, because the previous holder of the lock may have finished in between.
+                # Check again, because the previous owner may have finished in between.
                 self._refuse_existing()
         except BaseException:
             self.release()
             raise
 
     def place(self) -> None:
-        """Note that the files are about to get their names."""
+        """Record that the files are about to be moved into place."""
         self.is_placing = True
         if self._marker is not None:
             self._marker.write(b"placing")
 
     def release(self, *, remove: bool = True) -> None:
-        """Unlock the marker; with `remove` it also forgets its note."""
+        """Unlock the marker; `remove` also deletes its note."""
         if self._marker is not None:
             self._marker.release(remove=remove)
 
 
 def explain_os_errors(where: object) -> AbstractContextManager[None]:
-    """Turn errors of the system in a write, such as a full disk, into errors that name the place."""
+    """Turn system errors of a write, such as a full disk, into FormatErrors that name the location."""
     fix = "fix the cause (space, permissions, quota) and run the same command again"
     return os_errors_as(FormatError, "writing failed", where=where, fix=fix)
 
@@ -289,7 +289,7 @@ def held_error(holder: str, where: str) -> FormatError:
 def _marker_body(content: bytes) -> bytes:
     owner, _, rest = content.partition(b"\n")
     if b'"since"' not in owner:
-        return content  # of an earlier version
+        return content  # from an earlier version
     body, end, _ = rest.partition(b"\n")
     return body if end else b""
 
@@ -306,14 +306,14 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 def is_open_at(path: Path, descriptor: int) -> bool:
-    """Return whether a path still names the file that this descriptor has open."""
+    """Return True if a path still names the file of an open descriptor."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
     return False
 
 
 def make_folder(folder: Path) -> bool:
-    """Create a folder, with those above it, so that a power failure leaves it; return whether it was missing."""
+    """Create a folder and its parents durably; return True if it was missing."""
     if folder.is_dir():
         return False
     if not folder.parent.exists():
@@ -324,7 +324,7 @@ def make_folder(folder: Path) -> bool:
 
 
 def sync_path(path: Path) -> None:
-    """Force a file's bytes or a folder's entries to disk; else a renamed file can vanish in a power failure."""
+    """Sync a file's bytes or a folder's entries to disk; otherwise a power failure can lose a renamed file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -336,19 +336,19 @@ def sync_path(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Force a file, or a folder with all that is in it, to disk, whoever wrote them."""
+    """Sync a file, or a folder with all its contents, to disk."""
     for one in path.rglob("*") if path.is_dir() else ():
         sync_path(one)
     sync_path(path)
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sort key under which `shard_2` comes before `shard_10`; no two names have the same.
+    """Sort key that puts `shard_2` before `shard_10`; unique for every name.
 
-    A folder lists its names in any order, and each machine must read `1` and `01` in the same one.
+    Directory listings are unordered, and every machine must read `1` and `01` in the same order.
     """
     parts = re.split(r"(\d+)", name)
-    # int() accepts every digit that \d matches, also those outside ASCII.
+    # int() accepts every digit that \d matches, including non-ASCII digits.
     key = [(0, int(part), "") if index % 2 else (1, 0, part) for index, part in enumerate(parts)]
     return [*key, (-1, 0, name)]
 
@@ -392,21 +392,21 @@ def name_bus_errors(*, dies: bool = False) -> None:
 
 @functools.cache  # also so that it lives as long as the process
 def _handler(dies: bool) -> Any:
-    # Called by C in the middle of the read that failed. That may run Python, unlike for signals that come at any time:
-    # such a read is a plain copy, which holds no lock. A handler of `signal` would only run after it, which is never.
+    # C calls this in the middle of the failed read. Running Python here is safe, unlike in handlers of asynchronous
+    # signals, because the read is a plain copy that holds no lock. A `signal` handler would only run after the read.
     def explain(_number: int, info: int, _context: int) -> None:
         try:
             error = bus_error_at(ctypes.c_uint64.from_address(info + _ADDRESS).value)
             os.write(2, f"FormatError: {error}\n".encode(errors="replace"))
         finally:
             if not dies:
-                os._exit(2)  # nothing can be raised from here
+                os._exit(2)  # an exception cannot be raised from here
 
     return ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(explain)
 
 
 def bus_error_at(address: int) -> FormatError:
-    """Return the error for a page at an address of this process that cannot be read."""
+    """Return the error for an unreadable page at an address of this process."""
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         span, _, offset, _, _, *name = line.split(maxsplit=5)
         begin, end = (int(part, 16) for part in span.split("-"))

@@ -1,4 +1,4 @@
-"""One interface to a folder of files, on a disk or in object storage: readers list and fetch, a writer fills."""
+"""One interface to a folder of files on a disk or in object storage, for readers and writers of datasets."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from harness.storage.connections import ObjectPath, is_uri
 from harness.storage.files import AtomicFile, Marker, StoredFile, file_digest, make_folder, sync_path
 
 _MARKER_BYTES = 1 << 20
-# Of the writer of a prefix. It remains there without an owner, and is no file of the folder.
+# Lease of the writer of a prefix. It remains without an owner and is not listed as a file of the folder.
 _LEASE_NAME = "_lease"
 
 
 def _where(folder: Folder, name: str = "") -> str:
-    """Return a file's full path, or the folder's, for error messages."""
+    """Return the full path of a file or of the folder, for error messages."""
     return str(folder.place / name) if name else str(folder.place)
 
 
 def _write(folder: Folder, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file whole, piece by piece, and make it durable."""
+    """Write a complete file piece by piece and make it durable."""
     file = folder.create_file(name)
     try:
         for piece in pieces:
@@ -41,7 +41,7 @@ def _write(folder: Folder, name: str, pieces: Iterable[bytes | memoryview]) -> N
 
 
 class LocalFolder:
-    """Files named by their `/`-separated paths in a folder; it explains the methods of `BucketFolder` too. Pickles."""
+    """Files in a local folder, named by `/`-separated paths. Picklable. `BucketFolder` has the same methods."""
 
     where, write = _where, _write
 
@@ -60,7 +60,7 @@ class LocalFolder:
         return (self.place / name).exists()
 
     def find_size(self, name: str) -> int:
-        """Return a file's bytes; raises OSError if it is missing, FormatError if it must not be read."""
+        """Return a file's size in bytes; raises OSError if it is missing, FormatError for a link out of the folder."""
         path = self.place / name
         num_bytes = path.stat().st_size
         try:
@@ -82,26 +82,26 @@ class LocalFolder:
         return None
 
     def fetch(self, files: Sequence[StoredFile]) -> Entry:
-        """Return local files of these names, which remain until the entry is released."""
+        """Return an entry with local copies of the files, which remain until it is released."""
         return Entry(self.place)
 
     def copy(self) -> Path:
-        """Return a folder on this machine with the same files: this one, or a copy of a small one."""
+        """Return a local folder with the same files: this one, or a copy of a small remote one."""
         return self.place
 
     @property
     def scratch(self) -> Path:
-        """A folder on this machine for a writer's own notes; the same for every attempt if that can resume."""
+        """Local folder for a writer's notes; stable across attempts if writing can resume."""
         return self.place
 
     def make(self) -> bool:
-        """Create the folder; returns whether it was missing."""
+        """Create the folder; return True if it was missing."""
         if self.place.exists() and not self.place.is_dir():
             raise FormatError("the destination is a file, expected a folder", where=self.where(), fix="choose another")
         return make_folder(self.place)
 
     def create_file(self, name: str) -> AtomicFile:
-        """Start a file, which exists once it is finished."""
+        """Open a new file, which gets its name when it is finished."""
         path = self.place / name
         if path.parent != self.place:
             make_folder(path.parent)
@@ -113,13 +113,13 @@ class LocalFolder:
             sync_path(folder)
 
     def describe(self, names: Sequence[str]) -> tuple[StoredFile, ...]:
-        """Return size and hash of files that were finished here."""
-        # Hashed as the disk has them, not as they were written.
+        """Return size and hash of finished files."""
+        # Hash the bytes on disk, not the bytes passed to `write`.
         paths = ((name, self.place / name) for name in names)
         return tuple(StoredFile(name, path.stat().st_size, file_digest(path)) for name, path in paths)
 
     def remove(self, name: str, keep: Collection[str] = ()) -> None:
-        """Remove a file, or a folder with its content, except the files to keep."""
+        """Remove a file, or a folder and its contents except the files to keep."""
         path = self.place / name
         if path.is_dir() and not path.is_symlink():
             for entry in list(path.iterdir()):
@@ -130,11 +130,11 @@ class LocalFolder:
             path.unlink()
 
     def lock(self, name: str) -> Marker:
-        """Return the marker of that name, which is not yet acquired."""
+        """Return the marker with this name, not yet acquired."""
         return Marker(self.place / name)
 
     def discard(self, *, empty: bool) -> None:
-        """Remove the scratch folder, and with `empty` the folder itself if nothing is in it."""
+        """Remove the scratch folder; with `empty`, also the folder itself if it is empty."""
         if empty:
             with suppress(OSError):
                 self.place.rmdir()
@@ -143,16 +143,16 @@ class LocalFolder:
 class BucketFolder:
     """A prefix in object storage, listed once when a name is first needed.
 
-    There are no renames. An upload is invisible until it is complete; the next writer removes what an interrupted one
-    left. Uploads of a process that was killed remain invisible, and are billed until a lifecycle rule of the bucket
-    ends them. `check`, of the lease once there is one, is called before each change, and prevents it by an error.
+    There are no renames. An upload is invisible until it is complete, and the next writer removes files of an
+    interrupted one. Incomplete uploads of a killed process remain invisible, but are billed until a lifecycle rule of
+    the bucket removes them. `check`, set by the lease, is called before each change and can prevent it by raising.
     """
 
     where, write = _where, _write
 
     def __init__(self, place: ObjectPath) -> None:
         self.place = place
-        self.is_staged = False  # new files are written to a temporary file first, so that writers may go back in them
+        self.is_staged = False  # write new files to a temporary file first, so that writers can seek
         self.check: Callable[[], None] = lambda: None
         self._listing: dict[str, int] | None = None
         self._uploads: dict[str, UploadFile] = {}
@@ -219,14 +219,14 @@ class BucketFolder:
         return self._uploads[name]
 
     def upload(self, name: str, path: Path) -> bool:
-        """Upload a file of a disk, unless S3 has the same bytes; returns whether any were sent."""
+        """Upload a local file unless S3 already has the same bytes; return True if it was sent."""
         place, num_bytes, sizes = self.place / name, path.stat().st_size, self._sizes()
         may_be_whole = place.scheme == "s3" and sizes.get(name) == num_bytes
         if may_be_whole and bucket.find_stamp(place).version == bucket.etag_of(path):
             return False
         with path.open("rb") as file:
             self.write(name, iter(lambda: file.read(REQUEST_BYTES), b""))
-        # Not listed anew for every file.
+        # Keep the listing instead of requesting it again for every file.
         self._listing = sizes | {name: num_bytes}
         return True
 
@@ -256,7 +256,7 @@ Folder = LocalFolder | BucketFolder
 
 @dataclass
 class BucketMarker:
-    """An object that shows a write in progress, with the methods of `Marker`; a lease beside it except in msc://."""
+    """An object that marks a write in progress, with the methods of `Marker`; protected by a lease except in msc://."""
 
     folder: BucketFolder
     name: str
@@ -265,7 +265,7 @@ class BucketMarker:
     _acquired: bool = False
 
     def acquire(self) -> bytes:
-        """Take the lease, create the object, and return what an interrupted writer left. FormatError if held."""
+        """Take the lease, create the object, and return the note of an interrupted writer. FormatError if held."""
         folder = self.folder
         if folder.place.scheme != "msc":
             self._lease = Lease(ClaimStore(folder.place), _LEASE_NAME)
@@ -297,11 +297,11 @@ class BucketMarker:
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Write a whole file under a temporary name, force it to disk, rename it and force its folder's entry."""
+    """Write a file under a temporary name, sync it, rename it and sync its directory entry."""
     LocalFolder(path.parent).write(path.name, [data] if isinstance(data, bytes) else data)
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder at a path or URI; it need not exist. Raises ConfigError for a malformed URI."""
+    """Return the folder at a path or URI, which may not exist yet. Raises ConfigError for a malformed URI."""
     text = os.fspath(path)
     return BucketFolder(ObjectPath.parse(text)) if is_uri(text) else LocalFolder(Path(text))

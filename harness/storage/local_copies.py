@@ -1,10 +1,10 @@
-"""Copies of folders on a disk of this node, made once before training and read instead of the originals.
+"""Copies of folders on a local disk of this node, made once before training and read instead of the originals.
 
 The copy of /shared/data/mine is LOCAL/shared/data/mine. LOCAL/shared/data/mine.copied, written last, lists its files
-with size and time of the original and the hash of the copy: without it there is no copy. One whose original has
-changed is brought up to date.
+with size and time of the original and the hash of the copy; without this list, the copy does not count. A copy whose
+original has changed is updated.
 
-    HARNESS_LOCAL_DIR    the folder LOCAL, for `local_copy`; unset, everything is read where it is
+    HARNESS_LOCAL_DIR    the folder LOCAL, for `local_copy`; if unset, originals are read
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.storage.folders import write_atomically
 _VARIABLE = "HARNESS_LOCAL_DIR"
 _LISTING, _LOCK, _PARTIAL = ".copied", ".lock", ".partial"
 _BLOCK_BYTES = 4 << 20
-# Files copied at once: file systems of clusters answer many requests at once, and one alone is slow.
+# Files copied concurrently: cluster file systems serve many requests at once, and a single stream is slow.
 _THREADS = 8
 
 Progress = Callable[[int], None]
@@ -35,7 +35,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class CopiedFile:
-    """A file of a copy: size and time of change of the original, and the hash of the bytes here."""
+    """A copied file: size and modification time of the original, and the hash of the copy."""
 
     num_bytes: int
     mtime_ns: int
@@ -44,7 +44,7 @@ class CopiedFile:
 
 @dataclass(frozen=True)
 class LocalCopy:
-    """A whole copy, its files by path below it (empty for a single file), and how many bytes were copied now."""
+    """A complete copy, its files by relative path (empty for a single file), and the bytes copied by this call."""
 
     path: Path
     files: dict[str, CopiedFile]
@@ -56,12 +56,12 @@ class LocalCopy:
 
     @property
     def digest(self) -> str:
-        """Digest of names and hashes: equal where the content is."""
+        """Digest of names and hashes; equal for equal content."""
         return str(xxhash.xxh3_64_hexdigest("\n".join(f"{n} {f.xxh3}" for n, f in sorted(self.files.items())).encode()))
 
 
 def local_copy(path: str) -> str:
-    """Return where to read a folder or file: in a whole copy on this node, of it or a folder above, or where it is."""
+    """Return the path to read: in a complete local copy of the file, folder or a parent folder, or the original."""
     root = os.environ.get(_VARIABLE, "")
     if not root or "://" in path:
         return path
@@ -74,17 +74,17 @@ def local_copy(path: str) -> str:
 
 
 def read_originals() -> None:
-    """Read everything where it is from now on, in this process: it makes the copies."""
+    """Read originals from now on in this process, which makes the copies."""
     os.environ.pop(_VARIABLE, None)
 
 
 def copy_to_node(
     path: str, local_dir: Path, *, known: Mapping[str, str] | None = None, progress: Progress = lambda num_bytes: None
 ) -> LocalCopy:
-    """Copy a folder or a file to the disk of this node, as far as that is not done; other processes wait meanwhile.
+    """Copy the missing files of a folder, or a file, to the disk of this node; other processes wait for it.
 
-    Links are followed. `known` are hashes (xxh3_64) that files must have, by path below it; `progress` gets numbers of
-    bytes, from several threads. Raises HarnessError if the disk is too small or fails, the original cannot be read, or
+    Links are followed. `known` contains required hashes (xxh3_64) by relative path; `progress` receives byte counts,
+    from several threads. Raises HarnessError if the disk is too small or fails, if the original cannot be read, or if
     bytes differ from their hash.
     """
     original = Path(os.path.normpath(Path(path).absolute()))
@@ -115,8 +115,8 @@ def _update(original: Path, copy: Path, known: dict[str, str], progress: Progres
     missing = [name for name in wanted if name not in done]
     num_bytes = sum(wanted[name].st_size for name in missing)
     if missing or len(done) < len(_read_listing(listing)):
-        listing.unlink(missing_ok=True)  # from now on the copy is not whole
-        # What the original does not have, and what a copy that was killed left.
+        listing.unlink(missing_ok=True)  # the copy is incomplete until the list is written again
+        # Remove files that the original does not have, and partial files of a killed copy.
         for path in list(copy.rglob("*")) if copy.is_dir() else []:
             if path.is_file() and str(path.relative_to(copy)) not in wanted:
                 path.unlink()
@@ -144,7 +144,7 @@ def _copy_file(source: Path, target: Path, known: str | None, progress: Progress
             progress(len(block))
         writing.flush()
         os.fsync(writing.fileno())
-        # Not what memory has of it: the disk's own bytes are compared.
+        # Drop the page cache, so that the bytes on the disk are compared.
         os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     found, stored = digest.hexdigest(), file_digest(partial)
     progress(state.st_size)
@@ -158,7 +158,7 @@ def _copy_file(source: Path, target: Path, known: str | None, progress: Progress
 
 
 def _names(original: Path) -> list[str]:
-    """Return the files of a folder by relative path; of a single file an empty one."""
+    """Return the relative paths of a folder's files; for a single file, one empty path."""
     if original.is_file():
         return [""]
 
@@ -169,7 +169,7 @@ def _names(original: Path) -> list[str]:
     names = []
     for folder, inner, files in os.walk(original, onerror=refuse, followlinks=True):
         here = Path(folder).resolve()
-        # A link to a folder above has no end.
+        # A link to a parent folder would recurse without end.
         inner[:] = [name for name in inner if not here.is_relative_to(Path(folder, name).resolve())]
         names += [os.path.relpath(Path(folder, name), original) for name in files if Path(folder, name).is_file()]
     if not names:
