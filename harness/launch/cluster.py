@@ -1,4 +1,4 @@
-"""Settings of a Slurm cluster, as in `configs/cluster/`: one file per cluster, to which a job adds only its own."""
+"""Settings of a Slurm cluster, as in `configs/cluster/`: one file per cluster, and a job adds only its own settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from harness.checks import LONGEST_S, NOT_SET, SET, CheckedSettings, Rule, bound
 from harness.errors import ConfigError, os_errors_as
 from harness.printing import count_of, one_line, printable
 
-# Options of sbatch that are settings of the same name.
+# Options of sbatch with settings of the same name.
 SBATCH_NAMES = ("account", "partition", "qos", "constraint", "reservation", "exclude")
 LAUNCHERS = ("srun", "torchrun")
-# `cluster.successor` as a dependency of sbatch.
+# `--dependency` of sbatch, by `cluster.successor`.
 SUCCESSORS = {"none": "", "afterany": "afterany:$SLURM_JOB_ID", "singleton": "singleton"}
-# Slurm parses `#SBATCH` lines, which are comments to the shell, by rules of its own; to it these mean themselves.
+# Characters without a special meaning in `#SBATCH` lines, which are shell comments that Slurm parses by its own rules.
 _DIRECTIVE = re.compile(r"[A-Za-z0-9._/+@:,=\[\]&|*()-]*")
-# These mean themselves to the shell too.
+# Characters without a special meaning in the shell either.
 _WORD = re.compile(r"[A-Za-z0-9._/+@:,=-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
@@ -173,7 +173,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
             what += f"{time_limit_s(self.time):,} s"
             fix = "raise the time limit, or lower cluster.signal_lead_s to what one step and one checkpoint take"
             raise ConfigError(what, where="cluster.signal_lead_s, cluster.time", fix=fix)
-        # A colon or a comma would end it in the list of mounts.
+        # A colon or a comma would end the path in the list of mounts.
         if self.local_dir and not re.fullmatch(r"/+[^:,/][^:,]*", self.local_dir):
             what = f"{self.local_dir!r} is not an absolute path of a folder"
             raise ConfigError(what, where="cluster.local_dir", fix="use a full path, such as /scratch/NAME")
@@ -183,11 +183,11 @@ class ClusterConfig(CheckedSettings, section="cluster"):
             raise ConfigError(f"{variable!r} is not a variable name", where="cluster.env", fix="write NAME: value")
 
     def check_setup(self) -> None:
-        """Raise ConfigError where `setup` would take lines after it; bash parses them, without running any."""
+        """Raise ConfigError if `setup` would absorb the lines after it; bash parses it without running anything."""
         if not self.setup:
             return
         lines = "\n".join(self.setup).split("\n")
-        # Bash reads line by line, and this one, which is not run here, changes how it reads those after it.
+        # Bash parses line by line, and this line, which is not run here, changes the syntax of the lines after it.
         start = lines.index("shopt -s extglob") + 1 if "shopt -s extglob" in lines else 0
         fix = "close what they open: quotes, if, for, {, (, here-documents; and end no line with a backslash"
         for options, part in (([], lines[:start]), (["-O", "extglob"] if start else [], lines[start:])):
@@ -203,7 +203,7 @@ class ClusterConfig(CheckedSettings, section="cluster"):
 
     @property
     def copies_image(self) -> bool:
-        """True if nodes copy the image: not one of a registry, which Enroot keeps itself."""
+        """True if nodes copy the image; Enroot itself caches images of a registry."""
         return bool(self.local_dir) and self.image.startswith("/")
 
 
@@ -223,7 +223,7 @@ class SubmitConfig(CheckedSettings):
 
 
 def time_limit_s(text: str) -> int:
-    """Return the seconds of a time limit as sbatch takes it: `90` is minutes, `1:30` minutes and seconds."""
+    """Return the seconds of a time limit in sbatch's notation: `90` is minutes, `1:30` is minutes and seconds."""
     days, dash, rest = text.rpartition("-")
     numbers = [int(part) for part in rest.split(":")]
     # The first of one or two numbers is minutes, unless days come before it.
@@ -232,7 +232,7 @@ def time_limit_s(text: str) -> int:
 
 
 def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, str], None]]) -> None:
-    """Check every text of a dataclass before it goes into a script, by its field's check or as words of the shell."""
+    """Check every text of a dataclass before it goes into a script, with its field's check or else `check_word`."""
     for one in fields(config):
         value = getattr(config, one.name)
         texts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
@@ -242,7 +242,7 @@ def check_texts(config: Any, section: str, checks: Mapping[str, Callable[[str, s
 
 
 def check_word(text: str, where: str, allowed: re.Pattern[str] = _WORD) -> None:
-    """Raise ConfigError for text that the shell would not read as a word, or a part of one."""
+    """Raise ConfigError for text that the shell would not read as a word or a part of a word."""
     if not allowed.fullmatch(text):
         what = f"{text!r} has characters that the shell or sbatch would misread"
         raise ConfigError(what, where=where, fix="use letters, digits and . _ / + @ : , = - without spaces")
@@ -253,7 +253,7 @@ check_directive = partial(check_word, allowed=_DIRECTIVE)
 
 
 def check_quoted(text: str, where: str, shown: Callable[[str], str] = one_line) -> None:
-    """Raise ConfigError for text that stands in quotes but has line breaks, as no log shows, or control characters."""
+    """Raise ConfigError for quoted text with control characters, or line breaks, which logs do not show."""
     if shown(text) != text:
         breaks = "a line break or " * (shown is one_line)
         raise ConfigError(f"{text[:100]!r} has {breaks}a control character", where=where, fix="leave it out")

@@ -1,4 +1,4 @@
-"""Propose the file of a cluster from what Slurm reports about its partitions."""
+"""Propose a cluster file from the partitions that Slurm reports."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from harness.launch.queue import ask_slurm
 
 # Name, time limit, nodes, cores, memory in MB, GPUs and features of each kind of node of each partition.
 _FORMAT = "%R|%l|%D|%c|%m|%G|%f"
-# A kind has a letter, as `1g.10gb` of a part of a GPU; a number alone is theirs.
+# A GPU type contains a letter, such as `1g.10gb` for a part of a GPU; a number alone is the count.
 _GPUS = re.compile(r"gpu:(?:([\w.-]*[A-Za-z][\w.-]*):)?(\d+)")
 _WITHOUT_LIMIT = "24:00:00"
-# What the firmware of a cloud's virtual machines and servers calls their maker, and the file of `configs/cluster` with
-# its fabric.
+# Manufacturers in the firmware of a cloud's virtual machines and servers, each with the file of `configs/cluster` for
+# that cloud's fabric.
 _SITES = {
     "amazon ec2": "aws_p5",
     "google": "gcp_a3ultra",
@@ -24,18 +24,18 @@ _SITES = {
     "oraclecloud.com": "oci_h100",
 }
 _FIRMWARE = Path("/sys/class/dmi/id")
-# Features of nodes that sites name their fabric by.
+# Node features with which sites name their fabric.
 _ROCE = re.compile(r"(^|[,_-])(roce|spectrum)", re.IGNORECASE)
-# Google's blueprints name partitions and features by the machine.
+# Google's blueprints name partitions and features after the machine type.
 _GOOGLE = (("gcp_a3mega", re.compile(r"a3-?mega")), ("gcp_a3high", re.compile(r"a3-?high|\ba3\b")))
 _GB200 = re.compile(r"gb[23]00", re.IGNORECASE)
-# Memory by the names of GPUs that come with one size.
+# Memory in GiB of GPU types that have only one memory size.
 _GPU_GIB = {"h100": 80, "h200": 140, "b200": 179, "gb200": 185}
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Nodes of one kind in a partition; cores and memory are of a node, memory as far as Slurm gives it to jobs."""
+    """Nodes of one kind in a partition; cores and memory are per node, and only memory available to jobs counts."""
 
     name: str
     time_limit: str
@@ -65,16 +65,16 @@ def read_partitions(text: str) -> list[Partition]:
 
 
 def detect_cluster(partition: str = "") -> str:
-    """Return the text of a cluster file for the nodes that a partition has, or for the largest GPU partition.
+    """Return the text of a cluster file for the nodes of a partition, by default of the largest GPU partition.
 
-    Raises HarnessError where sinfo is not installed or fails, and ConfigError for a partition that does not exist.
+    Raises HarnessError if sinfo is not installed or fails, and ConfigError for a partition that does not exist.
     """
     printed = ask_slurm("sinfo", "--noheader", f"--format={_FORMAT}")
     return propose_cluster(read_partitions(printed), partition, site=find_site())
 
 
 def find_site(firmware: Path = _FIRMWARE) -> str:
-    """Return the cluster file of the cloud that this machine is in; empty for other machines."""
+    """Return the name of the cluster file of the cloud that this machine runs in; empty for other machines."""
     for name in ("sys_vendor", "chassis_asset_tag"):
         with suppress(OSError, UnicodeDecodeError):
             site = _SITES.get((firmware / name).read_text().strip().lower())
@@ -140,7 +140,7 @@ def propose_cluster(partitions: list[Partition], name: str = "", *, site: str = 
 
 
 def _site_of(nodes: Partition, site: str) -> str:
-    """Return the cluster file whose fabric these nodes have; empty if none is known."""
+    """Return the name of the cluster file with the fabric of these nodes; empty if none is known."""
     if not nodes.gpus:
         return ""
     if _GB200.search(f"{nodes.gpu},{nodes.features}"):

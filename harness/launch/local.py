@@ -1,4 +1,4 @@
-"""Start the ranks of a job, or the stages of a command, as processes here, and end with the exit code of theirs."""
+"""Start the ranks of a job, or the stages of a command, as local processes, and return their exit code."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 
 from harness.printing import UNREAD
 
-# Rank 0 finds the listening socket of the job's store under this number.
+# Variable that contains the file descriptor of the job's store, a listening socket that rank 0 inherits.
 STORE_FD = "HARNESS_STORE_FD"
-# Forwarded to every rank, which checkpoints on the first two; a hangup asks for the same.
+# Signals that are forwarded to every rank; ranks checkpoint on the first two. A hangup is forwarded as SIGTERM.
 _FORWARDED = {number: number for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
 _FORWARDED |= {signal.SIGHUP: signal.SIGTERM}
-# Once a rank has failed, the others have the first of these to name it and end by themselves before they get SIGTERM,
-# and the second before they get SIGKILL.
+# Seconds after the failure of a rank. Until the first, the others can report it and exit by themselves; then they get
+# SIGTERM, and after the second SIGKILL.
 _GRACE_S, _KILL_S = 15.0, 45.0
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -30,9 +30,9 @@ _PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def _forwarding() -> Iterator[tuple[Callable[..., None], list[subprocess.Popen[bytes]]]]:
-    """Yield a function that starts a process which gets the signals to stop of this one, and the processes so far.
+    """Yield a function that starts a process and forwards stop signals to it, and the list of started processes.
 
-    Those left after an error are killed.
+    Processes that still run at the end are killed.
     """
     processes: list[subprocess.Popen[bytes]] = []
     received: list[signal.Signals] = []
@@ -41,7 +41,7 @@ def _forwarding() -> Iterator[tuple[Callable[..., None], list[subprocess.Popen[b
         # Ctrl-C in a terminal reaches only this process, which forwards it. The hook only makes two system calls.
         options |= {"start_new_session": True, "preexec_fn": end_with_parent()}
         processes.append(subprocess.Popen(command, **options))
-        for number in received:  # while it was started
+        for number in received:  # signals that arrived before it was in the list
             processes[-1].send_signal(number)
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -49,7 +49,7 @@ def _forwarding() -> Iterator[tuple[Callable[..., None], list[subprocess.Popen[b
         for process in processes:
             process.send_signal(received[-1])
 
-    # `nohup` and a shell's background jobs ignore some of them.
+    # Under `nohup` and in background jobs of a shell, some of these signals are ignored.
     before = {number: was for number in _FORWARDED if (was := signal.getsignal(number)) is not signal.SIG_IGN}
     try:
         for number in before:
@@ -64,7 +64,7 @@ def _forwarding() -> Iterator[tuple[Callable[..., None], list[subprocess.Popen[b
 
 
 def run_command(command: Sequence[str]) -> int:
-    """Run a program to its end, and forward signals to stop to it; return its exit code, as `start_ranks` does."""
+    """Run a program until it ends, forwarding stop signals; return its exit code, as `start_ranks` does."""
     with _forwarding() as (start, processes):
         start(command)
         return _wait_for(processes)
@@ -73,10 +73,10 @@ def run_command(command: Sequence[str]) -> int:
 def start_ranks(command: Sequence[str], num_ranks: int) -> int:
     """Run `command` as every rank of a job on this machine; return 0, or the exit code of the rank that failed first.
 
-    The code is 128 and the signal's number for a rank that was killed. Signals to stop are forwarded to the ranks,
-    which have the time they need; when this process is killed, they get SIGTERM.
+    The code is 128 plus the signal's number for a rank that was killed. Stop signals are forwarded to the ranks, which
+    may take any time to end; if this process is killed, they get SIGTERM.
     """
-    # The store in which ranks meet listens before rank 0 starts, so that no other process can take its port.
+    # The rendezvous store listens before rank 0 starts, so that no other process can take its port.
     store = socket.create_server(("127.0.0.1", 0))
     place = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
@@ -93,7 +93,7 @@ def start_ranks(command: Sequence[str], num_ranks: int) -> int:
 
 
 def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until every rank has ended, at last by force once one has failed; return the exit code of the first."""
+    """Wait until every rank has ended, killing the rest some time after a failure; return the first failure's code."""
     failed: int | None = None
     since, asked = 0.0, False
     while left := [rank for rank in ranks if rank.poll() is None]:
@@ -101,7 +101,7 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         if codes and failed is None:
             failed, since = codes[0], time.monotonic()
         waited = time.monotonic() - since if failed is not None else 0.0
-        if waited > _KILL_S or failed == UNREAD:  # nobody reads what the others would print
+        if waited > _KILL_S or failed == UNREAD:  # nobody reads the output of the others
             for rank in left:
                 os.killpg(rank.pid, signal.SIGKILL)
         elif waited > _GRACE_S and not asked:
@@ -114,7 +114,7 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def end_with_parent() -> Callable[[], None] | None:
-    """Return what a new process calls to get SIGTERM once this one is killed; None where the system cannot."""
+    """Return a function by which a new process gets SIGTERM when this one is killed; None if it is unsupported."""
     if sys.platform != "linux":
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()

@@ -1,4 +1,4 @@
-"""Find the jobs of a run in Slurm's queue, explain in words why one waits, and cancel them."""
+"""Find the jobs of a run in Slurm's queue, explain why one is pending, and cancel them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from harness.errors import HarnessError
 
-# Fields of `squeue --format`; a path may hold any character, so it is the last one.
+# Fields of `squeue --format`; a path may contain any character, so it is the last one.
 _FORMAT = "%A|%T|%M|%l|%D|%S|%R|%o"
-# What a pending job waits for, by the beginning of the reason that squeue prints, and what can be done about it. Other
-# reasons are printed as they are.
+# Explanations of why a job is pending, with a remedy where there is one, by the beginning of squeue's reason. Other
+# reasons are printed unchanged.
 _REASONS = {
     "Resources": "it is next in line and waits for nodes in use",
     "Priority": "jobs with higher priority are ahead of it; `sprio -j {job}` shows its priority factors",
@@ -38,7 +38,7 @@ _REASONS = {
     "QOS": "a limit of its QOS is reached: it starts when that allows it, and never if the limit is of each job",
     "Assoc": "a limit of its account is reached: it starts when that allows it, and never if the limit is of each job",
 }
-# Nodes that jobs of a run leave out: a name, a blank and the reason on each line. Remove a line to let its node in.
+# Nodes that the jobs of a run exclude: a name, a space and the reason per line. Remove a line to allow its node again.
 EXCLUDED_FILE = "excluded_nodes"
 
 
@@ -47,9 +47,9 @@ class QueuedJob:
     """A job in Slurm's queue.
 
     Attributes:
-        elapsed, time_limit: as squeue prints them, such as `1:23` and `4:00:00`.
-        starts: time at which it started, or may start; `N/A` if Slurm does not know.
-        where: names of its nodes, or why it is pending, in words.
+        elapsed, time_limit: durations as squeue prints them, such as `1:23` and `4:00:00`.
+        starts: time at which it started or is expected to start; `N/A` if unknown.
+        where: names of its nodes, or the explanation of why it is pending.
     """
 
     job_id: str
@@ -73,14 +73,14 @@ class QueuedJob:
 
 
 def explain_reason(reason: str, job_id: str) -> str:
-    """Return in words what a pending job waits for, with the reason as squeue prints it in parentheses."""
+    """Return an explanation of why a job is pending, with squeue's reason in parentheses."""
     code = reason.strip("()")
     words = next((words for name, words in _REASONS.items() if code.startswith(name)), None)
     return code if words is None else f"{words.format(job=job_id)} ({code})"
 
 
 def jobs_of_run(run_dir: Path) -> list[QueuedJob]:
-    """Return the pending and running jobs of a run: those of its script, and the one that has it.
+    """Return the pending and running jobs of a run: jobs of its script, and the job that has claimed the run.
 
     Raises HarnessError if squeue is not installed here, or the controller does not answer.
     """
@@ -95,20 +95,20 @@ def jobs_of_run(run_dir: Path) -> list[QueuedJob]:
 
 
 def cancel_jobs(jobs: Sequence[QueuedJob]) -> None:
-    """Cancel all jobs, those first that wait for the end of a running one; raise HarnessError if Slurm refuses one."""
+    """Cancel all jobs, pending ones first, so that none of them starts; raise HarnessError if Slurm refuses one."""
     refused = []
     for job in sorted(jobs, key=lambda job: not job.is_pending):
         try:
             ask_slurm("scancel", job.job_id)
         except HarnessError as error:
-            if "Invalid job id" not in error.what:  # it has ended by itself
+            if "Invalid job id" not in error.what:  # it has already ended
                 refused.append(error)
     if refused:
         raise refused[0]
 
 
 def read_excluded(run_dir: Path) -> dict[str, str]:
-    """Return the nodes that jobs of a run leave out because they failed, and why; the last reason counts."""
+    """Return the failed nodes that the jobs of a run exclude, each with the last reason."""
     with suppress(OSError):
         lines = (run_dir / EXCLUDED_FILE).read_text(errors="replace").splitlines()
         return {node: reason for node, _, reason in (line.partition(" ") for line in lines) if node}
@@ -116,7 +116,7 @@ def read_excluded(run_dir: Path) -> dict[str, str]:
 
 
 def ask_slurm(*command: str) -> str:
-    """Return what a command of Slurm prints; raise HarnessError if it is not installed here, or fails."""
+    """Return the output of a Slurm command; raise HarnessError if it is not installed here, or fails."""
     if shutil.which(command[0]) is None:
         raise HarnessError(f"{command[0]} is not installed here", where="PATH", fix="run the command on a login node")
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
@@ -127,7 +127,7 @@ def ask_slurm(*command: str) -> str:
 
 
 def output_of(*command: str) -> tuple[str, int | None]:
-    """Return what a command prints, or its errors, and its exit code; nothing and None where it is not installed."""
+    """Return the output of a command, or its errors, and its exit code; "" and None if it is not installed."""
     if shutil.which(command[0]) is None:
         return "", None
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)

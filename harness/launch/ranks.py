@@ -1,4 +1,4 @@
-"""Read which node and rank of a job this process is, and bind it to cores near its GPU, as srun binds its tasks."""
+"""Determine the node and rank of this process in a job, and bind it to cores near its GPU, as srun does for tasks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from harness.launch.queue import ask_slurm, output_of
 
-# As in the batch script: below the ports that the kernel gives to outgoing connections.
+# As in the batch script: below the ports that the kernel assigns to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 _SYSTEM = Path("/sys")
 
 
 @dataclass(frozen=True)
 class NodePlace:
-    """One node of a job, by its number from 0; `attempt` identifies one start of one job."""
+    """A node of a job, numbered from 0; `attempt` identifies one start of the job."""
 
     node: str
     number: int
@@ -28,7 +28,7 @@ class NodePlace:
 
 
 def place_in_slurm() -> NodePlace:
-    """Return the place of this process's node, from the variables of its step."""
+    """Return the place of this process's node in the job, from the variables of its Slurm step."""
     env = os.environ
     return NodePlace(
         node=env.get("SLURMD_NODENAME", platform.node()),
@@ -39,10 +39,10 @@ def place_in_slurm() -> NodePlace:
 
 
 def become_rank_of_slurm() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of a step of several tasks.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of a step with several tasks.
 
-    For steps that no script of `harness submit` started, such as the sweeps of submitit. Does nothing where a launcher
-    has set RANK, outside of Slurm, and in a step of one task.
+    Used in steps that were not started by a script of `harness submit`, such as sweeps of submitit. Does nothing if a
+    launcher has set RANK, outside of Slurm, and in steps with one task.
     """
     env = os.environ
     if "RANK" in env or "SLURM_PROCID" not in env or int(env.get("SLURM_NTASKS", "1")) == 1:
@@ -58,11 +58,11 @@ def become_rank_of_slurm() -> None:
 
 
 def bind_rank(system: Path = _SYSTEM) -> None:
-    """Bind this process, and those that it starts, to its rank's share of the node's cores.
+    """Bind this process, and the processes that it starts, to its rank's share of the node's cores.
 
-    The cores are those of the NUMA node of its GPU, divided by the ranks whose GPUs are there too; without GPUs, or
-    where the system does not tell, those of the node in NUMA order. Memory comes from where it is first written. Does
-    nothing unless the batch script has set HARNESS_BIND_RANKS.
+    The ranks whose GPUs are on the same NUMA node divide its cores. Without GPUs, or if their NUMA nodes are unknown,
+    all ranks divide the cores of the node in NUMA order. Memory is allocated on the NUMA node that first writes it.
+    Does nothing unless the batch script has set HARNESS_BIND_RANKS.
     """
     if not os.environ.get("HARNESS_BIND_RANKS"):
         return
@@ -74,19 +74,19 @@ def bind_rank(system: Path = _SYSTEM) -> None:
 def cores_of_rank(
     local_rank: int, num_ranks: int, cores: Mapping[int, Sequence[int]], gpu_nodes: Sequence[int] = ()
 ) -> set[int]:
-    """Return a rank's cores: `cores` of each NUMA node, threads of one side by side, and `gpu_nodes` of each GPU."""
+    """Return a rank's cores, given the `cores` of each NUMA node (sibling threads adjacent) and each GPU's node."""
     own, mates = [core for node in sorted(cores) for core in cores[node]], list(range(num_ranks))
     if len(gpu_nodes) >= num_ranks and all(cores.get(node) for node in gpu_nodes[:num_ranks]):
         node = gpu_nodes[local_rank]
         own, mates = list(cores[node]), [rank for rank in mates if gpu_nodes[rank] == node]
     share = len(own) // len(mates)
     first = mates.index(local_rank) * share
-    # Fewer cores than ranks: all share them.
+    # With fewer cores than ranks, all ranks share all cores.
     return set(own[first : first + share] if share else own)
 
 
 def read_cores(allowed: Collection[int], system: Path = _SYSTEM) -> dict[int, list[int]]:
-    """Return the allowed cores by NUMA node, threads of a core side by side; all as of node 0 where none is known."""
+    """Return the allowed cores by NUMA node, sibling threads adjacent; all under node 0 if the nodes are unknown."""
     found: dict[int, list[int]] = {}
     for folder in (system / "devices/system/node").glob("node[0-9]*"):
         with suppress(OSError):
@@ -107,7 +107,7 @@ def read_gpu_nodes(system: Path = _SYSTEM) -> list[int]:
 
 
 def address_of(bus: str) -> str:
-    """Return the address of a GPU as the kernel has it; that of nvidia-smi has a longer domain and a function."""
+    """Return the address of a GPU in the kernel's form; nvidia-smi's form has a longer domain and a function."""
     return re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower()).partition(".")[0]
 
 
@@ -120,7 +120,7 @@ def _first(core: int, system: Path) -> int:
 
 
 def _read_list(path: Path) -> list[int]:
-    """Read a list of the kernel such as `0-3,8-11`."""
+    """Read a list in the kernel's notation, such as `0-3,8-11`."""
     numbers: list[int] = []
     for part in path.read_text().strip().split(","):
         first, _, last = part.partition("-")

@@ -1,7 +1,7 @@
 """Render the batch script of a job: a pure function of the job and its cluster.
 
-What scripts of all jobs have in common is kept in `shell`, with `@name@` where a job's values go; `render` puts these
-parts together. Every line of six scripts is kept in `tests/golden/sbatch`.
+The parts that all scripts share are in `shell`, with `@name@` as placeholders for a job's values; `render` assembles
+them. Six complete scripts are kept in `tests/golden/sbatch`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Job:
     """One run of a recipe on a number of nodes.
 
     Attributes:
-        overrides: settings of the recipe as on its command line, without the run's folder and `resume`.
-        run_dir: absolute path of the run's folder, which the job keeps over requeues.
-        workdir: absolute path of the folder to run in.
+        overrides: settings of the recipe in the form of its command line, without `run_dir` and `resume`.
+        run_dir: absolute path of the run's folder, which stays the same across requeues.
+        workdir: absolute path of the working directory.
         data: datasets that every node must be able to read; empty checks none.
-        copied: those of them that each node copies to its own disk where `cluster.local_dir` is set.
-        code: digest that the code on the nodes must have; empty for any that is the same on all.
+        copied: datasets that each node copies to its own disk if `cluster.local_dir` is set.
+        code: required digest of the code on the nodes; empty accepts any code that is the same on all nodes.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Job:
 
 
 def render(job: Job, cluster: ClusterConfig) -> str:
-    """Return the script that `sbatch` takes, complete with everything that the job needs."""
+    """Return the complete batch script of the job, for `sbatch`."""
     cluster.check_setup()
     address = cluster.master_addr.replace("%N", "$first_node")
     own = {"nodes": job.nodes, "ranks": cluster.ranks_per_node}
@@ -68,7 +68,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     restarts = max(cluster.restarts, cluster.spares)
     copied = cluster.local_dir and (job.copied or job.weights)
     copy = "  copy_to_nodes\n" if copied else ""
-    of = f" of {restarts}" if restarts else ""  # a run that leaves a slow node starts again anyway
+    of = f" of {restarts}" if restarts else ""  # a run that excludes a slow node restarts anyway
     preflight = cluster.preflight
     ending = {"limit": f"{max(60.0, preflight.timeout_s):g}", "replace": replace, "of": of, "copy": copy}
     what, mark = ("rank", "t") if cluster.launcher == "srun" else ("node", "n")
@@ -76,7 +76,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
     sections = [
         [
             "#!/bin/bash",
-            # Texts for the shells of other nodes, lists with commas, and a function that a trap calls.
+            # Disabled for code that runs in shells of other nodes, lists with commas, and a function that a trap calls.
             "# shellcheck disable=SC2016,SC2054,SC2329",
             f"# {job.module} on {count_of(job.nodes, 'node')}, rendered by `harness submit`. To submit it by hand:",
             f"#   mkdir -p {job.logs} && sbatch FILE",
@@ -86,8 +86,8 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         _steps(job, cluster),
         [part("controller")],
         [part("claim")],
-        # Its lock keeps jobs of this harness apart; the kernel releases it when the script's shell ends. Testing the
-        # port alone would leave a gap until rank 0 listens.
+        # A lock per port separates jobs of this harness; the kernel releases it when the script's shell ends. Only
+        # testing the port would leave a gap until rank 0 listens.
         [part("rendezvous", master_addr=address)],
         [forwarding(cluster)],
         [part("spares", **own, master_addr=address)] if cluster.spares else [],
@@ -99,7 +99,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
         [_preflight(job, cluster)] if preflight.enabled else [],
         ["[[ ${train_on[*]:-} ]] || choose_nodes || run_again"] if cluster.spares else [],
         [_copies(job, cluster, train_on)] if copied else [],
-        # The start of a rank, or of a node's agent, and the function that starts it everywhere.
+        # The command that starts a rank or a node's agent, and the function that runs it on all nodes.
         [
             part(f"start_{what}"),
             part("run_ranks", step=f"on_each_{what}", what=what, number=f"%{mark}", train_on=train_on),
@@ -110,7 +110,7 @@ def render(job: Job, cluster: ClusterConfig) -> str:
 
 
 def _variables(job: Job, cluster: ClusterConfig) -> list[str]:
-    # In quotes even where no character needs them: `NAME==mlx5_0` looks like a comparison.
+    # Quoted even if no character requires it: `NAME==mlx5_0` looks like a comparison.
     values = {name: value.replace("'", "'\"'\"'") for name, value in cluster.env.items()}
     binds = cluster.cpu_bind not in ("", "no", "none")
     program = ["-m", job.module, *job.overrides, f"run_dir={quote_value(job.run_dir)}", "resume=auto"]
@@ -133,14 +133,14 @@ def _variables(job: Job, cluster: ClusterConfig) -> list[str]:
 
 
 def forwarding(cluster: ClusterConfig) -> str:
-    """Return the functions that pass signals on to the ranks, requeue the job, and submit its successor."""
-    dependency = SUCCESSORS[cluster.successor] or SUCCESSORS["afterany"]  # of one that a refused requeue needs
+    """Return the shell functions that forward signals to the ranks, requeue the job, and submit its successor."""
+    dependency = SUCCESSORS[cluster.successor] or SUCCESSORS["afterany"]  # for use after a refused requeue
     spare = 'choose_nodes "$slow"; then\n    here=true\n  elif ' if cluster.spares else ""
     return part("forwarding", exclude=shlex.quote(cluster.exclude), dependency=dependency, spare=spare)
 
 
 def part(name: str, /, **values: object) -> str:
-    """Return a part of the script that is kept in `shell`, with values in place of `@name@`."""
+    """Return a part of the script from `shell`, with `@name@` replaced by values."""
     text = (_SHELL / f"{name}.bash").read_text().removesuffix("\n")
     return re.sub("@(\\w+)@", lambda match: str(values.get(match[1], match[0])), text)
 
@@ -174,7 +174,7 @@ def _directives(job: Job, cluster: ClusterConfig) -> Iterator[str]:
 
 
 def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
-    """Yield the arrays that prefix a command: once on the first node, once on every node, once per rank."""
+    """Yield the shell arrays that prefix a command to run it on the first node, once per node, or once per rank."""
     ranks, cpus = cluster.ranks_per_node, cluster.cpus_per_rank
     container = ""
     if cluster.image:
@@ -185,7 +185,7 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
         names = ",".join(["MASTER_ADDR", "MASTER_PORT", *cluster.env])
         options += ["--no-container-mount-home", f"--container-env={names}"]
         options += ["--container-writable"] if cluster.container_writable else []
-        # All steps of the job, and of its restarts on the node, share the one of this name.
+        # All steps of the job and of its restarts on a node share the container with this name.
         name = ' --container-name="harness-$SLURM_JOB_ID"' if cluster.container_name else ""
         yield part("in_container", container=shlex.join(options) + name)
         container = ' "${container[@]}"'
@@ -212,7 +212,7 @@ def _steps(job: Job, cluster: ClusterConfig) -> Iterable[str]:
 
 
 def _list(paths: Sequence[str]) -> str:
-    """Write paths as a list on a command line; quotes keep a comma in a path."""
+    """Return paths as a list for a command line; a path with a comma is quoted."""
     return "[" + ",".join(f'"{path}"' if "," in path else path for path in paths) + "]"
 
 
@@ -233,14 +233,14 @@ def _preflight(job: Job, cluster: ClusterConfig) -> str:
     return part(
         "preflight",
         failed=_without_failed(cluster, "preflight"),
-        # Spare nodes too; srun takes the last of two equal options.
+        # Includes spare nodes; srun uses the last of two equal options.
         all_nodes=f" --nodes={every} --ntasks={every}" if spares else "",
         all_tasks=f" --nodes={every} --ntasks={every * tasks}" if spares else "",
         rates=shlex.join(rates),
         tasks=tasks,
         needed="".join(f" {shlex.quote(setting)}" for setting in needed),
         timeout=f"{limits.timeout_s:g}",
-        # srun itself is ended later, so that nodes that start slowly can report their own timeouts.
+        # srun itself is stopped later, so that nodes that start slowly can report their own timeouts.
         limit=f"{limits.timeout_s + 20:g}",
         expected=shlex.join(expected),
         # With GPUs, every GPU takes part, over the links that training uses.
@@ -253,7 +253,7 @@ def _needed(data: Sequence[str], weights: str | None) -> list[str]:
 
 
 def _without_failed(cluster: ClusterConfig, step: str) -> str:
-    """Return what the script does where nodes that it can do without have failed in a step before the first one."""
+    """Return the commands for failed nodes of a step before training: replace them, requeue without them, or end."""
     file = f'"$logs/{step}-$SLURM_JOB_ID.jsonl.failed"'
     requeue = f"leave_out {file} && run_again; " if cluster.preflight.exclude_failed else ""
     otherwise = f'{requeue}echo "{step}: job $SLURM_JOB_ID does not start" >&2; end_run 1'

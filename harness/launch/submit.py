@@ -25,7 +25,7 @@ _IMAGE_WORKDIR = "/opt/harness"
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a setting of several lines, or one that the job sets itself."""
+    """Raise ConfigError for a setting with several lines, or a setting that the job sets itself."""
     for text in arguments:
         check_quoted(text, "settings")
         if text.startswith("resume="):
@@ -44,14 +44,14 @@ def plan_job(
 ) -> Job:
     """Plan the job that runs a recipe with the settings `config`.
 
-    ConfigError for a missing run, a path that no mount shows, or other ranks.
+    Raises ConfigError for a run that does not exist, a path outside the container's mounts, or a wrong number of ranks.
     """
     _check_ranks(config, nodes, cluster)
     is_corpus = isinstance(config.data, CorpusConfig)
     weights, live = _folder_of(config.model.init_from), () if is_corpus else tuple(config.data.live.folders)
     if run_dir is not None and not Path(run_dir).is_dir():
         raise ConfigError("there is no run to resume", where=run_dir, fix="omit run_dir to start a new one")
-    runs = numbered_runs(Path(config.runs), config.name)  # which checks the name, of logs too
+    runs = numbered_runs(Path(config.runs), config.name)  # checks the name, which logs use too
     folder = Path(run_dir or f"{config.runs}/{config.name}-{max(runs, default=0) + 1:03d}").absolute()
     datasets = dataset_paths(config.data)
     data = datasets if is_corpus else (*datasets, *config.data.evaluation.values())
@@ -62,7 +62,7 @@ def plan_job(
         named["data.live.tokenizer.name"] = [_folder_of(config.data.live.tokenizer.name)] if live else []
         _check_mounts({**named, "runs": [str(folder)]}, cluster)
     return Job(
-        # A singleton waits for all jobs of its name: only those of the same run may have it.
+        # A singleton waits for all jobs with its name, so only jobs of the same run may have the name.
         name=folder.name if cluster.successor == "singleton" else config.name,
         nodes=nodes,
         module=module,
@@ -71,7 +71,7 @@ def plan_job(
         workdir=cluster.workdir or (_IMAGE_WORKDIR if cluster.image else str(Path.cwd())),
         python=cluster.python or ("python3" if cluster.image else sys.executable),
         data=datasets,
-        # Megatron's indices of a corpus have the paths of its pairs in them.
+        # Megatron's indices of a corpus contain the paths of its pairs.
         copied=() if is_corpus else data,
         weights=weights,
         live=live,
@@ -80,7 +80,7 @@ def plan_job(
 
 
 def _folder_of(name: str | None) -> str | None:
-    """Return the path of a folder, None for an id on a hub."""
+    """Return `name` if it is the path of a folder, or None for an id on the hub."""
     return name if name and (Path(name).is_dir() or Path(name).is_absolute()) else None
 
 
@@ -99,7 +99,7 @@ def _check_ranks(config: Any, nodes: int, cluster: ClusterConfig) -> None:
 
 def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterConfig) -> None:
     split = [mount.split(":") for mount in (*cluster.mounts, *([cluster.local_dir] if cluster.local_dir else []))]
-    # The folders that the container shows, each with the one of the node that is seen there.
+    # Folders in the container, each with the folder of the node that is mounted there.
     mounts = {(parts[1] if len(parts) > 1 else parts[0]): parts[0] for parts in split}
     for setting, named in paths.items():
         for path in named:
@@ -109,9 +109,9 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
                 what = f"{path} is relative, and would be looked up in the container's own folder"
                 fix = f"set it to {Path(path).absolute()}, and list a folder above it in cluster.mounts"
                 raise ConfigError(what, where=setting, fix=fix)
-            # Below a mount by its text, `/shared/../home` is not in it.
+            # `/shared/../home` is below the mount `/shared` only by its text.
             above = [target for target in mounts if Path(os.path.normpath(path)).is_relative_to(target)]
-            # The script, and the commands outside of the container, find a run at the same path.
+            # The script and commands outside the container must find the run at the same path.
             if not above or (setting == "runs" and mounts[max(above, key=len)] != max(above, key=len)):
                 shown = ", ".join(f"{source}:{target}" for target, source in mounts.items()) or "there are none"
                 what = f"no mount of the container shows {path}{' at the same path' if above else ''}: {shown}"
@@ -119,9 +119,9 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
                 fix = f"add one to cluster.mounts, such as {place}:{place}"
                 raise ConfigError(what, where=f"{setting}, cluster.mounts", fix=fix)
             target = max(above, key=len)
-            # The path, and what its folder contains, may be links to what no mount shows.
+            # The path, and the entries of its folder, may be links to places outside the mounts.
             places = [f"{mounts[target]}/{os.path.relpath(path, target)}"]
-            with suppress(OSError):  # not a folder, or one that this host does not have
+            with suppress(OSError):  # not a folder, or missing on this host
                 places += [entry.path for entry in itertools.islice(os.scandir(places[0]), 1000) if entry.is_symlink()]
             for place in map(os.path.normpath, places):
                 real = Path(os.path.realpath(place))
@@ -132,7 +132,7 @@ def _check_mounts(paths: Mapping[str, Iterable[str | None]], cluster: ClusterCon
 
 
 def dataset_paths(data: DataConfig | CorpusConfig) -> tuple[str, ...]:
-    """Return the datasets that a run opens: no live chunks, which may not exist yet, and no corpus in a bucket."""
+    """Return the datasets that a run opens, except live chunks, which may not exist yet, and a corpus in a bucket."""
     if isinstance(data, CorpusConfig):
         return tuple(dict.fromkeys(path for path in corpus_paths(to_plain(data)) if "://" not in path))
     paths = [source.path for source in data.blend] or ([] if data.live.folders else [data.path])
@@ -140,9 +140,9 @@ def dataset_paths(data: DataConfig | CorpusConfig) -> tuple[str, ...]:
 
 
 def refuse_second_job(run_dir: Path) -> None:
-    """Raise ConfigError if a job of the run is in the queue; the script of a second one would end at once."""
+    """Raise ConfigError if a job of the run is in the queue; the script of a second job would end at once."""
     if shutil.which("squeue") is None:
-        return  # then there is no sbatch either, which is refused later
+        return  # sbatch is missing too, which is refused later
     jobs = jobs_of_run(run_dir)
     if jobs:
         fix = f"wait for it (`harness status {run_dir}`), or end it first: `harness cancel {run_dir}`"
@@ -152,15 +152,15 @@ def refuse_second_job(run_dir: Path) -> None:
 def submit_job(job: Job, text: str, *, is_private: bool) -> str:
     """Write the script to the run's folder, submit it with sbatch, and return the id of the job.
 
-    A script that holds values of the environment is private: only its owner may read it. Raises HarnessError if sbatch
-    is not installed here, or refuses the job; a new folder is removed again.
+    A script that contains values of the environment is private: only its owner can read it. Raises HarnessError, and
+    removes a new folder again, if sbatch is not installed here or refuses the job.
     """
     folder = Path(job.run_dir)
     is_new = not folder.exists()
     fix = "submit again, or set runs= to another folder"
     with os_errors_as(ConfigError, "the run's folder cannot be created", where=folder, fix=fix):
         folder.mkdir(parents=True, exist_ok=not is_new)
-        # Slurm creates no folders: without this one a job fails before its first line, and without a log.
+        # Slurm creates no folders: without this one, a job would fail before its first line, and without a log.
         Path(job.logs).mkdir(exist_ok=True)
         script = os.open(job.script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if is_private else 0o666)
         with os.fdopen(script, "w") as file:

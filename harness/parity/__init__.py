@@ -1,10 +1,10 @@
-"""Proof that runs train the same: a matrix of runs, what differs first, reports and baselines.
+"""Prove that runs train identically: a matrix of runs, their first difference, reports and baselines.
 
 A matrix is a list of cells (`plan_check`): a reference and the runs to compare with it, each a run of `recipes.sft` in
-processes of its own (`run_cells`). Runs record digests of every global batch and their losses; `cell_result` compares
-them and names the first difference down to the position. A `ParityReport` holds the results, and `harness.parity.pages`
-renders it. `record`, `against` and `update` keep one run as a baseline for later ones. `check_isolation` shows that
-documents of a packed row do not see each other, and `train_reference` trains a run's conversations by plain
+its own processes (`run_cells`). Runs record their losses and digests of every global batch; `cell_result` compares them
+and locates the first difference down to the position. A `ParityReport` contains the results, and `harness.parity.pages`
+renders it. `record`, `against` and `update` keep a run as a baseline for later runs. `check_isolation` proves that the
+documents of a packed row do not affect each other, and `train_reference` trains a run's conversations with plain
 transformers.
 
 Read `cells`, `compare` and `result` first.

@@ -1,4 +1,4 @@
-"""From finished cells to the report: read each run, compare it with its reference, and describe the results."""
+"""Turn finished cells into a report: read each run, compare it with its reference, and describe the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from harness.train.folder import SETTINGS_FILE, read_settings
 def cell_result(
     cell: Cell, finished: Mapping[str, Finished], *, folder: Path, known: Mapping[str, Cell], device: str
 ) -> CellResult:
-    """Return the result of a cell that ran, or failed to."""
+    """Return the result of a cell that completed or failed."""
     outcome, placement = finished[cell.name], None
     reason, steps, checks = outcome.reason, list[StepMetrics](), list[Check]()
     try:
@@ -50,7 +50,7 @@ def cell_result(
             else:
                 reference = known[cell.reference]
                 expected, found = recorded_run(reference.run_folder(folder)), recorded
-                if reference.plan.program == REFERENCE:  # which has no statistics of routers, and one validation set
+                if reference.plan.program == REFERENCE:  # has no router statistics and one validation set
                     plain = [replace(step, experts={}, evaluation_losses={}) for step in steps]
                     found = replace(found, steps=plain)
                 num_ranks = max(cell.case.ranks, reference.case.ranks)
@@ -65,9 +65,9 @@ def cell_result(
 
 
 def result_of(steps: Sequence[StepMetrics], checks: list[Check], reason: str, **known: Any) -> CellResult:
-    """Return a result with the status, series and speed that follow from its steps, checks and reason to fail.
+    """Return a result with the status, series and speed derived from its steps, checks and reason of failure.
 
-    The speed is the median of the steps after the first, which pays for the start; None where there are no others.
+    The speed is the median over the steps after the first, which includes the startup; None if there are no others.
     """
     status = "failed" if reason else "same" if all(check.passed for check in checks) else "different"
     series = Series(**{name: [getattr(step, name) for step in steps] for name in Series.__dataclass_fields__})
@@ -76,8 +76,8 @@ def result_of(steps: Sequence[StepMetrics], checks: list[Check], reason: str, **
 
 
 def placement_of(recorded: Recorded, folder: Path, ranks: int) -> dict[str, Any] | None:
-    """Return the rows of the first recorded step in which ranks shared one; None where there is none."""
-    with suppress(FormatError):  # the comparison names what was not recorded
+    """Return the rows of the first recorded step in which ranks shared a row; None if there is none."""
+    with suppress(FormatError):  # the comparison reports missing records
         for step in (one for one in recorded.digests() if any(row.shared_by > 1 for row in one.rows)):
             settings = read_settings(folder / SETTINGS_FILE)
             parallel, model = ParallelConfig(**settings["parallel"]), ModelConfig(**settings["model"])
@@ -96,7 +96,7 @@ def placement_of(recorded: Recorded, folder: Path, ranks: int) -> dict[str, Any]
 
 
 def environment(device: str) -> dict[str, str]:
-    """Return the device, machine, versions and commit that a report is made with."""
+    """Return the device, machine, versions and commit for a report."""
     name = f"cpu ({platform.processor() or platform.machine()})"
     if device != "cpu":
         import torch

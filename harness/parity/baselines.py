@@ -32,8 +32,8 @@ class Baseline:
     """One file of the baselines' folder.
 
     Attributes:
-        created: ISO 8601, UTC.
-        tolerances: for later runs; data is always compared exactly.
+        created: time in ISO 8601, UTC.
+        tolerances: tolerances for later runs; data is always compared exactly.
     """
 
     name: str
@@ -65,7 +65,7 @@ def baseline_of(name: str, run: Path, tolerances: Tolerances) -> Baseline:
     return Baseline(
         name,
         datetime.now(UTC).isoformat(timespec="seconds"),
-        # A baseline is shared: the kind of machine matters, its name does not.
+        # A baseline is shared, so it contains the kind of machine but not its name.
         environment(_device_of(run)) | {"machine": f"{platform.system()} {platform.machine()}"},
         tolerances,
         {key: value for key, value in settings.items() if key not in PLACES},
@@ -81,7 +81,7 @@ def _device_of(run: Path) -> str:
 
 
 def write_baseline(baseline: Baseline, path: Path) -> None:
-    """Write a line a step, so that a change of a few steps is a small diff."""
+    """Write one line per step, so that a change in a few steps is a small diff."""
     head = {"schema": SCHEMA} | {key: value for key, value in vars(baseline).items() if key not in ("steps", "digests")}
     steps = [
         json.dumps({"metrics": asdict(metrics), "data": to_json(data)})
@@ -94,7 +94,7 @@ def write_baseline(baseline: Baseline, path: Path) -> None:
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Read the baseline at `path`; raises FormatError where it is missing, damaged or of a newer schema."""
+    """Read the baseline at `path`; raise FormatError if it is missing, damaged or has a newer schema."""
     make = f"`harness parity record {path.stem} RUN` records one from a run that is known to be correct"
     with os_errors_as(FormatError, f"there is no baseline {path.stem} to read", where=path, fix=make):
         text = path.read_bytes()
@@ -112,7 +112,7 @@ def read_baseline(path: Path) -> Baseline:
 
 
 def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:
-    """Write a new baseline; raises ConfigError where there is one of that name."""
+    """Write a new baseline; raise ConfigError if one with this name exists."""
     path = baseline_path(name, folder)
     if path.exists():
         fix = f"`harness parity update {name} RUN` replaces it and reports what changed"
@@ -122,18 +122,18 @@ def record(name: str, run: Path, folder: Path, tolerances: Tolerances) -> Path:
 
 
 def against(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
-    """Compare the run in `run` with the baseline; one that is missing or damaged is a failed cell of the report."""
+    """Compare the run in `run` with a baseline; a missing or damaged baseline is a failed cell of the report."""
     return _report(name, run, baseline_path(name, folder), f"Against baseline {name}", command)
 
 
 def update(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
-    """Replace a baseline by the run in `run`, and report everything that moved, within tolerance or not.
+    """Replace a baseline with the run in `run`, and report everything that changed, even within tolerance.
 
-    FormatError if there is no such baseline, or the run cannot be one.
+    Raises FormatError if the baseline does not exist, or if the run cannot be a baseline.
     """
     path = baseline_path(name, folder)
     new = baseline_of(name, run, read_baseline(path).tolerances)
-    # No tolerance, so that everything that moved is in the report.
+    # Without a tolerance, everything that changed is in the report.
     exact = Tolerances(0.0, 0.0, "an update reports everything that moved")
     report = _report(name, run, path, f"Update of baseline {name}", command, exact)
     write_baseline(new, path)
@@ -143,7 +143,7 @@ def update(name: str, run: Path, folder: Path, *, command: str) -> ParityReport:
 def _report(
     name: str, run: Path, path: Path, title: str, command: str, tolerances: Tolerances | None = None
 ) -> ParityReport:
-    """Compare the run in `run` with the baseline at `path`, with the baseline's own tolerances where none are given."""
+    """Compare the run in `run` with the baseline at `path`; `tolerances` default to the baseline's own."""
     checks: list[Check] = []
     cells: list[CellResult] = []
     reason, steps, env = "", list[StepMetrics](), environment(_device_of(run))
@@ -151,13 +151,13 @@ def _report(
     try:
         baseline = read_baseline(path)
         of = {"check": "baseline", "axes": {"made": baseline.created}, "reference": None, "command": f"see {path}"}
-        # Its steps have no times.
+        # The steps of a baseline have no times.
         cells.append(replace(result_of(baseline.steps, [], "", name=baseline_name, **of), tokens_per_s=None))
         env |= {f"baseline {key}": value for key, value in baseline.environment.items() if env.get(key) != value}
         recorded = recorded_run(run)
         steps = recorded.steps
         if steps:
-            # Without the data, the expected value at a position is unknown.
+            # A baseline has no data, so the expected value at a position is unknown.
             reference = Recorded(baseline.steps, lambda: baseline.digests, lambda step, row, index: {})
             checks = compare_runs(reference, recorded, tolerances or baseline.tolerances)
         else:

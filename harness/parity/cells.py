@@ -1,4 +1,4 @@
-"""Cells of a matrix: cases as text, the run that each stands for, and the reference that it is compared with."""
+"""Cells of a matrix: cases in text form, the run of each case, and the reference that it is compared with."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from harness.parity.compare import IDENTICAL, Tolerances
 from harness.train import METRICS_FILE
 from harness.train.lines import whole_lines
 
-# Record of an isolation check: a line a turn (equal passes, the batch, each of four documents, the padding).
+# Record of an isolation check: one line per turn (equal passes, the batch, each of four documents, the padding).
 ISOLATION_FILE, ISOLATION_TURNS = "isolation.jsonl", 7
 # Settings of a case that are not settings of `recipes.sft`.
 FORMAT, VERSION, KIND = _OWN = ("format", "version", "kind")
 _NAMED_BY_VALUE = (FORMAT, VERSION, "parallel", "schedule", "schedule.name")
 _LONGEST_NAME = 255
-# Recipes that a cell runs; a run's folder has a file that grows by a line a step.
+# Recipes that a cell can run; each writes a file with one line per step into the run's folder.
 TRAINING, ISOLATION, REFERENCE = (f"harness.recipes.{name}" for name in ("sft", "isolation", "reference"))
 
 
@@ -47,7 +47,7 @@ class RunCase:
         return {"ranks": str(self.ranks), **{names.get(key, key.split(".")[-1]): value for key, value in self._pairs}}
 
     def value_of(self, name: str) -> str | None:
-        """Return the value of FORMAT, VERSION or KIND, None where the case does not name it."""
+        """Return the value of FORMAT, VERSION or KIND; None if the case does not set it."""
         return dict(reversed(self._pairs)).get(name)
 
     @property
@@ -56,7 +56,7 @@ class RunCase:
 
 
 def parse_case(text: str, *, where: str = "cases") -> RunCase:
-    """Parse `"4 parallel=tp2 loader.num_workers=2"`; raises ConfigError for another form."""
+    """Parse a case such as `"4 parallel=tp2 loader.num_workers=2"`; raise ConfigError if it is invalid."""
     ranks, *overrides = text.split() or [""]
     if not ranks.isdecimal() or int(ranks) < 1 or any("=" not in part for part in overrides):
         fix = "write the number of ranks, then settings: '4 parallel=tp2 loader.num_workers=2'"
@@ -69,10 +69,10 @@ class CheckPlan:
     """Properties of all cells of one check.
 
     Attributes:
-        from_checkpoint: all cells start from one checkpoint. Where ranks draw their own part of the weights, equal
-            seeds give other weights on another layout.
-        shares_processes: cells of one number of ranks run one after another in the same processes, because starting
-            many processes takes long.
+        from_checkpoint: all cells start from the same checkpoint. If each rank draws its own part of the weights, equal
+            seeds result in different weights on different layouts.
+        shares_processes: cells with the same number of ranks run one after another in the same processes, because
+            starting many processes is slow.
     """
 
     tolerances: Tolerances
@@ -90,10 +90,10 @@ class Cell:
 
     Attributes:
         reference: name of the cell that it is compared with; None for a reference.
-        steps: steps that it makes, with those of the cell that it starts from.
-        dataset: the data; when it changes, a finished cell is run again.
-        start: name of the cell whose run it begins with a copy of.
-        is_reported: False for a cell that others only start from.
+        steps: total number of steps, including the steps of the cell that it starts from.
+        dataset: path of the data; if it changes, a finished cell is run again.
+        start: name of the cell that it starts from, with a copy of that cell's run.
+        is_reported: False for a cell that is only the start of others.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Cell:
 
     @property
     def launcher(self) -> list[str]:
-        """Return the start of a command line that runs a module on the cell's ranks."""
+        """Return the beginning of a command line that runs a module on the cell's ranks."""
         many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.case.ranks}"]
         return [self.python, *(many if self.case.ranks > 1 else [])]
 
@@ -136,7 +136,7 @@ class Cell:
         return self.folder(matrix) / "log.txt"
 
     def record(self, matrix: Path) -> Path:
-        """Return the file that grows by a line a step."""
+        """Return the file with one line per step."""
         return self.run_folder(matrix) / (ISOLATION_FILE if self.plan.program == ISOLATION else METRICS_FILE)
 
     def steps_made(self, matrix: Path) -> int:
@@ -145,7 +145,7 @@ class Cell:
         return 0
 
     def command(self, matrix: Path) -> str:
-        """Return the shell command that runs this cell alone again, in a folder next to its own."""
+        """Return the shell command that runs only this cell again, in a folder next to its own."""
         again, start = self.folder(matrix) / "again", self.start_folder(matrix)
         copy = f"cp -r {shlex.quote(str(start))} {shlex.quote(str(again))} && " if start else ""
         run = [*self.launcher, "-m", self.plan.program, *self.overrides, f"run_dir={again}"]
@@ -164,18 +164,18 @@ def plan_check(
     steps_before: int,
     max_ranks: int,
 ) -> list[Cell]:
-    """Return the cells of one check: the cell that the others start from, then the cases in their order.
+    """Return the cells of one check: the cell that the others start from, if any, then the cases in order.
 
     Args:
-        datasets: path by format; "" for cases that name none.
-        pythons: interpreter by version; "" for cases that name none.
-        steps: of every cell; `steps_before` more, before them, where the check starts from a checkpoint.
+        datasets: path by format, and under "" for cases that set none.
+        pythons: interpreter by version, and under "" for cases that set none.
+        steps: number of steps of every cell; if the check starts from a checkpoint, `steps_before` steps precede them.
 
     Raises:
-        ConfigError: a malformed case, two cases of one name, or nothing to compare with the reference.
+        ConfigError: a malformed case, two cases with the same name, or nothing to compare with the reference.
     """
     parsed = [case for case in (parse_case(text, where=check) for text in cases) if case.ranks <= max_ranks]
-    is_alone = plan.program == ISOLATION  # the others' first case is the reference
+    is_alone = plan.program == ISOLATION  # in other checks, the first case is the reference
     if len(parsed) < (1 if is_alone else 2):
         needs = "a case" if is_alone else "a reference and a case to compare with it"
         what = f"check {check} has {len(parsed)} cases to run, but requires {needs}"
@@ -209,7 +209,7 @@ def plan_check(
         )
     if start is None:
         return cells
-    # With the default plan: it runs alone, whatever the others do.
+    # With the default plan, so that it runs alone even if the others share processes.
     return [replace(cells[0], name=start, start=None, steps=steps_before, is_reported=False, plan=_ALONE), *cells]
 
 

@@ -21,24 +21,24 @@ from harness.train import METRICS_FILE, StepMetrics, read_metrics
 from harness.train.folder import SETTINGS_FILE, read_settings
 from harness.train.metrics import validation_losses
 
-# Columns that are equal on every layout, with any workers and in every format.
+# Columns that are equal on every layout, with any number of workers and in every format.
 EXACT = ("trained_tokens", "tokens", "epoch", "packs_consumed")
-# Of the routers of a mixture of experts: counts, and numbers that are computed.
+# Router statistics of a mixture of experts: counts, and computed values.
 EXACT_EXPERTS = ("routed_tokens", "shared_tokens", "bias_tokens")
 EXPERTS = ("load", "worst_load", "entropy", "aux_loss", "bias")
-# Returns values of a step by name, those first that explain most.
+# Returns values of a step by name, the most informative ones first.
 Read = Callable[[StepMetrics], Mapping[str, float | None]]
-# Settings of where a run is, which differ between any two.
+# Settings of a run's name and place, which differ between any two runs.
 PLACES = ("name", "run_dir", "runs", "resume")
 
 
 @dataclass
 class Tolerances(CheckedSettings, section="tolerances"):
-    """Largest relative differences of a step that still count as the same.
+    """Maximum relative differences in a step that still count as the same.
 
-    The defaults are several times the noise that was measured on a CPU in float32 over 22 steps of 19 layouts on 1 to 4
-    ranks, 6 steps of 17 layouts of experts on 1 and 2, and of plain transformers for each model family: at most 9e-8 of
-    a loss and 4e-7 of a gradient norm. It did not grow with the steps.
+    The defaults are several times the noise measured on a CPU in float32, over 22 steps of 19 layouts on 1 to 4 ranks,
+    6 steps of 17 layouts with experts on 1 and 2 ranks, and with plain transformers for each model family: at most 9e-8
+    of a loss and 4e-7 of a gradient norm. The noise did not grow over the steps.
 
     Attributes:
         loss: maximum relative difference of the loss and the validation loss.
@@ -51,7 +51,7 @@ class Tolerances(CheckedSettings, section="tolerances"):
     reason: str = "sums are computed in another order, and float32 rounds them differently"
 
 
-# Of GPUs, and of other versions of the libraries, where no noise has been measured.
+# For GPUs and other versions of the libraries, whose noise has not been measured.
 OTHER_KERNELS = Tolerances(1e-5, 1e-4, "other kernels, those of GPUs atomically, add in an order that changes")
 IDENTICAL = Tolerances(0.0, 0.0, "the same layout on one machine: the same numbers in the same order")
 
@@ -59,9 +59,9 @@ IDENTICAL = Tolerances(0.0, 0.0, "the same layout on one machine: the same numbe
 def compare_runs(
     reference: Recorded, run: Recorded, tolerances: Tolerances, *, same_layout: bool = False
 ) -> list[Check]:
-    """Compare `run` with `reference`; the checks are in the order of how much their difference explains.
+    """Compare `run` with `reference`; the checks whose differences explain the most come first.
 
-    In the `same_layout`, rows are equal too.
+    With `same_layout`, rows must be equal too.
     """
     checks = [_check_data("data", reference, run, data_difference)]
     if same_layout:
@@ -70,7 +70,7 @@ def compare_runs(
     pairs = [(step, made[step.step]) for step in reference.steps if step.step in made]
 
     def compare(name: str, read: Read, limit: float, reason: str, exact: Sequence[str] = (), of: str = "") -> Check:
-        """Compare values of all steps, and name the first that differs; those in `exact` must be equal."""
+        """Compare values of all steps, and name the first that differs; columns in `exact` must be equal."""
         difference, largest = None, 0.0
         for expected, actual in pairs:
             before, after = read(expected), read(actual)
@@ -110,7 +110,7 @@ def _check_data(
 ) -> Check:
     try:
         difference = compare(reference, run)
-    except FormatError as error:  # a run that recorded nothing, or half of it, never counts as equal
+    except FormatError as error:  # a run with missing or incomplete records never counts as equal
         difference = Difference(f"{error.what} ({error.where})", field="digests")
     return Check(name, difference is None, 0.0, None, "digests are equal or not", difference)
 
@@ -133,7 +133,7 @@ def _read(*columns: str) -> Read:
 
 
 def _statistics(step: StepMetrics) -> dict[str, float | None]:
-    """Return the statistics of routers over a step, counts first, and their loads in the validations after it."""
+    """Return the router statistics of a step, counts first, and the expert loads by source and validation set."""
     return {
         **{name: step.experts[name] for name in (*EXACT_EXPERTS, *EXPERTS) if name in step.experts},
         **step.experts,
@@ -152,7 +152,7 @@ def _further(step: StepMetrics) -> dict[str, float | None]:
 
 
 def relative_difference(expected: float | None, actual: float | None) -> float:
-    """Return |actual - expected| / |expected|; infinite where one is missing or not finite."""
+    """Return |actual - expected| / |expected|; infinite if one is missing or not finite, 0 if both are missing."""
     if expected is None and actual is None:
         return 0.0
     if expected is None or actual is None or not math.isfinite(expected) or not math.isfinite(actual):
@@ -165,9 +165,9 @@ def _format(value: float | None) -> str:
 
 
 def on_device(tolerances: Tolerances, device: str, *, num_ranks: int = 1) -> Tolerances:
-    """Return the tolerances for a device: bit-identity is required of one rank on a CPU alone, and GPUs have theirs.
+    """Return the tolerances for a device: only one rank on a CPU must be bit-identical, and GPUs have other defaults.
 
-    Tolerances that settings name are the same on every device.
+    Tolerances that are set explicitly apply on every device.
     """
     if device != "cpu" and tolerances in (IDENTICAL, Tolerances()):
         return OTHER_KERNELS
@@ -178,7 +178,7 @@ def on_device(tolerances: Tolerances, device: str, *, num_ranks: int = 1) -> Tol
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The steps of a run so far, at least one, and its settings by their dotted names."""
+    """The completed steps of a run, at least one, and its settings by dotted name."""
 
     name: str
     steps: list[StepMetrics]
@@ -190,10 +190,10 @@ class CurveDifference:
     """One curve of two runs over the steps that have a value in both.
 
     Attributes:
-        last: values of both at the last of these steps.
-        largest, largest_step: largest relative difference, and the step that has it.
-        first: first step whose difference is above the tolerance, with both values; None if there is none, or the
-            curve is not judged.
+        last: values of both runs at the last of these steps.
+        largest, largest_step: largest relative difference, and its step.
+        first: first step whose difference is above the tolerance, with both values; None if there is none, or if the
+            curve has no tolerance.
     """
 
     curve: str
@@ -207,11 +207,11 @@ class CurveDifference:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """A run and the one that it is compared with.
+    """Comparison of a run with a reference run.
 
     Attributes:
-        curves: loss first, then validation sets, then grad_norm, which is not judged.
-        other_data: first common step that trained on other data, by its counts; None if there is none.
+        curves: loss first, then validation sets, then grad_norm, which has no tolerance.
+        other_data: first common step that trained on different data, by its counts; None if there is none.
     """
 
     reference: str
@@ -222,15 +222,15 @@ class RunComparison:
 
     @property
     def first(self) -> CurveDifference | None:
-        """The curve that is above the tolerance at the earliest step; None where the runs are the same."""
+        """The curve that exceeds the tolerance at the earliest step; None if none does."""
         return min((each for each in self.curves if each.first), key=lambda each: each.first or (), default=None)
 
 
 def read_curves(folder: Path) -> RunCurves:
-    """Read the curves of a run's folder; a step that is being written is left out.
+    """Read the curves of a run's folder; a step that is still being written is omitted.
 
     Raises:
-        ConfigError: the folder is not that of a run, or the run has no step yet.
+        ConfigError: the folder does not contain a run, or the run has not completed a step.
         FormatError: its files are damaged.
     """
     if not is_run(folder):
@@ -245,7 +245,7 @@ def read_curves(folder: Path) -> RunCurves:
 
 
 def compare_curves(reference: RunCurves, run: RunCurves, *, tolerance: float) -> RunComparison:
-    """Compare a run with another over the steps that both have; raise ConfigError if there is none."""
+    """Compare two runs over their common steps; raise ConfigError if there are none."""
     before, after = ({step.step: step for step in one.steps} for one in (reference, run))
     common = sorted(before.keys() & after.keys())
     if not common:

@@ -1,10 +1,10 @@
-"""Check that no document of a packed row sees another, on any layout, by changing one and looking at all the rest.
+"""Check that documents of a packed row do not affect each other, on any layout, by changing one of them.
 
-A row is trained once, once more for every document with that document's tokens changed, and once with other tokens at
-its padding. On every stage, at every layer, forward and backward, everything that belongs to unchanged documents must
-stay the same bit for bit: layer outputs, logits, losses, and the gradients of layer outputs. Before that, the fields of
-the batch on every rank are compared with a slow reference made from the documents alone: an error inside a document,
-such as a wrong position or a mask shifted by one, crosses no boundary and shows only there.
+A row is trained once, once more for every document with that document's tokens changed, and once with other tokens in
+its padding. On every stage, at every layer, forward and backward, all values of unchanged documents must remain equal
+bit for bit: layer outputs, logits, losses, and the gradients of layer outputs. Before that, the fields of the batch on
+every rank are compared with a slow reference that is built from the documents: an error inside a document, such as a
+wrong position or a mask shifted by one, crosses no boundary and is visible only in this comparison.
 
 `python -m harness.recipes.parity check=isolation` runs this on many layouts, `harness.recipes.isolation` on one.
 """
@@ -50,8 +50,8 @@ _DOCUMENT_TOKENS = (10, 38, 3, 21)
 def check_isolation(config: SftConfig) -> list[str]:
     """Check the model and layout of a run's settings with random weights; every rank of the job calls this.
 
-    Rank 0 writes a line a turn to `isolation.jsonl` in `config.run_dir`: `{"turn": ..., "findings": [...]}`. Findings
-    are of all ranks, and none where every document is isolated.
+    Rank 0 writes one line per turn to `isolation.jsonl` in `config.run_dir`: `{"turn": ..., "findings": [...]}`. The
+    result contains the findings of all ranks; it is empty if every document is isolated.
     """
     findings, config = [], runtime.settle(config)
     with runtime.start(config.trainer.device, timeout_s=config.trainer.timeout_s) as job:
@@ -68,23 +68,23 @@ def check_isolation(config: SftConfig) -> list[str]:
 
 
 class IsolationCheck:
-    """Checks the model of a run's settings, with random weights; every rank of the job makes the same calls.
+    """Isolation check of a run's model with random weights; every rank of the job must make the same calls.
 
-    Its row has four documents of different lengths with random tokens and masks, the same every time.
+    The row has four documents of different lengths with random tokens and masks, the same every time.
 
     Attributes:
-        chunks: from `build_model`.
+        chunks: model chunks from `build_model`.
         pad_to_multiple: each document is padded to a multiple of this many tokens.
     """
 
     def __init__(self, config: SftConfig, job: runtime.Runtime) -> None:
-        # Biases of experts that move after a pass would change the next one.
+        # Expert biases that are updated after a pass would change the next pass.
         still: dict[str, Any] = {"expert_bias_rate": 0.0} if config.model.num_experts else {}
         model = replace(config.model, init_std=_INIT_STD, **still)
         self.parallel, self.device, self.vocab_size = config.parallel, job.device, model.vocab_size or _VOCABULARY
         self.layout = join(self.parallel, job.world_size)
         self.chunks = build_model(model, self.parallel, vocab_size=self.vocab_size, device=job.device)
-        # Four at least, so that there is padding to change on every layout.
+        # At least 4, so that there is padding to change on every layout.
         self.pad_to_multiple = int(np.lcm(self.parallel.pad_to_multiple, 4))
         rng = np.random.default_rng(3)
         self.sequences: list[SequenceView] = []
@@ -97,14 +97,14 @@ class IsolationCheck:
         self.row = build_thd_batch(self.sequences, pad_to_multiple=self.pad_to_multiple)
 
     def run(self, prepare: Prepare = to_device) -> list[str]:
-        """Return the findings of all ranks; `prepare` makes this rank's tensors of a row: tests plant defects here."""
+        """Return the findings of all ranks; `prepare` makes this rank's tensors of a row; tests plant defects in it."""
         return [finding for _, findings in self.turns(prepare) for finding in findings]
 
     def turns(self, prepare: Prepare = to_device) -> Iterator[tuple[str, list[str]]]:
         """Yield each turn of the check with the findings of all ranks."""
         before = self._train(self.row, prepare)
         owners = self._owners()
-        # Kernels that add in another order each time would look like leaks.
+        # Kernels that sum in a different order each time would look like leaks.
         pairs = zip(before, self._train(self.row, prepare), strict=True)
         unequal = [place for (place, values), (_, again) in pairs if not torch.equal(values, again)]
         findings = [f"{place}: two equal passes differ, so isolation cannot be shown" for place in unequal]
@@ -117,7 +117,7 @@ class IsolationCheck:
                 for (place, values), (_, others) in zip(before, after, strict=True):
                     held = self._part_of_rank(owners, values.shape[0])
                     differ = (values != others).flatten(1).any(dim=1).cpu().numpy()
-                    # Values at padding belong to no document; its owner is the document that it follows.
+                    # Values at padding belong to no document, so they may change.
                     leaked = np.unique(held[differ & (held != changed) & (held != PADDING)])
                     if leaked.size:
                         names = ", ".join(map(str, leaked))
@@ -125,7 +125,7 @@ class IsolationCheck:
             yield _describe(changed), _of_all_ranks(findings)
 
     def _owners(self) -> npt.NDArray[np.int64]:
-        """Return int64 [T]: the document of each token of the row, or PADDING."""
+        """Return the document of each token of the row, or PADDING, as int64 [T]."""
         bounds = self.row.cu_seqlens_padded
         owners = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
         owners[self.row.padding_mask] = PADDING
@@ -140,7 +140,7 @@ class IsolationCheck:
         return build_thd_batch(sequences, pad_to_multiple=self.pad_to_multiple)
 
     def _part_of_rank(self, whole: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
-        """Return the part of a row's [T] field where this rank has `tokens` of them, by slow slicing."""
+        """Return this rank's part, of `tokens` tokens, of a row's [T] field, by slow slicing."""
         held = _slice_for_rank(whole, self.row.cu_seqlens_padded, self.layout.cp_size, self.layout.cp_rank)
         if held.shape[0] == tokens:
             return held
@@ -179,7 +179,7 @@ class IsolationCheck:
         return findings
 
     def _train(self, row: ThdBatch, prepare: Prepare) -> list[Observation]:
-        """Run one forward and backward pass; return the values of every layer in an order that never changes."""
+        """Run one forward and backward pass; return the values of every layer in a fixed order."""
         layout = self.layout
         mtp_layers = get_model_config(self.chunks[0]).mtp_num_layers
         further = {"mtp_layers": mtp_layers} if mtp_layers else {}
@@ -198,9 +198,9 @@ class IsolationCheck:
 def run_rows(
     chunks: list[DistributedDataParallel], rows: Sequence[RowTensors], seq_length: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Run rows forward and backward with Megatron's own calls; return the loss of each, and those of all its tokens.
+    """Run rows forward and backward with Megatron's own calls; return the loss and the token losses of each row.
 
-    The list is empty on stages of a pipeline before the last.
+    The list is empty on all pipeline stages before the last.
     """
 
     def forward(ready: Iterator[RowTensors], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
@@ -235,7 +235,7 @@ def _of_all_ranks(findings: list[str]) -> list[str]:
 
 @contextmanager
 def _observe(chunks: list[DistributedDataParallel], values: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Collect outputs of layers and of the last matrix, and the gradients that come back to them."""
+    """Collect the outputs of layers and of the output matrix, and the gradients of these outputs."""
 
     def watch(place: str) -> Callable[..., None]:
         def hook(_module: object, _inputs: object, output: Any) -> None:

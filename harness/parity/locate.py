@@ -25,8 +25,8 @@ class Recorded:
     """The records of a run.
 
     Attributes:
-        digests: returns the digests of its data; raises FormatError where none were recorded.
-        arrays: returns a trained sequence (step, its row, its place in the row) by field; empty where it is not known.
+        digests: returns the digests of its data; raises FormatError if none were recorded.
+        arrays: returns the fields of a trained sequence, given step, row and place in the row; empty if unknown.
     """
 
     steps: list[StepMetrics]
@@ -35,16 +35,16 @@ class Recorded:
 
 
 def recorded_run(folder: Path) -> Recorded:
-    """Return the records of the run of `recipes.sft` in `folder`; no steps where it wrote none."""
+    """Return the records of the run of `recipes.sft` in `folder`, without steps if it wrote none."""
     path = folder / METRICS_FILE
     steps = read_metrics(path) if path.exists() else []
     return Recorded(steps, lambda: read_digests(folder), partial(kept_sequence, folder))
 
 
 def data_difference(reference: Recorded, run: Recorded) -> Difference | None:
-    """Return the first difference of the trained data, on whatever ranks it was; None where all is equal.
+    """Return the first difference of the trained data, regardless of its ranks; None if all data is equal.
 
-    Steps that only one of the runs made are ignored here.
+    Steps that only one of the runs completed are ignored here.
     """
     for name, records in (("the reference", reference), ("the run", run)):
         recorded = {step.step for step in records.digests()}
@@ -61,14 +61,14 @@ def data_difference(reference: Recorded, run: Recorded) -> Difference | None:
             _compare_packs(expected, actual)
             or _compare_sequences(expected, actual)
             or _compare_values(expected, actual, reference, run)
-            # The digest covers nothing else, so one of these found the difference.
+            # The digest covers nothing else, so one of these comparisons finds the difference.
             or Difference(f"step {expected.step}: the digests differ", step=expected.step, field="digest")
         )
     return None
 
 
 def placement_difference(reference: Recorded, run: Recorded) -> Difference | None:
-    """Return the first row that holds other sequences, or the same ones in another order."""
+    """Return the first row that contains other sequences, or the same sequences in another order."""
     for expected, actual in _common_steps(reference, run):
         rows = {(row.microbatch, row.rank): row for row in actual.rows}
         for row in expected.rows:
@@ -120,7 +120,7 @@ def _compare_packs(expected: StepDigests, actual: StepDigests) -> Difference | N
 
 def _compare_sequences(expected: StepDigests, actual: StepDigests) -> Difference | None:
     wanted, got = (Counter(sequence for sequence, *_ in _places(step)) for step in (expected, actual))
-    # A sequence that should not be there has no place in the reference, only in the run.
+    # An extra sequence has no place in the reference, only in the run.
     for sequence, row, _ in (*_places(expected), *_places(actual)):
         if wanted[sequence] != got[sequence]:
             name = f"sequence {sequence}" if sequence >= 0 else "tokens that are not a sequence of the dataset"
@@ -163,12 +163,12 @@ def _compare_values(
 
 
 def _places(step: StepDigests) -> Iterator[tuple[int, RowDigests, int]]:
-    """Yield the id of every sequence of a step, its row, and its place there."""
+    """Yield the id of every sequence of a step, its row, and its place in the row."""
     return ((sequence, row, index) for row in step.rows for index, sequence in enumerate(row.sequences.tolist()))
 
 
 def _first(values: npt.NDArray[Any], others: npt.NDArray[Any]) -> tuple[int, float | int | None, float | int | None]:
-    """Return the place of the first difference and both values there; None where an array has ended."""
+    """Return the place of the first difference and both values there; None for an array that has ended."""
     at = first_difference(values, others)
     found = (each[at].item() if at < each.shape[0] else None for each in (values, others))
     wanted, got = (int(value) if value is not None and float(value).is_integer() else value for value in found)

@@ -1,4 +1,4 @@
-"""Small datasets that a matrix trains on: sequences with a pattern that can be learned, with sounds or images."""
+"""Small datasets for the runs of a matrix: sequences with a pattern to learn, optionally with audio or images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SAMPLES_PER_S = 16_000
 def make_dataset(folder: Path, *, pack_size: int = 256, num_packs: int = 160, encoder: str | None = None) -> Path:
     """Make a dataset of short sequences, with 9 packs for validation. An existing one is kept.
 
-    With an `encoder`, the `model.encoder` of the models, most sequences have a medium, some two, and some none.
+    With an `encoder`, the `model.encoder` of the models, a sequence has up to two media.
     """
     splits = {"train": num_packs, "validation": 9}
     if all((folder / split / "manifest.json").exists() for split in splits):
@@ -53,7 +53,7 @@ def make_dataset(folder: Path, *, pack_size: int = 256, num_packs: int = 160, en
 
 
 def _rules_of(encoder: str) -> MediaRules:
-    """Return the rules of the media of a small model, whose extractor cuts sounds after a second."""
+    """Return the media rules of a small model, whose feature extractor truncates audio after 1 s."""
     model, values = read_encoder(encoder)
     if model.kind == "image":
         vision = values["vision_config"]
@@ -83,7 +83,7 @@ def _place(rng: Any, rules: MediaRules, starts: Any, lengths: Any) -> tuple[Medi
             tokens = rules.count_tokens(kind, measure(kind, data))
             if at + tokens <= end:
                 media.append(Medium(kind, at, tokens, data))
-                # Of models whose images have a grid, templates write a token between two of them.
+                # For models whose images have a grid, templates write a token between two images.
                 at += tokens + max(int(rng.integers(0, 2)), rules.has_grids)
     return tuple(media)
 

@@ -1,9 +1,9 @@
-"""Train the conversations of a run one by one, unpacked, by a plain model of transformers and PyTorch's AdamW.
+"""Train the conversations of a run one by one, unpacked, with a plain transformers model and PyTorch's AdamW.
 
-Layouts are compared with one rank of ours, and a fault that all of them share shows in none. This reference shares the
-order of the packs with a run, and nothing else: it reads the stored conversations itself, and has a model, a loss, a
-clipping and a learning rate of its own. It has no losses of routers, no moving biases of experts and no layers that
-predict further tokens, and nor do the runs that are compared with it.
+Comparing layouts with one rank of this project cannot reveal a fault that all layouts share. This reference shares only
+the order of packs with a run: it reads the stored conversations itself, and has its own model, loss, gradient clipping
+and learning rate. It has no router losses, no updates of expert biases and no MTP layers, and neither do the runs that
+are compared with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from harness.train.folder import open_run_folder
 from harness.train.loop import OWN_VALIDATION
 from harness.train.metrics import step_metrics
 
-# Of every small model; those of the check `reference` are in configs/parity.yaml.
+# Values of every small model; the other values of the check `reference` are in configs/parity.yaml.
 _ANY = {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -42,20 +42,20 @@ _ANY = {
     "max_position_embeddings": 16384,
     "initializer_range": 0.1,
     "sliding_window": None,
-    # Its embedding would be zeros that transformers never trains, and this data has that token as any other.
+    # The embedding of a padding token would be zeros that transformers never trains; here it is a token like others.
     "pad_token_id": None,
 }
 
 
 def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]:
-    """Save a small random model of a family, unless `folder` has it in these sizes; return the settings of its runs.
+    """Save a small random model of a family, unless `folder` has it with these sizes; return the settings of its runs.
 
-    ConfigError if transformers is missing.
+    Raises ConfigError if transformers is not installed.
     """
     made, wanted = folder / "sizes.json", json.dumps(sizes, sort_keys=True)
     if not made.exists() or made.read_text() != wanted:
         transformers = _transformers()
-        made.unlink(missing_ok=True)  # before the weights that it is of
+        made.unlink(missing_ok=True)  # before the weights that it describes
         torch.manual_seed(8)
         if (media := MEDIA_MODELS.get(family)) is None:
             config = transformers.AutoConfig.for_model(family, **{**_ANY, **sizes})
@@ -66,7 +66,7 @@ def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]
             model = kind(kind.config_class(**values))
         with torch.no_grad():
             for weight, values in [*model.named_parameters(), *model.named_buffers()]:
-                # Initially ones and zeros, which hide a mistake.
+                # Initially ones and zeros, which could hide a mistake.
                 if any(part in weight for part in ("norm", "bias", "sinks")):
                     values.add_(0.1 * torch.randn_like(values))
         model.save_pretrained(folder)
@@ -82,7 +82,7 @@ def make_model(family: str, sizes: Mapping[str, Any], folder: Path) -> list[str]
 def train_reference(config: SftConfig) -> int:
     """Train the reference of a run with these settings; write its metrics and digests, as the run does.
 
-    ConfigError if transformers is missing, or a setting is one that the reference does not have.
+    Raises ConfigError if transformers is not installed, or if the reference does not support a setting.
     """
     if config.model.init_from is None or config.run_dir is None or config.trainer.steps is None:
         where = "model.init_from, run_dir, trainer.steps"
@@ -97,9 +97,9 @@ def train_reference(config: SftConfig) -> int:
     )
     groups: dict[float, list[torch.Tensor]] = {}
     for weight, values in model.named_parameters():
-        # Sinusoids, which the class of the encoder does not train; transformers 5 forgets that when it loads weights.
+        # Sinusoids, which the encoder's class does not train; transformers 5 loses this flag when it loads weights.
         values.requires_grad_(not weight.endswith("audio_tower.embed_positions.weight"))
-        # Matrices decay, and neither vectors nor biases (those of stacked experts are matrices).
+        # Weight decay applies to matrices, not to vectors and biases (biases of stacked experts are matrices).
         decays = values.ndim > 1 and not weight.endswith("bias")
         groups.setdefault(optimizer.weight_decay if decays else 0.0, []).append(values)
     params = [{"params": values, "weight_decay": decay} for decay, values in groups.items()]
@@ -147,7 +147,7 @@ def _transformers() -> Any:
 
 
 def _learning_rate(optimizer: OptimizerConfig, done: int) -> float:
-    """Return the learning rate of the step after `done` steps: linear from 0 to `lr`, then down to its share."""
+    """Return the learning rate of the step after `done` steps: linear from 0 to `lr`, then to `lr * min_lr_ratio`."""
     lr, decay_steps = optimizer.lr or 0.0, optimizer.decay_steps or 1
     warmup = min(optimizer.warmup_steps or 0, decay_steps - 1)
     if warmup and done <= warmup:
@@ -163,7 +163,7 @@ def _learning_rate(optimizer: OptimizerConfig, done: int) -> float:
 def _mean_loss(
     model: Any, packs: Sequence[Pack], average: str, features: Features | None, *, backward: bool
 ) -> tuple[float, int]:
-    """Return the mean loss of some packs by `trainer.loss_average`, and their trained tokens; add its gradients."""
+    """Return the mean loss of packs by `trainer.loss_average`, and their trained tokens; `backward` adds gradients."""
     trained = [one for pack in packs for one in pack.sequences() if one.loss_mask.any()]
     sums, mean = [int(one.loss_mask.sum()) for one in trained], 0.0
     for one, own in zip(trained, sums, strict=True):

@@ -1,8 +1,8 @@
-"""The report of a parity run: `report.json` is this document, and every page is made from it.
+"""The report of a parity run, which is stored as `report.json`; all pages are rendered from it.
 
-`pages/report.schema.json`, its JSON Schema, describes every field of the classes here. Within one `schema` number
-fields are only ever added: ignore unknown fields, and refuse a larger number. Numbers that are not finite are null. The
-verdict is not stored, because it follows from the cells (`ParityReport.verdict`). To list what differs:
+`pages/report.schema.json`, its JSON Schema, describes every field of the classes here. Within one `schema` number,
+fields are only added: ignore unknown fields, and refuse a larger number. Numbers that are not finite are null. The
+verdict is not stored, because it follows from the cells (`ParityReport.verdict`). To list the differences:
 
     jq -r '.cells[] | select(.status != "same") | [.name, .status, (.checks[].difference.message // empty)] | @tsv' \\
         report.json
@@ -18,7 +18,7 @@ from harness.printing import redact_all
 
 SCHEMA = 1
 REPORT_FILE = "report.json"
-# Statuses of a cell, worst first: the run did not end, it differs, it could not run here, it agrees.
+# Statuses of a cell, worst first: the run did not complete, it differs, it could not run here, it agrees.
 STATUSES = ("failed", "different", "skipped", "same")
 
 
@@ -39,7 +39,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison of a cell with its reference, or with itself; a tolerance of 0 is for bit-identical."""
+    """One comparison of a cell with its reference, or with itself; a tolerance of 0 requires identical bits."""
 
     name: str
     passed: bool
@@ -51,7 +51,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Series:
-    """Values of one run, one a step; lists of equal length."""
+    """Values of one run, one per step; all lists have the same length."""
 
     step: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Series:
 
 @dataclass(frozen=True)
 class CellResult:
-    """One run of the matrix; `status` is one of STATUSES, `command` runs it alone, `placement` is of shared rows."""
+    """One run of the matrix; `status` is one of STATUSES, `command` runs only it, `placement` has its shared rows."""
 
     name: str
     check: str
@@ -84,18 +84,18 @@ class CellResult:
 
     @property
     def first_difference(self) -> Difference | None:
-        """Return the most telling difference: the first in the order of `checks`, data before losses."""
+        """Return the most informative difference: the first in the order of `checks`, data before losses."""
         return next((check.difference for check in self.checks if check.difference is not None), None)
 
     @property
     def is_reference(self) -> bool:
-        """True for a cell that was not compared with anything: others are compared with it."""
+        """True for a cell that was not compared with anything, because others are compared with it."""
         return self.reference is None and not self.checks
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Everything that one parity run compared; references come before the cells that are compared with them."""
+    """Results of one parity run; references come before the cells that are compared with them."""
 
     title: str
     created: str
@@ -106,9 +106,9 @@ class ParityReport:
 
     @property
     def verdict(self) -> str:
-        """`same` when every cell that ran agrees and none failed, `different` otherwise.
+        """`same` if every cell that ran agrees and none failed, otherwise `different`.
 
-        `failed` where nothing was compared: references alone, all else skipped, prove nothing.
+        `failed` if nothing was compared: references prove nothing if all other cells are skipped.
         """
         if {cell.status for cell in self.cells} & {"failed", "different"}:
             return "different"

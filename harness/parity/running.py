@@ -1,4 +1,4 @@
-"""Run the cells of a matrix in processes of their own, side by side where there are cores; finished cells are kept."""
+"""Run the cells of a matrix in separate processes, concurrently if there are enough cores; keep finished cells."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _DONE = "cell.json"
 # Packages of this interpreter whose versions can change losses.
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy", "pyarrow")
 _POLL_S, _MEASURE_S = 0.25, 1.0
-# Below the ports that Linux gives to outgoing connections.
+# Below the ports that Linux assigns to outgoing connections.
 _PORTS = range(20000, 32768)
-# Variables of a launcher, which would make a run that is started from within a job part of it.
+# Variables of a launcher, with which a run that is started inside a job would become part of the job.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
 # An error of the harness, or the last line of a traceback, which torch prefixes with the rank.
 _ERROR = re.compile(r"(?:\[?rank ?\d+\]?: ?)?([\w.]*(?:Error|Exception)\b.*)")
@@ -46,9 +46,9 @@ class Finished:
     """Outcome of a cell.
 
     Attributes:
-        reason: why it failed; empty where it made every step.
-        seconds: wall time; of cells that share processes, the first one's includes the start.
-        peak_memory_bytes: None where it ended before it was measured.
+        reason: reason of its failure; empty if it completed all steps.
+        seconds: wall time; of cells that share processes, the first one includes the startup.
+        peak_memory_bytes: peak memory of the fullest rank; None if it ended before a measurement.
     """
 
     fingerprint: str
@@ -67,14 +67,14 @@ def run_cells(
     watch: Callable[[dict[str, Finished]], None],
     fresh: bool = False,
 ) -> dict[str, Finished]:
-    """Run all of `cells` that are not finished already; return the outcome of every cell by name.
+    """Run all cells that are not finished yet; return the outcome of every cell by name.
 
     Args:
-        folder: holds the runs as `cells/<name>/run`; runs of an earlier try are kept while their settings, data and
-            code are the same. ConfigError if another process works in it.
-        slots: ranks that run at one time; a cell of more ranks runs alone.
-        watch: called a few times a second with the outcomes so far.
-        fresh: run finished ones too.
+        folder: contains the runs as `cells/<name>/run`; runs of an earlier attempt are kept if their settings, data and
+            code are unchanged. Raises ConfigError if another process uses it.
+        slots: number of ranks that run at the same time; a cell with more ranks runs alone.
+        watch: called a few times per second with the outcomes so far.
+        fresh: also run finished cells again.
     """
     with _lock(folder):
         if fresh:
@@ -104,7 +104,7 @@ def run_cells(
                 for job in list(running):
                     if job.update(prints, finished, timeout_s):
                         running.remove(job)
-                        # Cells after one that failed in the same processes come next.
+                        # Cells that were to follow a failed one in the same processes come next.
                         left = [cell for cell in job.cells if cell.name not in finished]
                         waiting[:0] = [left] if left else []
                 watch(finished)
@@ -116,15 +116,15 @@ def run_cells(
 
 
 def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
-    """Return a digest, by name, of a cell's settings, interpreter, code, packages, dataset files and start cell."""
+    """Return, by name, a digest of a cell's settings, interpreter, code, packages, dataset files and start cell."""
     code = [code_digest(), installed_versions(PACKAGES)]
     data: dict[str, str] = {}
     digests: dict[str, str] = {}
     for cell in cells:  # the cell that others start from comes first
         if cell.dataset not in data:
-            # Names, sizes and times show that a file was replaced. A dataset at a URI counts as unchanged.
+            # Replaced files are detected by name, size and time. A dataset at a URI counts as unchanged.
             path = Path(cell.dataset)
-            # A dataset can be given by a pattern, and by the beginning of its files' names.
+            # A dataset can be specified by a pattern, or by the common prefix of its files' names.
             named = {path, *map(Path, glob(f"{cell.dataset}*", recursive=True))}  # noqa: PTH207 - not below a folder
             files: Iterable[Path] = path.rglob("*") if path.is_dir() else named
             found = sorted(file for file in files if file.is_file())
@@ -137,7 +137,7 @@ def fingerprints(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _batches(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
-    """Yield cells that run alone, then those of one check, program, ranks and interpreter that share processes."""
+    """Yield the cells that run alone, then groups with one check, program, rank count and interpreter."""
     shared: dict[tuple[str, str, int, str], list[Cell]] = {}
     for cell in cells:
         if cell.plan.shares_processes and cell.is_reported:
@@ -160,7 +160,7 @@ def last_words(log: Path, code: int | None) -> str:
 
 
 def _read_finished(folder: Path, cell: Cell, fingerprint: str) -> Finished | None:
-    """Return the outcome of an earlier try, where it ran to its end on today's settings, data and code."""
+    """Return the outcome of an earlier attempt if it completed with the current settings, data and code."""
     done = cell.folder(folder) / _DONE
     with suppress(OSError, FormatError):
         finished = replace(load(Finished, done.read_bytes(), where=done), was_kept=True)
@@ -185,7 +185,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 class CellBatch:
-    """Cells of one number of ranks that run one after another in the same processes; mostly one cell."""
+    """Cells with the same number of ranks that run one after another in the same processes; usually one cell."""
 
     def __init__(self, folder: Path, cells: Sequence[Cell]) -> None:
         self.cells, self.ranks, self._folder = cells, cells[0].case.ranks, folder
@@ -207,9 +207,9 @@ class CellBatch:
             self.process = start_job(command, self._log)
 
     def update(self, prints: dict[str, str], finished: dict[str, Finished], timeout_s: float) -> bool:
-        """Add the outcomes of cells that have ended to `finished`; return True where the processes have ended."""
+        """Add the outcomes of cells that have ended to `finished`; return True if the processes have ended."""
         now = time.monotonic()
-        # The kernel walks every page for it: a twentieth of the time at most.
+        # The kernel walks every page for a measurement, so it gets at most a twentieth of the time.
         if now - self._measured >= max(_MEASURE_S, 20 * self._measuring_s):
             self._measure()
         code, late = self.process.poll(), now - self._began > timeout_s
@@ -218,7 +218,7 @@ class CellBatch:
         over = late or code is not None
         left = [cell for cell in self.cells if cell.name not in finished]
         for cell, following in zip(left, [*left[1:], None], strict=True):
-            # A run has ended when the next one of its processes has begun; the last one when these end well.
+            # A run has ended when the next run of its processes has begun, and the last run when they exit with 0.
             ended = code == 0 if following is None else over and not late
             ended |= following is not None and following.steps_made(self._folder) > 0
             done = ended and cell.steps_made(self._folder) == cell.steps
@@ -234,7 +234,7 @@ class CellBatch:
         return over
 
     def _measure(self) -> None:
-        """Measure the memory of the fullest rank with its workers, where pages that processes share count once."""
+        """Measure the memory of the fullest rank with its workers; pages that processes share count once."""
         import psutil
 
         self._measured = time.monotonic()
@@ -250,20 +250,20 @@ class CellBatch:
 
 
 def rank_environment() -> dict[str, str]:
-    """Return the environment of a job's processes: this checkout's code, one thread, and no launcher around it."""
+    """Return the environment of a job's processes: this checkout's code, one thread, and no launcher's variables."""
     kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
-    # Every interpreter runs the code of this checkout; an installed package is left to each of them, because the folder
-    # around it has other packages too.
+    # Every interpreter runs the code of this checkout. If this package is installed, each interpreter uses its own,
+    # because the folder of the installed package contains other packages too.
     is_checkout = CONFIGS.parent == _ROOT
     paths = [str(_ROOT)] * is_checkout + list(filter(None, [os.environ.get("PYTHONPATH")]))
-    # One thread a rank: more would compete for the cores, and add in another order on another machine.
+    # One thread per rank: more would compete for the cores, and sum in a different order on another machine.
     return {"OMP_NUM_THREADS": "1", **kept, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def start_job(
     command: Sequence[str], log: Path, *, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a program, or a launcher of ranks, whose output is added to a log; it ends when this process is killed."""
+    """Start a program or a launcher of ranks with its output appended to a log; it ends if this process is killed."""
     with log.open("a") as file:
         return subprocess.Popen(
             command,
@@ -272,13 +272,13 @@ def start_job(
             stdout=file,
             stderr=file,
             start_new_session=True,
-            # A second try meets no rival. Safe here: no other thread of this process runs.
+            # No process is left that could disturb a second attempt. Safe here: this process has no other threads.
             preexec_fn=end_with_parent(),  # noqa: PLW1509
         )
 
 
 def end_job(process: subprocess.Popen[bytes]) -> None:
-    """Kill a job with everything it started; torchrun puts its ranks into sessions of their own."""
+    """Kill a job and all processes that it started; torchrun puts its ranks into separate sessions."""
     import psutil
 
     with suppress(psutil.Error):
@@ -290,10 +290,10 @@ def end_job(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports for ranks to meet at, none of which the kernel gives to outgoing connections meanwhile."""
+    """Return free ports for the rendezvous of ranks, which the kernel does not assign to outgoing connections."""
     with ExitStack() as stack:
         ports: list[int] = []
-        # Not from the shared generator: programs that were seeded alike would choose alike.
+        # Not from the shared generator: programs with the same seed would choose the same ports.
         candidates = iter(random.SystemRandom().sample(_PORTS, len(_PORTS)))
         while len(ports) < count:
             listener = stack.enter_context(socket.socket())
@@ -304,7 +304,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def log_cells(console: Console) -> Callable[[dict[str, Finished]], None]:
-    """Return a function that takes the outcomes so far, and prints a line for each that is new."""
+    """Return a function that takes the outcomes so far, and prints a line for each new one."""
     printed: set[str] = set()
 
     def log(finished: dict[str, Finished]) -> None:

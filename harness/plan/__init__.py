@@ -1,7 +1,7 @@
-"""Settings of a run, and what the run would take: memory, microbatches, work and time, from numbers alone.
+"""Settings of a run, and plans of its memory, microbatches, work and time from numbers alone.
 
 Everything here runs without torch, Megatron-Core and Hydra. Read `settings.py` for the dataclasses that a recipe is
-composed into, then `run_plan.py`, which is `harness plan`; `memory.py` and `work.py` have its formulas.
+composed into, then `run_plan.py`, which implements `harness plan`; `memory.py` and `work.py` contain its formulas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""List the models that can be trained, and decide from a config.json alone whether one can, with every reason."""
+"""List the models that can be trained, and report, from a config.json alone, every reason why one cannot."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FEATURES = {
     "has_windows": "sliding-window attention in every other layer",
     "predicts_further": "multi-token prediction (MTP)",
 }
-# Refused in models of every family, but where the family has it; the reader of config.json names each.
+# Refused in models of every family except as noted; errors about a config.json name each of them.
 REFUSED_FEATURES = (
     "quantized weights (mxfp4 of gpt_oss is supported)",
     "activations other than silu (relu2 of nemotron_h is supported)",
@@ -47,9 +47,9 @@ class ModelReport:
 
     Attributes:
         refusals: each reason why it cannot be trained; empty if it can.
-        settings: fields of `ModelConfig` that its weights determine; empty where it is refused.
-        parameters, active_parameters: of the model, and of those the ones that one token uses; 0 where it is refused.
-        mtp_layers: layers after its own that predict further tokens.
+        settings: fields of `ModelConfig` that its weights determine; empty if it is refused.
+        parameters, active_parameters: number of parameters, and number that one token uses; 0 if it is refused.
+        mtp_layers: number of multi-token prediction layers.
     """
 
     model: str
@@ -81,7 +81,7 @@ def list_families() -> list[dict[str, Any]]:
 
 
 def list_missing() -> dict[str, list[str]]:
-    """Return what models of refused families need, and the names of the families."""
+    """Return each missing feature that refused families need, with the names of the families."""
     needs: dict[str, list[str]] = {}
     for name, need in MISSING.items():
         needs.setdefault(need, []).append(name)
@@ -89,7 +89,7 @@ def list_missing() -> dict[str, list[str]]:
 
 
 def describe_model(model: str) -> ModelReport:
-    """Read the config.json of a folder or of a model of the hub alone; raise ConfigError if it cannot be read."""
+    """Describe a model from only its config.json, in a folder or on the hub; raise ConfigError if it is unreadable."""
     folder = find_config(model)
     try:
         stored = read_hf_config(folder)

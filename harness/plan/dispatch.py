@@ -1,10 +1,10 @@
-"""Memory of a layer of experts that is not kept: tokens on their way to the experts of other ranks and back.
+"""Temporary memory of a layer with experts: tokens on their way to the experts of other ranks and back.
 
-Counted from Megatron-Core's dispatchers (`transformer/moe/token_dispatcher.py` of 0.16.1), whose steps hold on to the
-tokens of the step before until the layer ends; a test compares it against what PyTorch allocates for `alltoall` and
-`allgather`. One layer is computed at a time, so a rank needs it once. Tokens are those of an even share, or of
-the busiest rank. Read in their sources alone, because they run on GPUs: DeepEP's buffers (`csrc/config.hpp`), and the
-workspace of grouped products (`pytorch/module/base.py` of Transformer Engine).
+Counted from Megatron-Core's dispatchers (`transformer/moe/token_dispatcher.py` of 0.16.1), whose steps keep the tokens
+of the previous step until the layer ends; a test compares the count against PyTorch's allocations for `alltoall` and
+`allgather`. One layer is computed at a time, so a rank needs this memory once. Tokens are an even share, or the share
+of the busiest rank. Sizes of DeepEP's buffers (`csrc/config.hpp`) and of the workspace of grouped products (Transformer
+Engine's `pytorch/module/base.py`) are only taken from these sources, because both require GPUs.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import math
 from harness.plan.layout import DEEPEP_RANKS, DTYPE_BYTES, ParallelConfig
 from harness.plan.model import ModelConfig
 
-# cuBLAS's workspace on a GPU of compute capability 9 or later, one for each of the streams that products alternate on.
+# cuBLAS workspaces on GPUs of compute capability 9 or later, one for each of the streams that products alternate on.
 GROUPED_GEMM_BYTES = 4 * (32 << 20)
-# Multiprocessors that DeepEP's kernels take, the setting of Megatron-Core; two make a channel.
+# DeepEP uses 20 multiprocessors, as set by Megatron-Core, and two of them per channel.
 _DEEPEP_CHANNELS = 20 // 2
 _NVLINK_RANKS = 8
-# Experts and scales of a token that DeepEP has room for (with its source, in 8 bytes), in int64 and float32.
+# Buffer per token in DeepEP: source (8 bytes), 128 expert ids (int64), 128 weights and 128 scales (float32).
 _DEEPEP_TOKEN_BYTES = 8 + 128 * 8 + 128 * 4 + 128 * 4
 
 
 def dispatch_bytes(model: ModelConfig, parallel: ParallelConfig, *, tokens: int, is_grouped: bool = False) -> int:
-    """Return the most bytes that a layer of experts has beside those that it keeps for the backward pass.
+    """Return the peak bytes of a layer with experts, in addition to those that it keeps for the backward pass.
 
-    `tokens` are of a microbatch on one rank; with context parallelism, its slice; as many more as its experts get.
+    `tokens` counts a microbatch on one rank (its slice, with context parallelism), scaled by the load of its experts.
     """
     if not model.num_experts:
         return 0
     count = {"alltoall": _alltoall, "allgather": _allgather, "flex": _flex}[parallel.expert_dispatcher]
     own = tokens / parallel.tensor_parallel_size
-    # Without grouped products each expert's output is a tensor, and all of them are joined.
+    # Without grouped products, each expert's output is a tensor, and all of them are concatenated.
     joins = not is_grouped and model.num_experts > parallel.expert_parallel_size
     return math.ceil(count(model, parallel, own, joins)) + (GROUPED_GEMM_BYTES if is_grouped else 0)
 
@@ -41,10 +41,10 @@ def _alltoall(model: ModelConfig, parallel: ParallelConfig, own: float, joins: b
     item, ep, etp = DTYPE_BYTES[model.number], parallel.expert_parallel_size, parallel.expert_tensor_parallel_size
     sorts = model.num_experts > ep
     sent = own * model.experts_per_token * model.hidden_size * item
-    # Tokens in the order of experts, and those that came; the experts' own input is kept, and not counted here.
+    # Tokens in expert order, and received tokens; the input of the experts is kept, and not counted here.
     held = sent + (sent if ep > 1 and (sorts or etp > 1) else 0)
-    given = etp * sent * (1 + sorts)  # what experts give, and the same in the order in which it came
-    # Their sum over the ranks of an expert is in float32, as the router's scores are.
+    given = etp * sent * (1 + sorts)  # outputs of experts, and the same in order of arrival
+    # Their sum over the ranks that share an expert is in float32, like the router's scores.
     shared = ((etp * sent + sent) * 4 / item if item < 4 else sent) if etp > 1 else 0
     return held + max(given + shared, etp * sent * (1 + joins), sent * (1 + (ep > 1)))
 
@@ -57,7 +57,7 @@ def _allgather(model: ModelConfig, parallel: ParallelConfig, own: float, joins: 
         return given * (1 + joins)
     scores = 4 * own * ep * etp * model.num_experts
     summed = everyone * (1 + 4 / item * (item < 4)) + 4 * own * model.hidden_size
-    # Megatron never frees the buffer that tokens are gathered in.
+    # Megatron-Core never frees the buffer that tokens are gathered into.
     return everyone + scores + max(given * (1 + joins), given + everyone, summed)
 
 
@@ -65,18 +65,18 @@ def _flex(model: ModelConfig, parallel: ParallelConfig, own: float, joins: bool)
     item, ep, etp = DTYPE_BYTES[model.number], parallel.expert_parallel_size, parallel.expert_tensor_parallel_size
     experts, sent = model.num_experts, model.experts_per_token
     here = experts // ep
-    # A rank gets a token once, however many of its experts are for it.
+    # A rank receives a token once, however many of its experts the token is routed to.
     missed = math.comb(experts - here, sent) / math.comb(experts, sent)
     came = own * etp * ep * (1 - missed)
     given = own * etp * sent * model.hidden_size * item
-    # Which expert and what score each token has, of all experts here, and of the whole model before it is sent.
+    # Experts and scores of each token: over the whole model before it is sent, and over this rank's experts after.
     scores = 5 * etp * own * experts + came * (12 * sent + 5 * here)
     tokens = came * model.hidden_size * item
     return deepep_bytes(model, parallel) + scores + tokens + given + max(given * joins, tokens)
 
 
 def deepep_bytes(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Return the bytes of DeepEP's buffers: for ranks of a node, and for nodes that RDMA connects."""
+    """Return the bytes of DeepEP's buffers: NVLink within a node, and RDMA between nodes."""
     ranks = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size
     nvlink_tokens, rdma_tokens = DEEPEP_RANKS[ranks]
     nodes, peers = max(1, ranks // _NVLINK_RANKS), min(ranks, _NVLINK_RANKS)

@@ -1,4 +1,4 @@
-"""Models that also read audio or images: what their config.json and weights have beside those of the text model."""
+"""Models that also read audio or images: the config.json, weight names and work of their encoders."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 
 from harness.records import Float64Array, Int64Array
 
-# Of the rotary embedding of models whose positions have three dimensions.
+# Rotary embedding values of models with three-dimensional positions.
 MROPE = ("mrope_section", "mrope_interleaved")
-# Of half of a head: no model has as many.
+# Limit for half of a head's size; no model comes close.
 _MOST_SECTIONS = 1_000_000
-# Values of a text model that a nested config.json leaves out, because they are the defaults of its class.
+# Values of a text model that a nested config.json omits, because they are the defaults of its class.
 _LLAMA: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _LLAMA |= {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
 _DEFAULTS = {
@@ -29,13 +29,13 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, eq=False)
 class EncoderWork:
-    """Work of encoding media, each of them alone.
+    """Work of encoding each medium separately.
 
     Attributes:
-        flops: float64 [media], of the forward pass.
-        kept: float64 [media], numbers that it keeps for the backward pass.
-        once: float64 [media], numbers of the largest layer, which are all that there are if nothing is kept.
-        weights: of the layers that do it.
+        flops: float64 [media], FLOPs of the forward pass.
+        kept: float64 [media], numbers kept for the backward pass.
+        once: float64 [media], numbers of the largest layer, the peak if nothing is kept.
+        weights: number of weights of the encoder.
     """
 
     flops: Float64Array
@@ -48,7 +48,7 @@ class EncoderWork:
         return EncoderWork(self.flops + other.flops, self.kept + other.kept, once, weights)
 
     def by_sequence(self, sequences: Int64Array, count: int) -> EncoderWork:
-        """Return the sums over the media of each of `count` sequences, given the number of that of each medium."""
+        """Return the sums over the media of each of `count` sequences, given the sequence number of each medium."""
         arrays = {name: getattr(self, name) for name in ("flops", "kept", "once")}
         sums: dict[str, Any] = {name: np.bincount(sequences, one, count) for name, one in arrays.items()}
         return replace(self, **{name: one.astype(np.float64, copy=False) for name, one in sums.items()})
@@ -56,23 +56,23 @@ class EncoderWork:
 
 @dataclass(frozen=True)
 class MediaModel:
-    """A kind of published models that encode audio or images in front of a text model.
+    """A type of published model that encodes audio or images in front of a text model.
 
     Attributes:
         name: `model_type` of its config.json.
         architecture: its class in transformers.
-        rules: `family` of the `harness.prep.media.MediaRules` of its data.
-        token: value of config.json with the id of its placeholder token.
-        kept: values of config.json that describe the encoder.
-        parts: modules of the encoder, by which the names of its weights begin.
-        text_types: `model_type` of its text model, and the family that this is.
-        prefix: beginning of the names of the text model's weights.
-        is_nested: its weights are in `model.visual`, and those of its text model in `model.language_model`.
+        rules: `family` of the `harness.prep.media.MediaRules` for its data.
+        token: name of the config.json value that contains the id of its placeholder token.
+        kept: names of the config.json values that describe the encoder.
+        parts: modules of the encoder, which are the prefixes of its weight names.
+        text_types: family of its text model, by the text model's `model_type`.
+        prefix: prefix of the text model's weight names.
+        is_nested: the encoder's weights are in `model.visual`, and the text model's weights in `model.language_model`.
         stacks_experts: the experts of a layer are in one tensor [experts, inputs, outputs], gate before up.
-        left_out: beginnings of the names of weights that are neither trained nor run.
-        copied: those of them that an export contains, as the initial weights have them.
-        work: returns the work of media with these numbers of placeholder tokens, float64 [media], of an encoder with
-            these values in front of a text model of this hidden size.
+        left_out: name prefixes of weights that are neither trained nor run.
+        copied: prefixes in `left_out` whose weights an export copies from the initial weights.
+        work: returns the work of media, given the encoder's values, the text model's hidden size, and the number of
+            placeholder tokens of each medium, float64 [media].
     """
 
     name: str
@@ -99,16 +99,16 @@ class MediaModel:
         return self.work(values, hidden, np.zeros(0)).weights
 
     def encoder_name(self, name: str) -> str:
-        """Return the name of an encoder's tensor in published weights."""
+        """Return the name of an encoder tensor in published weights."""
         return f"model.{name}" if self.is_nested else name
 
     def text_name(self, name: str) -> str:
-        """Return the name in published weights of a tensor of the text model."""
+        """Return the name of a text model tensor in published weights."""
         return name.replace("model.", "model.language_model.", 1) if self.is_nested else self.prefix + name
 
 
 def deep_layers(values: Mapping[str, Any]) -> int:
-    """Return the number of first layers after which the encoder of `model.encoder` adds features of images."""
+    """Return the number of leading layers after which image features are added, for the values of `model.encoder`."""
     named = values["model_type"].startswith("qwen3_vl")
     return len(values["vision_config"].get("deepstack_visual_indexes", range(3))) if named else 0
 
@@ -116,9 +116,9 @@ def deep_layers(values: Mapping[str, Any]) -> int:
 def _product(
     places: Float64Array, inputs: int, outputs: int, kernel: int = 1, *, weights: int | None = None
 ) -> EncoderWork:
-    """Return the work of a matrix, or of a convolution of `kernel` places, whose output is kept twice.
+    """Return the work of a matrix (input and output kept) or a convolution of `kernel` places (output kept twice).
 
-    It has biases unless `weights` are another number.
+    `weights` overrides the number of weights, which includes biases by default.
     """
     numbers = places * ((inputs if kernel == 1 else outputs) + outputs)
     weights = (inputs * kernel + 1) * outputs if weights is None else weights
@@ -128,9 +128,9 @@ def _product(
 def _layers(
     count: int, size: int, inner: int, places: Float64Array, *, kept: float, window: int = 0, is_gated: bool = False
 ) -> EncoderWork:
-    """Return the work of transformer layers whose places attend to all places of a medium, or of their window.
+    """Return the work of transformer layers with attention over all places of a medium, or within windows.
 
-    Outside the MLP, PyTorch saves `kept` times `size` numbers of a place.
+    Outside the MLP, PyTorch saves `kept` * `size` numbers per place.
     """
     whole, rest = np.divmod(places, window) if window else (0, places)
     matrices = (4 * size + (2 + is_gated) * inner) * size
@@ -141,19 +141,19 @@ def _layers(
 
 
 def _work_of_whisper(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
-    """Return the work of sounds, which are all padded to the longest."""
+    """Return the work of audio clips, which are all padded to the encoder's maximum length."""
     audio = values["audio_config"]
     size, mels, longest = (int(audio[name]) for name in ("d_model", "num_mel_bins", "max_source_positions"))
     places = np.full(tokens.shape, float(longest))
     heard = _product(2 * places, mels, size, 3) + _product(places, size, size, 3)
     count, inner = int(audio["encoder_layers"]), int(audio["encoder_ffn_dim"])
     made = heard + _layers(count, size, inner, places, kept=9) + _product(places // 2, size, hidden)
-    # Of positions and the last norm; keys have no biases.
+    # Positions and the final norm are added; keys have no biases.
     return replace(made, weights=made.weights + (longest + 2 - count) * size)
 
 
 def _work_of_omni(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
-    """Return the work of sounds, whose last window is padded to the others where there are any."""
+    """Return the work of audio clips, whose last window is padded if there is more than one."""
     audio = {"n_window": 50, "n_window_infer": 800, **values["audio_config"]}
     size, channels = int(audio["d_model"]), int(audio["downsample_hidden_size"])
     frames, mels = [2 * int(audio["n_window"])], [int(audio["num_mel_bins"])]
@@ -161,7 +161,7 @@ def _work_of_omni(values: Mapping[str, Any], hidden: int, tokens: Float64Array) 
         frames, mels = [*frames, -(-frames[-1] // 2)], [*mels, -(-mels[-1] // 2)]
     windows = np.where(tokens < frames[3], tokens / frames[3], np.ceil(tokens / frames[3]))
     joined = channels * mels[3]
-    work = _product(windows * frames[3], joined, size, weights=(joined + 2) * size)  # with the last norm, no biases
+    work = _product(windows * frames[3], joined, size, weights=(joined + 2) * size)  # with the final norm, no biases
     for number, inputs in enumerate((1, channels, channels), 1):
         work += _product(windows * frames[number] * mels[number], inputs, channels, 9)
     window = frames[3] * (int(audio["n_window_infer"]) // frames[0])
@@ -170,17 +170,17 @@ def _work_of_omni(values: Mapping[str, Any], hidden: int, tokens: Float64Array) 
 
 
 def _work_of_llava(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
-    """Return the work of images, which are all brought to one size."""
+    """Return the work of images, which are all resized to one size."""
     vision = values["vision_config"]
     size, inner, patch = (int(vision[name]) for name in ("hidden_size", "intermediate_size", "patch_size"))
     is_siglip, places = "siglip" in vision["model_type"], (int(vision["image_size"]) // patch) ** 2
     patches = np.full(tokens.shape, float(places))
-    # Beside the last norm, SigLIP has a bias of patches, and a head with keys and values of all places that the
-    # features do not use; CLIP a token of the class with a position, and a norm before its layers.
+    # In addition to the final norm, SigLIP has a patch bias, and a head with keys and values of all places that the
+    # features do not use. CLIP has a class token with a position, and a norm before its layers.
     seen = _product(patches, 3 * patch**2, size, weights=(3 * patch**2 + places + (3 if is_siglip else 6)) * size)
     head = (4 * size + 2 * inner + 8) * size + inner
     seen += _product(patches * is_siglip, size, 2 * size, weights=head * is_siglip)
-    kept = 8 if is_siglip else 8 + inner / size  # with the sigmoid of CLIP's activation
+    kept = 8 if is_siglip else 8 + inner / size  # CLIP's activation also keeps its sigmoid
     layers = _layers(int(vision["num_hidden_layers"]), size, inner, patches + (not is_siglip), kept=kept)
     projector = (size + hidden + 2 * bool(values.get("multimodal_projector_bias", True))) * hidden
     joined = _product(tokens, size, hidden, weights=projector) + _product(tokens, hidden, hidden, weights=0)
@@ -188,9 +188,9 @@ def _work_of_llava(values: Mapping[str, Any], hidden: int, tokens: Float64Array)
 
 
 def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Array) -> EncoderWork:
-    """Return the work of images of any size; of those with windows, as if none were at an edge, where it is smaller.
+    """Return the work of images of any size; all windows count as full, although windows at an edge are smaller.
 
-    The layers of Qwen2.5-VL have windows and gates, those of Qwen3-VL neither.
+    The layers of Qwen2.5-VL have windows and gates; the layers of Qwen3-VL have neither.
     """
     is_gated, deep = values["model_type"] == "qwen2_5_vl", deep_layers(values)
     vision: dict[str, Any] = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112}
@@ -202,7 +202,7 @@ def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Arra
     patches, merged, made = tokens * merge**2, size * merge**2, tokens * (1 + deep)
     windowed = depth - sum(index in range(depth) for index in set(vision["fullatt_block_indexes"])) if is_gated else 0
     numbers = int(vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2)
-    # With the norms of what joins patches, and in Qwen3-VL a bias and positions.
+    # With the norms of the patch mergers, and in Qwen3-VL a patch bias and positions.
     places = 0 if is_gated else int(vision["num_position_embeddings"])
     weights = (numbers + 1) * size if is_gated else (numbers + 3 + places) * size + 2 * deep * merged
     work = _product(patches, 3 * int(vision["temporal_patch_size"]) * patch**2, size, weights=weights)
@@ -283,14 +283,14 @@ MEDIA_MODELS = {
 
 
 def of_whole(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of the part that reads and writes text, of a model that also speaks."""
+    """Return the config.json of the text-generating part (the thinker) of a model that also speaks."""
     if values.get("model_type") != "qwen3_omni_moe":
         return values
     return {**values["thinker_config"], "model_type": _OMNI.name}
 
 
 def encoder_text(values: Mapping[str, Any]) -> str | None:
-    """Return `model.encoder` for a config.json, or None for one of a text model; raise KeyError for a missing value."""
+    """Return `model.encoder` for a config.json, or None for a text model; raise KeyError if a value is missing."""
     values = of_whole(values)
     model = MEDIA_MODELS.get(str(values.get("model_type")))
     if model is None:
@@ -303,27 +303,27 @@ def encoder_text(values: Mapping[str, Any]) -> str | None:
 
 
 def text_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the text model alone, as one of its family, of a model that also reads media."""
+    """Return the config.json of the text model of a model that reads media, with the text family's `model_type`."""
     values = of_whole(values)
     model = MEDIA_MODELS[values["model_type"]]
-    # Older files have the text model's values beside those of the encoder.
+    # Older files contain the text model's values at the top level, next to the encoder's.
     nested = values.get("text_config") or {**values, "model_type": f"{model.name}_text"}
     outer = {"tie_word_embeddings": False, "quantization_config": values.get("quantization_config")}
     text = {**_DEFAULTS.get(model.name, _LLAMA), **outer, **nested}
     if "visual" in model.parts:
-        # Of Qwen3-VL, transformers reads the value beside that of the text model alone.
+        # For Qwen3-VL, transformers reads only the outer value.
         places = (values, nested)[: 1 if model.is_nested else 2]
         text["tie_word_embeddings"] = any(place.get("tie_word_embeddings") for place in places)
-    text |= {"norm_topk_prob": True} if model.stacks_experts else {}  # whatever it is
+    text |= {"norm_topk_prob": True} if model.stacks_experts else {}  # whatever the file contains
     return {**text, "model_type": model.text_types.get(text["model_type"], text["model_type"])}
 
 
 def read_encoder(text: str) -> tuple[MediaModel, dict[str, Any]]:
-    """Return the kind of model that `model.encoder` is of, and its values; raise ValueError if it is of none."""
+    """Return the model type and the values of `model.encoder`; raise ValueError if it is invalid."""
     try:
         values = json.loads(text)
         model = MEDIA_MODELS[values["model_type"]]
-        with np.errstate(all="raise"):  # each raises for a wrong value
+        with np.errstate(all="raise"):  # each term raises for an invalid value
             sum((int(values[model.token]), model.work(values, 1, np.ones(1)).weights, *rope_axes(values)))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         known = ", ".join(MEDIA_MODELS)
@@ -338,7 +338,7 @@ def encoder_work(encoder: str, hidden_size: int, tokens: Float64Array) -> Encode
 
 
 def is_part_of(part: str | None, whole: str | None) -> bool:
-    """Return True if a valid `model.encoder` has only values that another one has."""
+    """Return True if another `model.encoder` contains all values of this one; both must be valid."""
 
     def holds(some: Any, others: Any) -> bool:
         if isinstance(some, dict) and isinstance(others, dict):
@@ -349,7 +349,7 @@ def is_part_of(part: str | None, whole: str | None) -> bool:
 
 
 def with_encoder(text: dict[str, Any], encoder: str) -> dict[str, Any]:
-    """Return the config.json of a model that reads media, from that of its text model and `model.encoder`."""
+    """Return the config.json of a model that reads media, given its text model's config.json and `model.encoder`."""
     model, values = read_encoder(encoder)
     types = {family: name for name, family in model.text_types.items()}
     nested = {**text, "model_type": types[text["model_type"]]}
@@ -361,7 +361,7 @@ def with_encoder(text: dict[str, Any], encoder: str) -> dict[str, Any]:
 
 
 def rope_axes(values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return `ModelConfig.rope_axes` for the values of `model.encoder`: sections of a head, or one number in three."""
+    """Return `ModelConfig.rope_axes` for the values of `model.encoder`: contiguous sections, or interleaved axes."""
     sections = [int(size) for size in values.get("mrope_section", ())]
     if min(sections, default=0) < 0 or sum(sections) > _MOST_SECTIONS:
         raise ValueError(f"mrope_section is {sections}")

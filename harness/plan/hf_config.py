@@ -18,13 +18,13 @@ from harness.plan.model import ModelConfig
 from harness.storage.inputs import ask_hub
 from harness.storage.local_copies import local_copy
 
-# Settings of how a model is made and trained, of which its config.json says nothing.
+# Settings of a model's initialization and training, which its config.json does not contain.
 _OF_TRAINING = (
     "init_from encoder train_encoder vocab_size init_std dtype fp8 recompute recompute_modules recompute_layers "
     "attention fuse_swiglu fuse_cross_entropy fuse_weight_gradient fuse_permutation fuse_router seed lora_rank "
     "lora_alpha lora_targets aux_loss aux_loss_scope z_loss expert_bias_rate freeze_router grouped_gemm mtp_loss"
 )
-# What transformers assumes for values that a config.json does not have, by family, other than in Llama's.
+# Defaults of transformers for values missing from a config.json, by family, where they differ from Llama's.
 _WINDOW = {"sliding_window": 4096}
 _DEEPSEEK = {"num_key_value_heads": 128, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4}
 _UNSCALED, _LITE = {"routed_scaling_factor": 1.0}, {"routed_scaling_factor": 1.8}
@@ -49,21 +49,21 @@ _SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_
 _SIZES |= {"num_attention_heads": "num_attention_heads"}
 # Constants of Megatron's `llama3` position scaling; every published Llama 3 has these.
 _LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Values of yarn that transformers assumes.
+# Defaults of transformers for yarn.
 _OF_YARN: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
-# Values with which transformers makes another model than Megatron-Core, in every family.
+# The only supported values: with others, transformers builds a different model from Megatron-Core, in every family.
 _KNOWN = {"hidden_act": "silu", "mlp_bias": False, "is_causal": True, "per_layer_config": None, "clip_qkv": None}
 _KNOWN |= dict.fromkeys(("attention_dropout", "hidden_dropout", "router_jitter_noise"), 0)
-# Number of layers that predict further tokens, by the names that models and transformers have for it.
+# Names of the number of MTP layers, in published models and in transformers.
 MTP_SETTINGS = ("num_nextn_predict_layers", "num_mtp_layers")
-# The highest `model.num_layers`.
+# Maximum of `model.num_layers`.
 _MOST_LAYERS = 10_000
-# Types of models that also encode images, whose text model is a family.
+# Model types that also encode images and whose text model is a supported family.
 _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 
 
 class _Values(dict[str, Any]):
-    """Values of a config.json, of which a null is missing."""
+    """Values of a config.json; null values count as missing."""
 
     def __getitem__(self, name: str) -> Any:
         if (value := super().__getitem__(name)) is None:
@@ -73,11 +73,11 @@ class _Values(dict[str, Any]):
 
 @dataclass(frozen=True)
 class HfModel:
-    """A config.json in the names of `ModelConfig`.
+    """A config.json under the names of `ModelConfig`.
 
     Attributes:
-        max_positions: the longest sequence that positions are meant for, in tokens.
-        mtp_layers: layers after the model's own that predict further tokens (MTP), which `model.mtp_layers` trains.
+        max_positions: maximum sequence length of the positional encoding, in tokens.
+        mtp_layers: number of multi-token prediction layers, which `model.mtp_layers` trains.
     """
 
     settings: dict[str, Any]
@@ -111,7 +111,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
         raise refuse(f"models of type {name!r} are not supported{missing}")
     family = FAMILIES[name]
     values = _Values(family.standard({**_DEFAULTS.get(family.name, {}), **values}))
-    if (layers := int(values["num_hidden_layers"])) > _MOST_LAYERS:  # families make a list of them
+    if (layers := int(values["num_hidden_layers"])) > _MOST_LAYERS:  # families build lists of this length
         raise refuse(f"num_hidden_layers {layers:,} is not supported ({_MOST_LAYERS:,} is)")
     for odd in list_odd_features(values, family):
         raise refuse(odd)
@@ -144,7 +144,7 @@ def _convert(values: dict[str, Any], path: Path) -> HfModel:
 
 
 def text_config(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the text model alone, of a model that also encodes images."""
+    """Return the config.json of the text model, for a model that may also read media."""
     if encoder_text(values) is not None:
         return text_of(values)
     if values.get("model_type") not in _WITH_IMAGES:
@@ -154,7 +154,7 @@ def text_config(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_odd_features(values: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Yield each feature that no model of its family is trained with, of those that all families may have in common."""
+    """Yield each unsupported feature, of the features that models of any family can have."""
     quantized = (values.get("quantization_config") or {}).get("quant_method", "unknown means")
     is_read = quantized == "mxfp4" and family.experts is not None and family.experts.are_stacked
     if values.get("quantization_config") and not is_read:
@@ -193,7 +193,7 @@ def _read_yarn(rope: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 
 def _rope_constants(kind: str, family: Family) -> dict[str, Any]:
-    """Return the values of a scaling in every published model of a family, and in Megatron-Core."""
+    """Return the constants of a scaling in all published models of a family, and in Megatron-Core."""
     if kind == "yarn":
         return {**_OF_YARN, "truncate": family.yarn_truncates}
     return _LLAMA3 if kind == "llama3" else {}
@@ -202,31 +202,31 @@ def _rope_constants(kind: str, family: Family) -> dict[str, Any]:
 def complete_model(
     values: Mapping[str, Any], stored: HfModel, set_by: Mapping[str, str], *, where: str
 ) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that the weights determine and that nobody has set.
+    """Return the fields of `ModelConfig` that the weights determine and that are not set explicitly.
 
-    `set_by` has the place where each other field was set, such as `model=qwen3_8b`. Raises ConfigError for one that was
-    set to another value than that of the weights, with both values and its place.
+    `set_by` gives the source of each field that is set, such as `model=qwen3_8b`. Raises ConfigError, with both values
+    and the source, if a field differs from the weights.
     """
     known = stored.settings | {"vocab_size": stored.vocab_size, "max_sequence_length": stored.max_positions}
     chosen = {name: values[name] for name in known if name in set_by and values[name] is not None}
     if is_part_of(chosen.get("encoder"), known.get("encoder")):
-        del chosen["encoder"]  # a preset has its sizes, and the weights all values
+        del chosen["encoder"]  # a preset has only the sizes, and the weights have all values
     _refuse_other(chosen, stored, set_by, where=where)
     return {name: value for name, value in known.items() if name not in chosen}
 
 
 def check_model(model: ModelConfig, stored: HfModel, *, where: str) -> None:
-    """Raise ConfigError, with both values and the settings that fit, if weights have another shape than `model`."""
+    """Raise ConfigError, with both values and the settings that fit, if the weights do not match `model`."""
     names = [*stored.settings, "max_sequence_length", *(["vocab_size"] if model.vocab_size is not None else [])]
     _refuse_other({name: getattr(model, name) for name in names}, stored, {}, where=where)
 
 
 def _refuse_other(values: Mapping[str, Any], stored: HfModel, set_by: Mapping[str, str], *, where: str) -> None:
-    """Raise ConfigError for values that the weights do not have; a shorter `max_sequence_length` fits."""
+    """Raise ConfigError for values that differ from the weights; a smaller `max_sequence_length` is accepted."""
     sizes, known = stored.settings, stored.settings | {"vocab_size": stored.vocab_size}
     given = dict(values)
     if (given.get("head_dim") or 0) * sizes["num_attention_heads"] == sizes["hidden_size"]:
-        given["head_dim"] = None  # as the settings of the weights have it
+        given["head_dim"] = None  # as in the settings of the weights
     wrong = {name: value for name, value in known.items() if name in given and value != given[name]}
     if wrong:
         of = {name: f" of {set_by[name]}" if name in set_by else "" for name in wrong}
@@ -296,14 +296,14 @@ def check_exported(model: ModelConfig) -> None:
 
 
 def find_config(init_from: str) -> Path:
-    """Return a folder with the config.json of `init_from`; of a model of the hub, nothing else is downloaded."""
+    """Return a folder with the config.json of `init_from`; for a model on the hub, only this file is downloaded."""
     return find_weights(init_from, ["config.json"])
 
 
 def find_weights(init_from: str, files: Sequence[str] = ("*.json", "*.safetensors")) -> Path:
-    """Return the folder of `init_from`: itself or its copy on this node, or the hub's, downloaded if need be.
+    """Return the folder of `init_from`: the folder itself, its copy on this node, or a download from the hub.
 
-    Ranks of a node that call this at the same time wait for one download.
+    Ranks of a node that call this at the same time share one download.
     """
     if Path(init_from).is_dir():
         return Path(local_copy(init_from))
@@ -317,7 +317,7 @@ def find_weights(init_from: str, files: Sequence[str] = ("*.json", "*.safetensor
     try:
         problem = "HF_HUB_OFFLINE disables the hub" if constants.HF_HUB_OFFLINE else ask_hub(init_from)
         return Path(snapshot_download(init_from, allow_patterns=[*files], local_files_only=bool(problem)))
-    except Exception as error:  # the hub's client raises many kinds
+    except Exception as error:  # the hub's client raises many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = "specify a folder with config.json and *.safetensors; for a model of the hub, run "
         fix += f"`hf download {init_from}` where there is a network, and use that folder"

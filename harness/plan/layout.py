@@ -1,4 +1,4 @@
-"""Sizes of the parallel dimensions, how they divide a model and its rows, and the checks that need only numbers."""
+"""Sizes of the parallel dimensions, the division of a model and its rows, and checks that need only numbers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from harness.printing import count_of
 from harness.thd import padding_multiple
 
 VOCAB_MULTIPLE = 128
-# The linear layers of a Megatron layer: queries, keys and values; the attention output; both of the gated MLP.
+# The linear layers of a Megatron layer: queries, keys and values; the attention output; both layers of the gated MLP.
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-# Tensor-parallel ranks divide the inputs of these, and the outputs of the others.
+# Tensor-parallel ranks divide the inputs of these layers, and the outputs of the others.
 DIVIDED_BY_COLUMNS = ("linear_proj", "linear_fc2", "out_proj")
-# Every tensor-parallel rank has all of these.
+# Layers that every tensor-parallel rank holds as a whole.
 ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
-# Bytes of one number.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-# Tokens and features of a matrix that a product in 8 bits divides into blocks, by recipe.
+# Block size that the tokens and features of an FP8 matrix product are divided into, by recipe.
 FP8_BLOCKS = {"off": 1, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-# Numbers of ranks that DeepEP is tuned for, each with the tokens that a channel has room for from a rank over NVLink
-# and from a node over RDMA: the larger of its two tables (`deep_ep/buffer.py`), in whole messages.
+# Numbers of ranks that DeepEP is tuned for, each with the tokens that a channel can buffer from a rank over NVLink and
+# from a node over RDMA: the larger values of its two tables (`deep_ep/buffer.py`), rounded up to whole messages.
 DEEPEP_RANKS = {
     **{2: (256, 132), 4: (256, 132), 8: (256, 132), 16: (288, 140), 24: (288, 140), 32: (288, 140)},
     **{64: (288, 140), 128: (560, 132), 144: (720, 132), 160: (720, 132)},
@@ -138,7 +137,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             fix = f"{self.num_chunks} stages with | between them, or other sizes"
             raise ConfigError(what, where="parallel.pipeline_layout, parallel.pipeline_parallel_size", fix=fix)
         shared = self.expert_parallel_size * self.expert_tensor_parallel_size
-        # On a GPU; on a CPU `on` comes here again.
+        # As on a GPU; `on("cpu")` runs this check again.
         is_static = self.pipeline_parallel_size > 1 if self.static_rows is None else self.static_rows
         if self.expert_dispatcher == "allgather" and max(shared, self.pipeline_parallel_size) > 1 and not is_static:
             what = f"allgather requires rows of equal length for {shared} ranks that share experts on "
@@ -153,7 +152,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             raise ConfigError(what, where="parallel.expert_dispatcher, parallel.expert_parallel_size", fix=fix)
 
     def on(self, device: str) -> ParallelConfig:
-        """Return the layout with what null of static_rows is on a device, `cpu` or `cuda`."""
+        """Return the layout with null `static_rows` resolved for a device, `cpu` or `cuda`."""
         if self.static_rows is not None:
             return self
         return replace(self, static_rows=device == "cuda" and self.pipeline_parallel_size > 1)
@@ -165,13 +164,13 @@ class ParallelConfig(CheckedSettings, section="parallel"):
 
     @property
     def pad_to_multiple(self) -> int:
-        """Number of tokens to a multiple of which every sequence is padded."""
+        """Multiple that the tokens of every sequence are padded to."""
         sizes = {"cp_size": self.context_parallel_size, "tp_size": self.tensor_parallel_size}
         return padding_multiple(**sizes, sequence_parallel=self.sequence_parallel)
 
     @property
     def padding_setting(self) -> str | None:
-        """Name of the setting that pads sequences of a row or divides them; None if rows are what sequences are."""
+        """Name of the setting that pads or divides the sequences of a row; None if none does."""
         if self.context_parallel_size > 1:
             return "parallel.context_parallel_size"
         if self.static_rows:
@@ -179,17 +178,17 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         return "parallel.sequence_parallel" if self.pad_to_multiple > 1 else None
 
     def device_connections(self, shares_rows: bool = False) -> int:
-        """Return CUDA_DEVICE_MAX_CONNECTIONS for GPUs up to Hopper: 1, or 32, the most.
+        """Return CUDA_DEVICE_MAX_CONNECTIONS for GPUs up to Hopper: 1, or the maximum of 32.
 
-        With 1, kernels start in the order of their launch: an exchange of tensor- or context-parallel ranks before the
-        product that it overlaps. Sources: Megatron-Core's `tensor_parallel/layers.py`, which warns without 1, and
-        Megatron-Bridge's `perf_recipes/environment.py`, which has CUDA's 8 instead of 32 unless experts use DeepEP.
+        With 1, kernels start in launch order: a tensor- or context-parallel exchange before the matrix product that it
+        overlaps. Sources: Megatron-Core's `tensor_parallel/layers.py`, which warns about other values than 1, and
+        Megatron-Bridge's `perf_recipes/environment.py`, which uses CUDA's 8 instead of 32 unless experts use DeepEP.
         """
         return 1 if shares_rows or self.tensor_parallel_size > 1 or self.context_parallel_size > 1 else 32
 
     @property
     def group_size(self) -> int:
-        """Divisor of the number of microbatches; interleaved pipelines need whole rounds of stages."""
+        """Divisor of the number of microbatches; interleaved pipelines require a multiple of their stages."""
         return self.pipeline_parallel_size if self.virtual_pipeline_parallel_size else 1
 
     def dp_size(self, world_size: int) -> int:
@@ -216,11 +215,11 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         return self.pipeline_parallel_size * (self.virtual_pipeline_parallel_size or 1)
 
     def chunks_of_stage(self, num_layers: int, stage: int) -> list[range]:
-        """Return the layers of each model chunk of a pipeline stage, 0 for the first of the model."""
+        """Return the layers of each model chunk of a pipeline stage; layer 0 is the first of the model."""
         return _chunks(num_layers, self.num_chunks, self.pipeline_layout)[stage :: self.pipeline_parallel_size]
 
     def uneven_load(self, expert_load: float) -> float:
-        """Return the tokens of the busiest rank's experts over an even share: 1 where each rank has all experts."""
+        """Return the tokens of the busiest rank's experts relative to an even share: 1 if each rank has all experts."""
         return expert_load if self.expert_parallel_size > 1 else 1.0
 
     def expert_copies(self, world_size: int) -> int:
@@ -253,7 +252,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
 
 
 def sizes_on_rank(name: str, sizes: tuple[int, int], tp: int) -> tuple[int, int]:
-    """Return the inputs and outputs of a linear layer that a tensor-parallel rank has, of those of the whole."""
+    """Return the input and output sizes of a linear layer on a tensor-parallel rank, given those of the whole layer."""
     inputs, outputs = sizes
     if name in ON_EVERY_RANK:
         return inputs, outputs
@@ -267,9 +266,9 @@ def _chunks(num_layers: int, num_chunks: int, layout: str | None) -> list[range]
 
 
 def fp8_row_multiple(fp8: str, parallel: ParallelConfig) -> int:
-    """Return the number of tokens to a multiple of which a whole row is padded for products in 8 bits; 1 for none.
+    """Return the multiple that the tokens of a row are padded to for FP8 matrix products, or 1.
 
-    A rank's part of the row, which context and sequence parallelism divide, has whole blocks.
+    The part of a row on each rank, after division by context and sequence parallelism, consists of whole blocks.
     """
     block = FP8_BLOCKS[fp8]
     if block == 1:
@@ -280,7 +279,7 @@ def fp8_row_multiple(fp8: str, parallel: ParallelConfig) -> int:
 
 
 def fp8_rank_multiple(fp8: str, parallel: ParallelConfig) -> int:
-    """Return the number that the tokens of a context-parallel rank are a multiple of where whole rows are padded so."""
+    """Return the multiple of the tokens per context-parallel rank that results from `fp8_row_multiple`."""
     multiple = fp8_row_multiple(fp8, parallel)
     return multiple // math.gcd(multiple, parallel.context_parallel_size)
 
@@ -288,7 +287,7 @@ def fp8_rank_multiple(fp8: str, parallel: ParallelConfig) -> int:
 def padded_vocab_size(vocab_size: int) -> int:
     """Return `vocab_size` rounded up to a multiple of 128.
 
-    Megatron's training script rounds to 128 * tp. Rows beyond the vocabulary take part in the softmax, so with that
-    rule the loss would depend on the layout, and a checkpoint of one layout would not fit another.
+    Megatron's training script rounds to 128 * tp. Matrix rows beyond the vocabulary take part in the softmax, so under
+    that rule the loss would depend on the layout, and a checkpoint of one layout would not fit another.
     """
     return -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

@@ -1,12 +1,12 @@
 """Memory of a rank: weights, gradients, optimizer state, and the activations that the layers keep.
 
-Activations are those that layers keep for the backward pass, tensor by tensor. For this project's own layers and for
-Megatron's fused SwiGLU and loss, tests compare the formula against what PyTorch saves, on one rank and on ranks of
-every layout; only the masks of attention with context parallelism, which grow with the square of a sequence, are left
-out. Transformer Engine's layers keep less: a norm keeps its input and output in the model's dtype alone, and attention
-its output once. That is read in its source (`pytorch/module/layernorm_linear.py`, `pytorch/attention`), and known here
-for attention that is neither latent nor with sinks, without adapters; elsewhere the larger figures of own layers are
-planned.
+Activations are the tensors that layers keep for the backward pass, counted one by one. For this project's own layers
+and for Megatron's fused SwiGLU and loss, tests compare the formula against the tensors that PyTorch saves, on one rank
+and in every layout; only attention masks with context parallelism, which grow with the square of the sequence length,
+are not counted. Transformer Engine's layers keep less: a norm keeps its input and output only in the model's dtype, and
+attention keeps its output once. These figures follow from its source (`pytorch/module/layernorm_linear.py`,
+`pytorch/attention`) and apply to attention without latents, sinks and adapters; otherwise, the larger figures of this
+project's own layers are used.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ from harness.plan.layout import DTYPE_BYTES, ParallelConfig, padded_vocab_size, 
 from harness.plan.model import ModelConfig
 from harness.plan.settings import OptimizerConfig
 
-# Share of a GPU's memory for CUDA's context, NCCL's buffers and fragments of the allocator.
+# Fraction of a GPU's memory for the CUDA context, NCCL's buffers and fragmentation of the allocator.
 ROOM = 0.1
-# Buffers of Transformer Engine, each of a row's hidden states: three for each of the four linear layers' products.
+# Communication buffers of Transformer Engine, each as large as a row's hidden states: 3 for each of 4 linear layers.
 _EXCHANGES = 12
 
 
-# Of a rank's memory that only some runs have.
+# Parts of a rank's memory that only some runs have, by field of `Memory`.
 _PARTS = {"fp8": "weights in 8 bits", "logits": "gradient of the logits", "dispatch": "tokens to experts"}
 _PARTS |= {"exchange": "tensor-parallel exchanges", "encoder": "activations of the encoder"}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank, and its pipeline stage.
+    """Memory of a rank in bytes, and its pipeline stage.
 
     Attributes:
-        fp8: weights of layers in 8 bits, and the same transposed for the backward pass, kept from one microbatch to the
-            next.
+        fp8: FP8 weights of layers and their transposes for the backward pass, kept from one microbatch to the next.
         logits: gradient of the logits, at the start of the last stage's backward pass.
-        dispatch: buffers of tokens on their way to experts and back, and the workspace of grouped products.
-        exchange: buffers of tensor-parallel exchanges that overlap with products.
+        dispatch: buffers for sending tokens to experts and back, and the workspace of grouped matrix products.
+        exchange: buffers of tensor-parallel communication that overlaps with matrix products.
         encoder: activations of the encoder, on the first stage.
-        host: of the optimizer, in the memory of the rank's host, which is no part of the total.
+        host: optimizer state in host memory, which is not part of the total.
     """
 
     stage: int
@@ -63,7 +62,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes on the rank's GPU by name: those of every run, and those of some where they are not 0."""
+        """Bytes on the rank's GPU by name; parts that only some runs have are omitted if they are 0."""
         sizes = {_PARTS.get(name, name): size for name, size in vars(self).items() if name not in ("stage", "host")}
         return {name: size for name, size in sizes.items() if size or name not in _PARTS.values()}
 
@@ -72,11 +71,11 @@ class Memory:
         return sum(self.parts.values())
 
     def fits(self, gpu_bytes: float | None) -> bool:
-        """Return True if a GPU, None for any, has this memory, with room for CUDA, NCCL and the allocator."""
+        """Return True if this memory fits a GPU (None for any), with room for CUDA, NCCL and the allocator."""
         return gpu_bytes is None or self.total <= (1 - ROOM) * gpu_bytes
 
     def explain(self, gpu_bytes: float) -> str:
-        """Return the arithmetic of this memory beside what a GPU has for tensors."""
+        """Return the arithmetic of this memory and the memory that a GPU has available for tensors."""
         gib = 2**30
         parts = ", ".join(f"{name} {size / gib:,.1f}" for name, size in self.parts.items())
         return f"{self.total / gib:,.1f} GiB of {(1 - ROOM) * gpu_bytes / gib:,.1f} usable ({parts})"
@@ -84,15 +83,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Fused layers of a model; the default is what a CPU has.
+    """Fused kernels of a model's layers; the defaults describe a CPU.
 
     Attributes:
-        engine: layers are those of Transformer Engine.
-        swiglu: the gate and its product are one kernel.
-        expert_swiglu: so is the gate of experts. No setting chooses this and what follows: other programs have it.
-        fp8_weights: bytes of a weight in 8 bits alone: 2, or 1 if it is transposed when needed; 0 for bfloat16 too.
-        recomputed: parts of layers that are computed again: `norm`, `activation` of experts, `latent` (up-projections).
-        sharded: weights and gradients are divided over data-parallel ranks.
+        engine: layers are implemented by Transformer Engine.
+        swiglu: one kernel computes the gate and its product.
+        expert_swiglu: the same for experts. No setting selects this field or the next ones; they model other programs.
+        fp8_weights: bytes per weight that is kept only in FP8: 2 with a transpose, 1 without; 0 if bfloat16 is kept.
+        recomputed: recomputed parts of layers: `norm`, `activation` of experts, `latent` (up-projections).
+        sharded: weights and gradients are sharded over data-parallel ranks.
         overlap_experts: tokens are sent to experts while another microbatch is computed.
     """
 
@@ -107,7 +106,7 @@ class Kernels:
 
     @classmethod
     def on_gpu(cls, model: ModelConfig, parallel: ParallelConfig) -> Kernels:
-        """Return the fused layers that a model's settings choose on a GPU that has Transformer Engine."""
+        """Return the kernels that the settings select on a GPU with Transformer Engine."""
         plain = not (model.lora_rank or model.kv_lora_rank or model.traits.has_sinks)
         has_attention = model.number != "float32" or parallel.padding_setting is None
         engine = model.attention != "torch" and has_attention
@@ -120,10 +119,10 @@ class StageWeights:
     """Numbers of weights on a rank of a pipeline stage.
 
     Attributes:
-        whole: all but adapters.
-        experts: of them, those of routed experts.
-        words: of them, those of embeddings and output matrices.
-        trained, trained_experts: adapters alone where there are some.
+        whole: all weights except adapters.
+        experts: weights of routed experts, included in `whole`.
+        words: weights of embeddings and output matrices, included in `whole`.
+        trained, trained_experts: trained weights, in total and in routed experts; with LoRA, only adapters.
     """
 
     whole: int
@@ -134,14 +133,14 @@ class StageWeights:
     trained_experts: int
 
     def used_by_token(self, model: ModelConfig) -> int:
-        """Return the number of weights, of the whole model, without those of experts that one token is not sent to."""
+        """Return the number of weights that one token uses; requires the counts of the whole model."""
         idle = model.num_experts - model.experts_per_token
         return self.whole - self.experts * idle // max(1, model.num_experts)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Bytes of a checkpoint: of all files together, and of the rank that writes and holds on its host the most."""
+    """Size of a checkpoint in bytes: all files together, and the most that one rank holds on its host and writes."""
 
     total_bytes: int
     own_bytes: int
@@ -152,7 +151,7 @@ _PLAIN = OptimizerConfig()
 
 
 def parts_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[list[str]]:
-    """Return the parts of each layer, by model chunk, of a pipeline stage; MTP layers follow the last chunk's."""
+    """Return the parts of each layer of a pipeline stage, by model chunk; MTP layers are at the end of the last."""
     all_parts = model.all_parts
     chunks = [[all_parts[layer] for layer in chunk] for chunk in parallel.chunks_of_stage(model.num_layers, stage)]
     if stage == parallel.pipeline_parallel_size - 1:
@@ -166,7 +165,7 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
     is_first, is_last = stage == 0, stage == parallel.pipeline_parallel_size - 1
     letters = "".join(part for chunk in parts_of_stage(model, parallel, stage) for part in chunk)
     mlp = (1 + model.halves) * hidden
-    # Each with its norm; routed experts are counted apart.
+    # Each part includes its norm; routed experts are counted separately.
     weights = {
         "*": hidden + _count_attention(model, tp),
         **dict.fromkeys(SCANS, hidden + _count_scan(model, tp)),
@@ -180,19 +179,19 @@ def count_weights(model: ModelConfig, parallel: ParallelConfig, *, stage: int, v
     num_experts = letters.count("E") * model.num_experts // parallel.expert_parallel_size
     expert = (1 + model.halves) * model.expert_width * model.expert_size // parallel.expert_tensor_parallel_size
     experts = num_experts * (expert + (hidden + 2 * model.expert_size) * traits.has_biases)
-    # Embeddings, which MTP layers need too, and output matrices. A tied matrix exists once on a single stage, and on
-    # both ends of a pipeline.
+    # Embeddings, which MTP layers also need, and output matrices. A tied matrix exists once on a single stage, and on
+    # both the first and the last stage of a pipeline.
     matrices = is_first + (is_last and not (model.tie_embeddings and is_first))
     matrices += is_last and not is_first and model.mtp_layers > 0
     words, encoder = matrices * (padded_vocab_size(vocab_size) * hidden // tp), 0
     if is_first and model.encoder is not None:
         media, values = read_encoder(model.encoder)
         encoder = media.count(values, hidden)
-    # The last norm is on the last stage, with MTP layers on that of the last layer.
+    # The final norm is on the last stage, or with MTP layers, on the stage of the last regular layer.
     last = any(model.num_layers - 1 in chunk for chunk in parallel.chunks_of_stage(model.num_layers, stage))
     whole = sum(weights[part] for part in letters) + experts + words + encoder
     whole += hidden * (last if model.mtp_layers else is_last)
-    # MTP layers have a matrix and three norms more.
+    # Each MTP layer adds a matrix and three norms.
     whole += is_last * model.mtp_layers * (2 * hidden * hidden // tp + 3 * hidden)
     if not model.lora_rank:
         return StageWeights(whole, experts, words, 0, whole - (0 if model.train_encoder else encoder), experts)
@@ -214,9 +213,9 @@ def _count_attention(model: ModelConfig, tp: int) -> int:
 
 
 def _count_scan(model: ModelConfig, tp: int) -> int:
-    """Return the weights of a layer with a scan: both projections, the convolution of width 4, its heads, and its norm.
+    """Return the number of weights of a scan: both projections, the convolution of width 4, its heads and its norm.
 
-    With the delta rule the convolution has no biases, and heads of all ranks share the norm.
+    With the delta rule, the convolution has no biases, and all heads share one norm.
     """
     inner, states = model.scan_num_heads * model.scan_head_dim, model.scan_num_groups * model.scan_state_dim
     projections = sum(inputs * outputs for inputs, outputs in model.scan_sizes.values())
@@ -226,7 +225,7 @@ def _count_scan(model: ModelConfig, tp: int) -> int:
 
 
 def _count_adapters(model: ModelConfig, letters: str, num_experts: int, tp: int) -> tuple[int, int]:
-    """Return the numbers of adapter weights of layers with these parts, and of those that routed experts have."""
+    """Return the number of adapter weights in layers with these parts, and their number in routed experts."""
 
     def mlp(inner: int, tp: int, width: int = model.hidden_size) -> int:
         gated, down = width + model.halves * inner // tp, inner // tp + width
@@ -253,11 +252,11 @@ def layer_activation_bytes(
         return item * model.hidden_size / split
     if kernels.engine:
         return _engine_bytes(model, parallel, kernels, parts) + experts
-    # Of an MLP: what the first matrix gives, what the activation makes of it, and what it keeps.
+    # MLP: outputs of the first matrix, output of the activation, and intermediate results that the activation keeps.
     each = 2.0 if model.halves == 1 else 3.0 if kernels.swiglu else 5.0
     keeps_mlp = {"-": "mlp", "E": "moe"}.get(parts[-1]) not in model.recomputed
     inner = each * item * model.ffn_hidden_size * ("-" in parts and keeps_mlp)
-    # A norm keeps its input in float32, and its output if its weight is trained; the matrix after it its own input.
+    # A norm keeps its input in float32, and its output if its weight is trained; the next matrix keeps its own input.
     whole = len(parts) * (((4.0 if model.lora_rank else 8.0) + item) * model.hidden_size + 4)
     if model.lora_rank and parts[-1] == "-" and keeps_mlp:
         inner += tp * item * model.lora_rank * len({"linear_fc1", "linear_fc2"} & set(model.lora_targets))
@@ -270,10 +269,10 @@ def layer_activation_bytes(
 
 
 def _scan_bytes(model: ModelConfig) -> float:
-    """Return the bytes per token that the kernel of a scan keeps, and the norm and the matrix after it.
+    """Return the bytes per token kept by the kernel of a scan and by the norm and the matrix that follow it.
 
-    The kernels of the delta rule keep what the convolution gives, queries and keys of each head with their norms, the
-    products of a chunk of 64 keys, and the outputs.
+    The kernels of the delta rule keep the output of the convolution, the queries and keys of each head with their
+    norms, the products of a chunk of 64 keys, and the outputs.
     """
     item, pieces, inner = DTYPE_BYTES[model.number], model.scan_pieces, model.scan_num_heads * model.scan_head_dim
     if model.has_delta_rule:
@@ -283,23 +282,23 @@ def _scan_bytes(model: ModelConfig) -> float:
 
 
 def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[float, float]:
-    """Return the bytes per token that attention keeps beside its norm: on every rank, and of all ranks' heads."""
+    """Return the bytes per token that attention keeps besides its norm: on every rank, and over all ranks' heads."""
     item, tp = DTYPE_BYTES[model.number], parallel.tensor_parallel_size
     query, key, whole = model.query_size, model.key_size, 0.0
     divided = item * (4 * query + (3 if model.rotated_size else 2) * key) + 4.0 * model.num_attention_heads
     if parallel.context_parallel_size > 1:
-        # Queries, and keys and values of all ranks, are copies; what the matrix made of them is not kept.
+        # Queries, and the keys and values of all ranks, are copies; the outputs of the projection are not kept.
         divided = item * (3 * query + 2 * parallel.context_parallel_size * key) + 4.0 * model.num_attention_heads
     if model.traits.has_sinks:
-        # Queries, keys, values and what attention gives have one number more a head, and are copies.
+        # Queries, keys, values and the output of attention are copies with one more number per head.
         wide = 2 * (model.num_attention_heads + model.num_query_groups) * (model.head_size + 1)
         divided += item * (wide - 3 * (query + key))
     if model.kv_lora_rank:
-        # Queries, keys, values padded to their size, what attention gives, and the input of the output matrix.
+        # Queries, keys, values padded to the same size, the output of attention, and the input of the output matrix.
         divided = item * (4 * query + model.value_size) + 4.0 * model.num_attention_heads
         for latent in filter(None, (model.q_lora_rank, model.kv_lora_rank)):
             whole += (8 + item) * latent + 4
-        # In float32 the norm keeps its input, which is a part of what the down-projection gives.
+        # In float32, the norm keeps its input, a view that keeps the whole output of the down-projection.
         whole += 4 * model.qk_rope_head_dim if item == 4 else 0
     if "core_attn" in model.recomputed:
         divided -= item * query + 4 * model.num_attention_heads
@@ -308,7 +307,7 @@ def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[floa
     if model.has_head_norms:
         divided += 8 * (query + key) + 4 * (model.num_attention_heads + model.num_query_groups)
     if model.lora_rank:
-        # The norms' weights are frozen too; adapters keep their inner tokens.
+        # The weights of norms are frozen too; adapters keep their low-rank activations.
         divided -= 4 * (query + key) if model.has_head_norms else 0
         divided += tp * item * model.lora_rank * len(model.adapted_in("*"))
         whole -= 4 * sum(filter(None, (model.q_lora_rank, model.kv_lora_rank))) if model.kv_lora_rank else 0
@@ -316,20 +315,20 @@ def _attention_bytes(model: ModelConfig, parallel: ParallelConfig) -> tuple[floa
 
 
 def _input_bytes(model: ModelConfig) -> int:
-    """Return the bytes that a product of Transformer Engine keeps of a number of its input, for its weight."""
+    """Return the bytes per input number that a matrix product of Transformer Engine keeps for its weight gradient."""
     return 0 if model.lora_rank else DTYPE_BYTES[model.number] if model.fp8 == "off" else 1
 
 
 def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, parts: str) -> float:
-    """Return the same of a layer of Transformer Engine with these parts."""
+    """Return the bytes per token that a Transformer Engine layer with these parts keeps, without its experts."""
     item, query, key, kept = DTYPE_BYTES[model.number], model.query_size, model.key_size, _input_bytes(model)
     again = {*kernels.recomputed, *model.recomputed}
     tp, heads = parallel.tensor_parallel_size, model.num_attention_heads
-    # A norm keeps its input and a float32 factor, and the product after it its output.
+    # A norm keeps its input and a float32 factor, and the next matrix product keeps the norm's output.
     whole = len(parts) * ((item + (0 if "norm" in again else kept)) * model.hidden_size + 4)
     divided = _scan_bytes(model) if has_scan(parts) else 0.0
     if "-" in parts and "mlp" not in again:
-        # The gate keeps its two inputs, and its product the output; separate kernels keep two more.
+        # The gate keeps its two inputs, and the next matrix product its output; separate kernels keep two more.
         gate = 1 if model.halves == 1 else 2 if kernels.swiglu else 4
         divided += (gate * item + kept) * model.ffn_hidden_size
     if model.lora_rank:
@@ -340,15 +339,15 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
         divided += tp * item * model.lora_rank * (mlps + mixers)
     if "*" not in parts:
         return whole / (tp if parallel.sequence_parallel else 1) + divided / tp
-    # Queries and keys before and after they are turned, values, the output of attention, and its sums of exponents.
+    # Queries and keys before and after rotation, values, the output of attention, and its sums of exponentials.
     turned = 3 if model.rotated_size else 2
     attended = item * turned * (query + key) + (0 if "core_attn" in again else 4 * heads)
     if model.kv_lora_rank:
         whole += (item + kept) * ((model.q_lora_rank or 0) + model.kv_lora_rank)
         attended = item * ((0 if "latent" in again else 4 * query) + model.value_size) + 4 * heads
-    # Of a gate of the output, its sigmoid in float32, and the product.
+    # An output gate keeps its sigmoid in float32 and the product.
     divided += attended + (4 + item) * query * model.traits.has_output_gate
-    if kept < item:  # of the input of the output matrix, which attention keeps too
+    if kept < item:  # the output matrix keeps its own copy of its input, which attention keeps too
         divided += kept * model.value_size
     if model.has_head_norms:
         divided += item * (query + key) + 4 * (heads + model.num_query_groups)
@@ -358,18 +357,18 @@ def _engine_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels
 def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernels: Kernels, load: float) -> float:
     """Return the bytes per token of the row that the router, the dispatcher and the experts of one layer keep.
 
-    With T tokens on a rank and even routing, its experts get T * experts_per_token of them, whatever the number of
-    expert-parallel ranks: their own and those of others. The busiest rank gets `load` times as many.
+    With T tokens per rank and even routing, the experts of a rank receive T * experts_per_token tokens, from this rank
+    and from others, for any number of expert-parallel ranks. The busiest rank receives `load` times as many.
     """
     if "moe" in model.recomputed:
         return 0.0
     item, width, sent = DTYPE_BYTES[model.number], model.expert_width, model.experts_per_token
     tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
-    # Logits, weights and choice of the router, its scores where they are of all experts, and what the z-loss keeps;
-    # ranks of a tensor-parallel group have a part of the row each.
+    # Logits, weights and choices of the router, its scores if they cover all experts, and the tensors of the z-loss;
+    # each tensor-parallel rank has a part of the row.
     of_all = model.router_score == "sigmoid" or not model.router_normalize
     router = (9.0 + 4 * of_all + 4 * (model.z_loss > 0)) * model.num_experts
-    # Tokens in the order of experts, their weights, and the indices of the permutations.
+    # Tokens in expert order, their weights, and the indices of the permutations.
     came = sent * parallel.uneven_load(load)
     dispatched = came * (item * width + 32)
     inner = came * (8 if model.traits.swiglu_limit else 3 * model.halves) * item * model.expert_size
@@ -379,17 +378,17 @@ def expert_activation_bytes(model: ModelConfig, parallel: ParallelConfig, kernel
         inner = came * (2 * item + (0 if "activation" in kernels.recomputed else kept)) * model.expert_size
     shared = (3 * model.halves - 1) * item * model.shared_ffn_hidden_size / tp
     shared *= "shared_experts" not in model.recomputed
-    # Ranks that share an expert have all of its tokens.
-    # What comes back is the input of the projection to the size of hidden states.
+    # Ranks that share an expert all have its tokens. The combined outputs are the input of the projection back to the
+    # hidden size.
     joined = item * model.expert_latent_size * (not model.lora_rank)
     inner += came * item * model.lora_rank * len({"linear_fc1", "linear_fc2"} & set(model.lora_targets))
     return (router + joined + dispatched * etp + inner) / tp + shared
 
 
 def plan_memory(model: ModelConfig, parallel: ParallelConfig, *, media_numbers: float = 0, **sizes: Any) -> Memory:
-    """Return the memory of the fullest rank; further arguments are those of `plan_stage_memory` without `stage`.
+    """Return the memory of the fullest rank; `sizes` are the arguments of `plan_stage_memory` except `stage`.
 
-    The encoder keeps `media_numbers` for the media of a row, or has them at a time if it is frozen.
+    The encoder keeps `media_numbers` numbers for the media of a row, or if frozen, holds as many at once.
     """
     stages = range(parallel.pipeline_parallel_size)
     first, *others = (plan_stage_memory(model, parallel, stage=stage, **sizes) for stage in stages)
@@ -416,16 +415,16 @@ def plan_stage_memory(
     """Return the memory of a rank of pipeline stage `stage`, 0 for the first.
 
     Args:
-        max_tokens_per_rank: of a microbatch on one rank; with context parallelism, its slice.
-        microbatches: of a step; a pipeline keeps the activations of up to as many as it has stages.
-        expert_load: tokens that the experts of the busiest rank get, over an even share.
+        max_tokens_per_rank: tokens of a microbatch on one rank; with context parallelism, of its slice.
+        microbatches: number per step, which limits the microbatches whose activations a pipeline keeps.
+        expert_load: tokens that the experts of the busiest rank receive, relative to an even share.
     """
     item = DTYPE_BYTES[model.number]
     weights = count_weights(model, parallel, stage=stage, vocab_size=vocab_size)
     gradient = 2 if parallel.gradient_dtype == "bfloat16" else 4
     state, moved = float(state_bytes(model, optimizer)), 0.0
     if share := optimizer.offload:
-        # Megatron's optimizer keeps float32 gradients: on the host copies of all, on the GPU copies of bfloat16 ones.
+        # Megatron's optimizer keeps float32 gradients: copies of all on the host, and of bfloat16 ones on the GPU.
         state, moved = (1 - share) * (state + (4 if gradient == 2 else 0)), share * (state + 4)
     chunks = parts_of_stage(model, parallel, stage)
     count = partial(layer_activation_bytes, parallel=parallel, kernels=kernels, load=expert_load)
@@ -433,13 +432,13 @@ def plan_stage_memory(
     kinds = {parts for chunk in chunks for parts in chunk}
     whole, kept = ({parts: count(one, parts=parts) for parts in kinds} for one in (plain, model))
     of_chunks = [_chunk_bytes(model, [whole[one] for one in chunk], [kept[one] for one in chunk]) for chunk in chunks]
-    # Cosine and sine of the rotary angles are of a row, and all layers share them.
+    # Cosines and sines of the rotary angles exist once per row, and all layers share them.
     sizes = [kept + 2 * item * model.rotated_size / len(chunks) for kept, _ in of_chunks]
     once = max(again for _, again in of_chunks)
     most, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     most += _waiting(sizes, parallel, stage, microbatches)
     sent = math.ceil(max_tokens_per_rank * parallel.uneven_load(expert_load))
-    fp8 = 0 if model.fp8 == "off" else weights.whole - weights.words  # of layers alone
+    fp8 = 0 if model.fp8 == "off" else weights.whole - weights.words  # layers only
     parts = dp_size if kernels.sharded else 1
     return Memory(
         stage=stage,
@@ -457,23 +456,23 @@ def plan_stage_memory(
 
 
 def _chunk_bytes(model: ModelConfig, whole: list[float], kept: list[float]) -> tuple[float, float]:
-    """Return the bytes per token that the layers of a model chunk keep, and those that are computed again at a time.
+    """Return the bytes per token that the layers of a model chunk keep, and the additional peak of recomputation.
 
-    Each layer has `whole` bytes without the model's recomputation, and `kept` with it.
+    `whole` and `kept` are the bytes per token of each layer without and with the model's recomputation.
     """
     num = len(whole) if model.recompute_layers is None else model.recompute_layers
     kept = kept[:num] + whole[num:]
     more = [one - kept[n] - sum(kept[n + 1 :]) for n, one in enumerate(whole)]
     if model.recompute == "full" and whole[:num]:
-        # One layer at a time, and the angles that each layer is given again, when what the others kept is gone.
+        # One layer at a time, with its own copy of the rotary angles; the layers that are kept whole are already freed.
         more = [max(whole[:num]) + 4 * model.rotated_size - sum(whole[num:])]
     return sum(kept), max([0.0, *more])
 
 
 def _waiting(sizes: list[float], parallel: ParallelConfig, stage: int, microbatches: int) -> float:
-    """Return the most that a stage keeps of microbatches whose backward pass is to come, as Megatron-Core orders them.
+    """Return the peak size of microbatches that wait for their backward pass on a stage, in Megatron-Core's order.
 
-    `sizes` are of a microbatch, by model chunk. As many microbatches as there are stages pass a chunk before the next.
+    `sizes` are per microbatch, by model chunk. A chunk runs as many microbatches as there are stages before the next.
     """
     stages, passes = parallel.pipeline_parallel_size, microbatches * len(sizes)
     if len(sizes) == 1:
@@ -489,35 +488,35 @@ def _waiting(sizes: list[float], parallel: ParallelConfig, stage: int, microbatc
 def _loss_bytes(
     model: ModelConfig, parallel: ParallelConfig, *, stage: int, vocab_size: int, kernels: Kernels, once: float
 ) -> tuple[float, float]:
-    """Return the bytes per token that layers and the loss keep once, and those of the gradient of the logits."""
+    """Return the bytes per token that recomputation (`once`) and the loss keep, and those of the logits' gradient."""
     if stage < parallel.pipeline_parallel_size - 1:
         return once, 0.0
     item, tp, words = DTYPE_BYTES[model.number], parallel.tensor_parallel_size, padded_vocab_size(vocab_size)
-    # The last norm, and the input of the output matrix for its gradient.
+    # The final norm, and the input of the output matrix, kept for the weight gradient.
     norm = 2 * item if kernels.engine else 4 if model.lora_rank else 8 + item
-    # Exponents of the logits in float32, which the fused loss keeps once too.
+    # Exponentials of the logits in float32, which the fused loss also keeps once.
     last = (norm * model.hidden_size + 4) / (tp if parallel.sequence_parallel else 1) + (4 * words / tp + 17)
-    # In float32, the gradient takes the place of the exponents.
+    # In float32, the gradient replaces the exponentials in place.
     logits = item * words / tp if item < 4 else 0.0
-    # What the loss keeps is gone before the first layer is computed again; layers of MTP come while it is there.
+    # The loss's tensors are freed before the first layer is recomputed, except while MTP layers are recomputed.
     if model.mtp_layers:
-        # Two norms before the matrix (with full recomputation the embedding instead) and one after the layer, the
-        # matrix's input, and that of the output matrix.
+        # Two norms before the matrix (with full recomputation, the embedding instead), one norm after the layer, and
+        # the inputs of the matrix and of the output matrix.
         hidden = model.hidden_size
         norms = item * hidden if model.recompute == "full" else 2 * (8 * hidden + 4) + 2 * item * hidden
         further = (norms + 8 * hidden + 4 + item * hidden) / (tp if parallel.sequence_parallel else 1)
-        # The token that is joined, its label, and the mask of its loss.
+        # The token whose embedding is concatenated, its label, and its loss mask.
         return model.mtp_layers * (further + 4 * words / tp + 17 + 12) + once + last, logits
     return max(once, last), max(once, last + logits) - max(once, last)
 
 
 def state_bytes(model: ModelConfig, optimizer: OptimizerConfig) -> int:
-    """Return the bytes of a weight's optimizer state: Adam's two moments, and a float32 copy of other weights."""
+    """Return the bytes of optimizer state per weight: Adam's two moments, and a float32 copy of bfloat16 weights."""
     return 2 * DTYPE_BYTES[optimizer.moments_dtype] + (0 if model.number == "float32" else 4)
 
 
 def _own_bytes(weights: StageWeights, parallel: ParallelConfig, each: float, dp_size: int) -> int:
-    """Return the bytes of optimizer state that a rank has if each of the trained weights of its stage has `each`."""
+    """Return the bytes of optimizer state on a rank, at `each` bytes per trained weight of its stage."""
     shares = expert_shares = 1
     if parallel.distributed_optimizer:
         shares = dp_size * parallel.context_parallel_size
@@ -536,8 +535,7 @@ def plan_checkpoint(
 ) -> Checkpoint:
     """Return the size of a checkpoint: weights and optimizer state, once each, without a gather.
 
-    The ranks of a data-parallel group share what they have in common evenly, whether the optimizer is distributed or
-    not.
+    Data-parallel ranks divide the replicated state evenly among themselves, with or without the distributed optimizer.
     """
     item, state = DTYPE_BYTES[model.number], state_bytes(model, optimizer)
     whole = count_weights(model, ParallelConfig(), stage=0, vocab_size=vocab_size)

@@ -1,4 +1,4 @@
-"""Settings of the model: its sizes and family, and what follows from them."""
+"""Settings of the model: its family and sizes, and values derived from them."""
 
 from __future__ import annotations
 
@@ -197,19 +197,19 @@ class ModelConfig(CheckedSettings, section="model"):
         check_fields(self)
 
     def on(self, device: str) -> ModelConfig:
-        """Return the model with the dtype that `auto` is on a device, `cpu` or `cuda`."""
+        """Return the model with dtype `auto` resolved for a device, `cpu` or `cuda`."""
         if self.dtype != "auto":
             return self
         return replace(self, dtype="bfloat16" if device == "cuda" else "float32")
 
     @property
     def number(self) -> str:
-        """The dtype of a weight: for `auto` that of a CPU, as long as no device is chosen."""
+        """The dtype of a weight; `auto` means the dtype on a CPU until a device is chosen."""
         return self.on("cpu").dtype
 
     @property
     def why_not_grouped(self) -> str | None:
-        """The reason why experts are computed one after another, on whatever device; None where there is none."""
+        """The reason why experts are computed one after another on any device, or None."""
         if self.attention == "torch":
             return "they require Transformer Engine, and model.attention is torch"
         if self.traits.has_biases:
@@ -230,22 +230,22 @@ class ModelConfig(CheckedSettings, section="model"):
 
     @property
     def traits(self) -> Family:
-        """Differences from the shape of Llama that all models of the family have."""
+        """Differences of the model's family from the Llama architecture."""
         return FAMILIES[self.family]
 
     @property
     def media(self) -> MediaModel | None:
-        """The kind of models that read audio or images which this is; None for a text model."""
+        """The kind of audio or image model, or None for a text model."""
         return None if self.encoder is None else read_encoder(self.encoder)[0]
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Beginnings of the names of tensors in published weights that are not trained."""
+        """Name prefixes of tensors in published weights that are not trained."""
         return self.traits.left_out if self.media is None else self.media.left_out
 
     @property
     def deep_layers(self) -> int:
-        """Number of first layers after which features of images are added."""
+        """Number of leading layers after which image features are added."""
         return 0 if self.encoder is None else deep_layers(read_encoder(self.encoder)[1])
 
     @property
@@ -255,39 +255,39 @@ class ModelConfig(CheckedSettings, section="model"):
 
     @property
     def rotated_size(self) -> int:
-        """Numbers of a head's query and key that a rotary embedding turns."""
+        """Number of dimensions of a head's query and key that the rotary embedding rotates."""
         return self.qk_rope_head_dim if self.kv_lora_rank else int(self.head_size * self.traits.rotated_part)
 
     @property
     def rope_axes(self) -> tuple[int, ...]:
-        """For each rotated number of a head the position that turns it: 0, 1, 2 for time, height, width; () for one."""
+        """Position axis of each rotated dimension of a head: 0 time, 1 height, 2 width; () for one-axis positions."""
         return () if self.encoder is None else rope_axes(read_encoder(self.encoder)[1])
 
     @property
     def head_size(self) -> int:
-        """Numbers in a head's query and key."""
+        """Size of a head's query and key."""
         if self.kv_lora_rank:
             return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def query_size(self) -> int:
-        """Numbers in the queries of a token, over all heads."""
+        """Size of a token's queries over all heads."""
         return self.num_attention_heads * self.head_size
 
     @property
     def key_size(self) -> int:
-        """Numbers in the keys of a token, over all groups; its values have as many."""
+        """Size of a token's keys over all groups; without latent attention, also of its values."""
         return self.num_query_groups * self.head_size
 
     @property
     def value_size(self) -> int:
-        """Numbers in the values of a token that its heads give, which the output projection takes."""
+        """Size of a token's attention output over all heads, the input of the output projection."""
         return self.num_attention_heads * (self.v_head_dim if self.kv_lora_rank else self.head_size)
 
     @property
     def attention_sizes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the linear layers of one Megatron attention, by their names."""
+        """Input and output sizes of the linear layers of Megatron's attention, by name."""
         hidden, query, values = self.hidden_size, self.query_size, self.value_size
         if not self.kv_lora_rank:
             made_at_once = query * (1 + self.traits.has_output_gate) + 2 * self.key_size
@@ -303,35 +303,35 @@ class ModelConfig(CheckedSettings, section="model"):
 
     @property
     def linear_sizes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the linear layers of one Megatron layer whose MLP is dense, by their names."""
+        """Input and output sizes of the linear layers of a Megatron layer with a dense MLP, by name."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         return {**self.attention_sizes, "linear_fc1": (hidden, self.halves * ffn), "linear_fc2": (ffn, hidden)}
 
     @property
     def adapted(self) -> list[str]:
-        """Linear layers that have adapters: `linear_qkv` stands for all that make q, k and v, or what is scanned."""
+        """Linear layers with adapters; the target `linear_qkv` covers all projections of q, k and v or of a scan."""
         parts = sorted({"*", *(self.layer_pattern or "")} & {"*", *SCANS}, reverse=True)
         mixers = dict.fromkeys(name for part in parts for name in self.adapted_in(part))
         return [*mixers, *(name for name in ("linear_fc1", "linear_fc2") if name in self.lora_targets)]
 
     def adapted_in(self, part: str) -> dict[str, tuple[int, int]]:
-        """Return the inputs and outputs of the layers with adapters, by name, of attention (`*`) or a scan."""
+        """Return the input and output sizes, by name, of the adapted linear layers of attention (`*`) or a scan."""
         sizes, last = (self.attention_sizes, "linear_proj") if part == "*" else (self.scan_sizes, "out_proj")
         targets = {name: "linear_proj" if name == last else "linear_qkv" for name in sizes}
         return {name: size for name, size in sizes.items() if targets[name] in self.lora_targets}
 
     @property
     def all_parts(self) -> tuple[str, ...]:
-        """The parts of each layer, those that predict further tokens included, as letters of `layer_pattern`."""
+        """The parts of each layer, including MTP layers, as letters of `layer_pattern`."""
         layers, letters = self.num_layers + self.mtp_layers, self.traits.pattern_letters
         return _all_parts(self.layer_pattern, letters, layers, self.dense_layers if self.num_experts else layers)
 
     def is_recomputed(self, place: int) -> bool:
-        """Return True if a layer is recomputed as a whole; `place` is 0 for the first layer of a model chunk."""
+        """Return True if a layer is recomputed as a whole; `place` is its index in its model chunk."""
         return self.recompute == "full" and (self.recompute_layers is None or place < self.recompute_layers)
 
     def with_recompute(self, recompute: str) -> ModelConfig:
-        """Return the model with `none`, `selective` (attention) or `full` recomputation, not checked again."""
+        """Return the model with `none`, `selective` (attention) or `full` recomputation, without checking it again."""
         made = copy(self)
         made.recompute, made.recompute_modules, made.recompute_layers = recompute, ["core_attn"], None
         return made
@@ -343,20 +343,20 @@ class ModelConfig(CheckedSettings, section="model"):
 
     @property
     def gates_shared_experts(self) -> bool:
-        """True if a gate of each token multiplies what the shared experts give."""
+        """True if the output of the shared experts is multiplied by a gate for each token."""
         names = self.traits.experts
         return bool(self.num_experts and names is not None and names.shared_gate)
 
     @property
     def halves(self) -> int:
-        """Matrices of the first layer of an MLP or an expert: 2 with a gate, otherwise 1."""
+        """Number of matrices in the first layer of an MLP or an expert: 2 with a gate, otherwise 1."""
         return 2 if self.traits.is_gated else 1
 
     @property
     def scan_pieces(self) -> tuple[int, ...]:
-        """Outputs of the first matrix of a layer with a scan.
+        """Output sizes of the input projection of a layer with a scan.
 
-        Mamba-2: gate, input, both state matrices, and the steps of heads. Gated delta rule: queries, keys, values,
+        Mamba-2: gate, input, both state matrices, and the time steps of heads. Gated delta rule: queries, keys, values,
         gate, and the rates and the decays of heads.
         """
         inner, states = self.scan_num_heads * self.scan_head_dim, self.scan_num_groups * self.scan_state_dim
@@ -366,22 +366,22 @@ class ModelConfig(CheckedSettings, section="model"):
 
     @property
     def has_delta_rule(self) -> bool:
-        """True if layers with a scan have the gated delta rule."""
+        """True if layers with a scan use the gated delta rule."""
         return "D" in self.traits.pattern_letters
 
     @property
     def scan_sizes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the linear layers of a layer with a scan, by their names."""
+        """Input and output sizes of the linear layers of a layer with a scan, by name."""
         inner = self.scan_num_heads * self.scan_head_dim
         return {"in_proj": (self.hidden_size, sum(self.scan_pieces)), "out_proj": (inner, self.hidden_size)}
 
     def window(self, layer: int) -> int | None:
-        """Return the tokens that a token of a layer, 0 for the first, attends to; None for all before it."""
+        """Return the attention window of a layer (0 is the first) in tokens, or None for full attention."""
         return None if layer % 2 else self.sliding_window
 
     @property
     def active_weights(self) -> list[int]:
-        """Number of weights in the matrices that a token is multiplied by, per layer."""
+        """Number of matrix weights that a token is multiplied by in each layer."""
         routed, shared = self.experts_per_token * self.expert_size, self.shared_ffn_hidden_size
         weights = {
             "*": sum(inputs * outputs for inputs, outputs in self.attention_sizes.values()),

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from harness.plan.model import ModelConfig
 
 _TP = "parallel.tensor_parallel_size"
-# Beginnings of the names of settings that only models with experts use.
+# Name prefixes of settings that only models with experts use.
 _OF_EXPERTS = ("expert", "shared_", "dense_layers", "router_", "aux_loss", "z_loss", "freeze_router", "grouped_gemm")
-# Every released mamba-ssm (2.3.2 is the last) adds `chunk * chunk_size * stride_seqlen` to its pointers in 32 bits; x,
-# B, C and the steps are views of the projection, whose stride is all of it (state-spaces/mamba issue 1015).
+# All releases of mamba-ssm up to 2.3.2 compute the offset `chunk * chunk_size * stride_seqlen` in 32 bits; x, B, C and
+# the time steps are views of the projection and have its full stride (state-spaces/mamba issue 1015).
 _OFFSETS = 2**31
 RULES = read_rules("""
     model.kv_lora_rank, model.rope_scaling!=none/yarn
@@ -50,7 +50,7 @@ RULES = read_rules("""
     model.layer_pattern, model.rope_scaling!=none | hybrid models cannot have it | model.rope_scaling=none
     model.layer_pattern, model.dense_layers | hybrid models cannot have it | model.dense_layers=0
 """)
-# Of a model and its layout.
+# Rules that involve both the model and its layout.
 LAYOUT_RULES = tuple(
     Rule({f"parallel.{choice}": True, f"model.{name}": refused}, why, f"parallel.{choice}=false")
     for choice, others in {
@@ -87,7 +87,7 @@ LAYOUT_RULES = tuple(
 
 
 def check_fields(model: ModelConfig) -> None:
-    """Raise ConfigError for values that no layout could train."""
+    """Raise ConfigError for settings that cannot be trained on any layout."""
     _check_family(model)
     _check_encoder(model)
     _check_pattern(model)
@@ -109,7 +109,7 @@ def check_fields(model: ModelConfig) -> None:
 def _check_recomputed(model: ModelConfig) -> None:
     chosen, where = model.recompute_modules, "model.recompute_modules"
     parts = {part for layer in set(model.all_parts[: model.num_layers]) for part in layer}
-    known = {"core_attn"}  # by Megatron's names; parts that are left out here require Transformer Engine
+    known = {"core_attn"}  # Megatron-Core's names; its other modules require Transformer Engine
     if model.fp8 == "off":
         has = {"mlp": "-" in parts, "moe": "E" in parts, "shared_experts": model.shared_ffn_hidden_size}
         known |= {name for name, there in has.items() if there}
@@ -145,7 +145,7 @@ def _check_heads(model: ModelConfig) -> None:
 
 def _check_family(model: ModelConfig) -> None:
     family, of = model.traits, f"models of the family {model.family}"
-    # Whether models of the family have the setting, and a value of it.
+    # Name of a setting, True if models of the family have it, and an example value.
     for name, belongs, example in (
         ("qk_norm", family.chooses_head_norms, "true or false"),
         ("sliding_window", family.has_windows, "128"),
@@ -211,7 +211,7 @@ def _check_pattern(model: ModelConfig) -> None:
 def _check_scan_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError unless tensor- and context-parallel ranks can divide the heads of layers with a scan.
 
-    Context-parallel ranks exchange their tokens for all tokens of a share of the heads, so each has whole sequences.
+    Each context-parallel rank exchanges its tokens for all tokens of some of the heads, so it scans whole sequences.
     """
     if model.layer_pattern is None:
         return
@@ -226,13 +226,13 @@ def _check_scan_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def scan_numbers(model: ModelConfig, tp: int, ranks: int) -> int:
-    """Return the numbers per token that Mamba-2 scans on each tensor-parallel rank, of `ranks` that share the row."""
+    """Return the numbers per token that Mamba-2 scans on one of `tp` ranks that share a layer and `ranks` a row."""
     heads, groups = model.scan_num_heads // (tp * ranks), max(1, model.scan_num_groups // (tp * ranks))
     return 2 * (heads * model.scan_head_dim + groups * model.scan_state_dim) + heads
 
 
 def check_scan_offsets(tokens: int, numbers: int) -> None:
-    """Raise ConfigError if a row of so many tokens, each of so many numbers, is too long for Mamba-2's kernels."""
+    """Raise ConfigError if a row of `tokens` tokens with `numbers` numbers each is too long for Mamba-2's kernels."""
     if tokens * numbers >= _OFFSETS:
         raise ConfigError(
             f"a rank would scan {tokens:,} tokens x {numbers:,} numbers = {tokens * numbers:,}, and mamba-ssm computes "
@@ -273,7 +273,7 @@ def _check_groups(model: ModelConfig) -> None:
         fix = "set both or neither; groups that divide num_experts and hold enough experts, and top groups that "
         fix += "divide experts_per_token"
         raise ConfigError(what, where=where, fix=fix)
-    # Megatron-Core ranks a group by as many of its experts as a token takes of each.
+    # Megatron-Core ranks a group by the sum of as many of its best experts as a token takes from each group.
     ranked_by = model.traits.ranks_groups_by
     if each // top != ranked_by:
         has = f"rank a group by the sum of its best {ranked_by} experts" if ranked_by else "have no groups of experts"
@@ -293,7 +293,7 @@ def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
         what = f"Megatron-Core trains {part} on {tp} tensor-parallel ranks only with sequence parallelism"
         raise ConfigError(what, where="parallel.sequence_parallel", fix="parallel.sequence_parallel=true")
     for name in ON_EVERY_RANK:
-        # Without Transformer Engine, Megatron-Core makes them divided; they are then replaced by whole ones.
+        # Without Transformer Engine, Megatron-Core builds these layers divided, and whole layers then replace them.
         outputs = model.attention_sizes.get(name, (0, 0))[1]
         if outputs % tp:
             what = f"the {outputs} outputs of {name} are not a multiple of tensor_parallel_size {tp}"
@@ -339,7 +339,7 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def balanced_layout(model: ModelConfig, chunks: int) -> str | None:
-    """Return the value of `parallel.pipeline_layout` whose chunks have the most even work; None for too few layers."""
+    """Return the `parallel.pipeline_layout` whose chunks have the most even work; None if there are too few layers."""
     work = model.active_weights
     output = (1 + model.mtp_layers) * model.hidden_size * (model.vocab_size or 0) + sum(work[model.num_layers :])
     return balance_stages(

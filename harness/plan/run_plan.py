@@ -27,11 +27,11 @@ from harness.schedule.dynamic_context import place_alike, place_dynamic_context
 from harness.tables import Table
 from harness.thd import padded_lengths, shared_multiple
 
-# Sequences that are placed, which takes a second.
+# Maximum number of sequences to place, which takes about a second.
 _MOST_SEQUENCES = 100_000
-# Of a byte to a neighbor in the node, over one to another node.
+# Bandwidth to a rank on the same node, relative to a rank on another node.
 _NODE_SPEED = Machine.node_bytes_per_s / Machine.fabric_bytes_per_s
-# Of models whose settings have none: between the 128,256 of Llama 3 and the 151,936 of Qwen3.
+# Used if the settings have no vocabulary size: between the 128,256 of Llama 3 and the 151,936 of Qwen3.
 ASSUMED_VOCABULARY = 131_072
 
 
@@ -59,14 +59,14 @@ class RunPlan:
     """Result of `harness plan`.
 
     Attributes:
-        active_weights: of them, those without the experts that a token is not sent to.
-        work: of an epoch; None if the data is not on this machine, for the reason in `why_no_work`.
-        mfu: share of the GPUs' peak in a step; None without `work`.
+        active_weights: number of weights that one token uses, with only the experts that it is routed to.
+        work: work of an epoch; None if it is unknown, for the reason in `why_no_work`.
+        mfu: model FLOPs utilization of a step; None without `work`.
         parts: seconds of a step by purpose; empty if the MFU was given.
-        without_engine: memory without Transformer Engine; None where `memory` is that.
-        context: of `compare_context_sizes`; empty where no row is shared.
-        batch: a global batch as the schedule places it; None without data, of packs as they are, and where no row is
-            shared and `plan_run` was not asked for it.
+        without_engine: memory without Transformer Engine; None with FP8, if `memory` is without it, or not requested.
+        context: result of `compare_context_sizes`; empty if no row is shared.
+        batch: a global batch as the schedule places it; None without data, with `as_packed`, and if no row is shared
+            and `places` of `plan_run` is False.
     """
 
     name: str
@@ -88,7 +88,7 @@ class RunPlan:
     batch: PlacedBatch | None = None
 
     def render(self, *, gpu_bytes: float | None, file_system_bytes_per_s: float | None = None) -> RenderableType:
-        """Return the plan as a table, with the time of a checkpoint where the rate of all ranks together is given."""
+        """Return the plan as a table, with the time of a checkpoint if the bandwidth of the file system is given."""
         rows = [*self._memory_rows(gpu_bytes, file_system_bytes_per_s), *(("assumed", note) for note in self.notes)]
         return Table((), [*rows, *self._time_rows()]).to_terminal()
 
@@ -146,9 +146,9 @@ class Inputs:
     """A run's settings and data, for plans of any layout.
 
     Attributes:
-        config: its model has a dtype and a vocabulary size.
-        lengths: int64 [sequences], model tokens; None for data that is not here, for the reason in `why_no_work`.
-        media: of the sequences' media; None for text.
+        config: settings whose model has a dtype and a vocabulary size.
+        lengths: int64 [sequences], model tokens; None if they are unknown, for the reason in `why_no_work`.
+        media: encoder work by sequence; None for text.
     """
 
     config: SftConfig
@@ -161,21 +161,21 @@ class Inputs:
 
     @property
     def work(self) -> Work:
-        """Work of an epoch in steps of one microbatch, of data that is here."""
+        """Work of an epoch in steps of one microbatch; requires `lengths`."""
         assert self.lengths is not None
         sizes = {"num_packs": self.num_packs, "global_batch_size": self.config.loader.global_batch_size}
         return plan_work(self.config.model, self.lengths, media=self.media, **sizes)
 
     @property
     def batch_sequences(self) -> int:
-        """Sequences of a global batch, of data that is here."""
+        """Number of sequences in a global batch; requires `lengths`."""
         assert self.lengths is not None
         packs = min(self.config.loader.global_batch_size, self.num_packs)
         return max(1, len(self.lengths) * packs // max(1, self.num_packs))
 
     @property
     def media_numbers(self) -> float:
-        """Numbers that the encoder has of a row that is filled with the sequences that have most for their length."""
+        """Numbers that the encoder keeps for a row filled with the sequences that need the most per token."""
         if self.media is None or self.lengths is None:
             return 0.0
         numbers = self.media.kept if self.config.model.train_encoder else self.media.once
@@ -185,7 +185,7 @@ class Inputs:
         return float((numbers[order] * share).sum())
 
     def check_longest(self, ranks: int) -> None:
-        """Raise ConfigError, with a size that suffices, if a sequence of data that is here fits no row."""
+        """Raise ConfigError, with a sufficient size, if a sequence fits no row; requires `lengths`."""
         assert self.lengths is not None
         held, parallel = self.config.max_tokens_per_rank, self.config.parallel
         cp, multiple = parallel.context_parallel_size, 1
@@ -203,7 +203,7 @@ class Inputs:
 
 
 def fine_tuning(config: RunConfig) -> SftConfig:
-    """Return these settings; raise ConfigError for those of another recipe, which are not planned."""
+    """Return `config` if it is a fine-tuning run; raise ConfigError for other recipes, which cannot be planned."""
     if not isinstance(config, SftConfig):
         what = "only fine-tuning runs can be planned"
         raise ConfigError(what, where=config.name, fix="choose an experiment of fine-tuning, or sft")
@@ -211,7 +211,7 @@ def fine_tuning(config: RunConfig) -> SftConfig:
 
 
 def open_inputs(config: RunConfig, packs: AssumedPacks | None = None) -> Inputs:
-    """Open the data of these settings, or assume `packs`; raise ConfigError for data of an unknown vocabulary size."""
+    """Open the data of a run, or assume `packs`; raise ConfigError if the vocabulary size is unknown."""
     config = fine_tuning(config)
     model, (data, why) = config.model, _open(config.data) if packs is None else (None, "")
     vocab_size = model.vocab_size
@@ -254,13 +254,13 @@ def plan_run(
     expert_load: float = 1.0,
     places: bool = False,
 ) -> RunPlan:
-    """Plan the run with these settings; raise ConfigError for ranks that cannot train it or leave a part of a node.
+    """Plan a run; raise ConfigError if the ranks cannot train it or would leave a node partly filled.
 
     Args:
-        ranks: None for the settings' own number, or 8.
-        mfu: share of the peak that a step reaches; None for an estimate.
-        expert_load: tokens that the experts of the busiest rank get, over an even share.
-        places: also place a batch, whatever the schedule is.
+        ranks: number of ranks; None uses `parallel.ranks`, or 8.
+        mfu: model FLOPs utilization of a step; None estimates it.
+        expert_load: tokens that the experts of the busiest rank receive, relative to an even share.
+        places: place a batch even if the schedule shares no rows.
     """
     machine, ranks = machine or Machine(), ranks or config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)
@@ -319,12 +319,12 @@ def compare_context_sizes(
     Args:
         lengths: int64 [sequences], model tokens; a global batch is drawn from them.
         ranks: data-parallel times context-parallel ranks.
-        near: of those, neighbors in a node, which exchange faster than `cost` has it.
-        parallel: its stages wait for the costliest row of each microbatch and at both ends; None for one stage.
+        near: number of these ranks on one node, which exchange faster than `cost` assumes.
+        parallel: layout, whose stages wait for each microbatch's costliest row, fill and drain; None for one stage.
 
     Returns:
-        costs of the busiest rank, or of a pipeline's step, over that of ranks that divide the whole work evenly and
-        exchange nothing, by the size or DYNAMIC. Sizes that do not hold the longest sequence are left out.
+        Cost of the busiest rank, or of a pipeline's step, relative to dividing all work evenly without exchanges; by
+        size, or DYNAMIC. Sizes too small for the longest sequence are omitted.
     """
     drawn, longest, size = _draw(lengths, sequences), int(lengths.max()), 1
     parallel = parallel or ParallelConfig()
@@ -342,7 +342,7 @@ def compare_context_sizes(
         return float(work.max(axis=1).sum()) * (1 + (stages - 1) / (parallel.num_chunks // stages * len(work))) / even
 
     while size <= largest_share(ranks, cost.most_ranks):
-        # Of a shared sequence each rank has two chunks of the same length.
+        # Each rank has two chunks of equal length of a shared sequence.
         if longest <= size * (max_tokens_per_rank if size == 1 else max_tokens_per_rank // 2 * 2):
             found[str(size)] = step_of(place_alike(batch, size))
         size *= 2
@@ -360,7 +360,7 @@ def _fullest_rank(config: RunConfig, dp_size: int, **further: Any) -> Memory:
 
 
 def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
-    """Return the memory of the fullest rank without a look at the data; None on a CPU."""
+    """Return the memory of the fullest rank without reading the data; None on a CPU."""
     if config.trainer.device == "cpu":
         return None
     config = config.planned()
@@ -372,14 +372,14 @@ def memory_without_data(config: RunConfig, ranks: int) -> Memory | None:
 
 
 def plan_rows(work: Work, inputs: Inputs, ranks: int, batch: PlacedBatch | None = None) -> Work:
-    """Return the work with its microbatches, of packs or of what rows hold or as `batch` is placed, and its padding."""
+    """Return the work with its padding and its microbatches, counted from packs, row sizes or the placed `batch`."""
     config, parallel = inputs.config, inputs.config.parallel
     dp_size, row = parallel.dp_size(ranks), config.max_tokens_per_row
     if config.schedule.name == "as_packed":
         packs = min(config.loader.global_batch_size, inputs.num_packs)
         microbatches = count_microbatches(packs, dp_size, parallel.group_size)
     elif batch is not None and config.shares_rows:
-        placed = batch.placed.num_microbatches * inputs.batch_sequences  # of which a batch may have fewer
+        placed = batch.placed.num_microbatches * inputs.batch_sequences  # `batch` may have fewer
         microbatches = count_microbatches(placed, len(batch.lengths), parallel.group_size)
     else:
         microbatches = count_microbatches(work.tokens, dp_size * row, parallel.group_size)
@@ -398,7 +398,7 @@ def plan_layout(
     kernels: Kernels | None = None,
     compares_engine: bool = False,
 ) -> RunPlan:
-    """Plan a run whose settings accept so many ranks; None of `work` is unknown, and of `kernels` the settings' own."""
+    """Plan a run whose settings accept `ranks`; None means unknown `work`, and `kernels` chosen by the settings."""
     config, model, parallel = inputs.config, inputs.config.model, inputs.config.parallel
     assert model.vocab_size is not None
     dp_size, notes = parallel.dp_size(ranks), inputs.notes

@@ -1,8 +1,7 @@
-"""Search of layouts: every way to divide a model over a number of GPUs, by its predicted step and its memory.
+"""Search over layouts: every way to divide a model over a number of GPUs, by predicted step time and memory.
 
-What training computes stays as the settings have it: model, batch, dtypes. The search varies where it is computed
-(tensor, pipeline, virtual pipeline, context, expert and data parallelism), what is computed again, and how long rows
-are.
+The model, the batch and the dtypes keep their settings. The search varies the parallelism (tensor, pipeline, virtual
+pipeline, context, expert and data), the recomputation of activations, and the length of rows.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from harness.plan.work import Machine
 from harness.printing import count_of
 from harness.tables import Table
 
-# Settings of a layout that a search chooses.
+# Layout settings that the search chooses.
 _SEARCHED = (
     *("tensor_parallel_size", "sequence_parallel", "pipeline_parallel_size", "virtual_pipeline_parallel_size"),
     *("pipeline_layout", "context_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size"),
     *("distributed_optimizer", "ranks"),
 )
 _RECOMPUTE = ("none", "selective", "full")
-# Settings that save memory and change no layout, the cheapest in time first.
+# Settings that save memory without changing the layout, the cheapest in time first.
 _SAVINGS: tuple[tuple[str, object], ...] = (
     ("parallel.distributed_optimizer", True),
     ("model.recompute", "selective"),
@@ -47,15 +46,15 @@ _SAVINGS: tuple[tuple[str, object], ...] = (
     ("optimizer.offload", 1.0),
 )
 _ADAPTERS = ("model.lora_rank", 16)
-# Rows hold one pack, or as many.
+# Numbers of packs per row to try.
 _PACKS_A_ROW = (1, 2, 4)
-# Model chunks of a stage, where layers do not divide over the stages.
+# Model chunks per stage to try if the layers do not divide evenly over the stages.
 _CHUNKS = 4
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout and its plan; `overrides` are the settings that choose it, `config` the run with them on a device."""
+    """A layout and its plan; `overrides` are the settings that select it, `config` is the run with them on a device."""
 
     config: SftConfig
     parallel: ParallelConfig
@@ -79,7 +78,7 @@ class LayoutSearch:
     """Result of `harness plan auto`.
 
     Attributes:
-        fitting: layouts whose memory fits, the shortest step first; of each, the fastest recomputation and rows.
+        fitting: layouts that fit, the shortest step first, each with its fastest recomputation and row length.
     """
 
     fitting: list[Candidate]
@@ -87,7 +86,7 @@ class LayoutSearch:
     considered: int
 
     def render(self, *, gpu_bytes: float | None, top: int) -> RenderableType:
-        """Return the best layouts as a table, or the smallest where none fits."""
+        """Return the best layouts as a table, or the layout with the least memory if none fits."""
         gib = 2**30
         shown = self.fitting[:top] or [self.smallest]
         first = shown[0].plan
@@ -117,10 +116,10 @@ class LayoutSearch:
 def search_layouts(
     config: RunConfig, *, machine: Machine, packs: AssumedPacks | None, gpu_bytes: float | None, expert_load: float = 1
 ) -> LayoutSearch:
-    """Plan the run with these settings on every layout of its ranks (8 by default) that they accept.
+    """Plan a run on every layout of its ranks (8 by default) that its settings accept.
 
-    GPUs have `gpu_bytes` of memory, None for any. Raises ConfigError without data to plan for, and where no layout
-    divides the model over so many ranks.
+    GPUs have `gpu_bytes` of memory; None sets no limit. Raises ConfigError if the data is unknown, or if no layout
+    divides the model over the ranks.
     """
     ranks = config.parallel.ranks or 8
     machine.check(ranks, config.trainer.device)
@@ -130,7 +129,7 @@ def search_layouts(
         fix = "assume data with packs=100000 data.pack_size=8192 sequence_tokens=1024"
         raise ConfigError(what, where="data.path", fix=fix)
     base = replace(inputs.config, parallel=config.parallel)
-    # Checked once.
+    # Cached, so that each model is checked once.
     as_recomputed = cache(lambda kind: replace(base.model.with_recompute(kind)))
     found, refused, whole = [], [], inputs.work
     for parallel, recompute, tokens in _choices(base, ranks, inputs.pack_size):
@@ -156,9 +155,9 @@ def search_layouts(
 
 
 def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
-    """Raise ConfigError if the fullest rank needs more than GPUs of this many GiB have for tensors.
+    """Raise ConfigError if the fullest rank needs more memory than GPUs of `gpu_gib` GiB have available for tensors.
 
-    A vocabulary that the settings do not have counts as none, so that what is refused is too large for certain.
+    An unknown vocabulary counts as a single token, so that only runs that are certainly too large are refused.
     """
     memory, gpu_bytes = memory_without_data(config, ranks), gpu_gib * 2**30
     if memory is None or memory.fits(gpu_bytes):
@@ -179,10 +178,10 @@ def check_memory(config: RunConfig, ranks: int, *, gpu_gib: float) -> None:
 
 
 def suggest_settings(config: RunConfig, fits: Callable[[RunConfig], bool]) -> list[str]:
-    """Return changes to a run that does not fit its GPUs, each a line of settings with which it does.
+    """Return changes that make a run fit its GPUs, each as a line of settings.
 
-    The fewest savings that suffice on the same layout, and LoRA adapters with as few. A run for which `fits` raises
-    ConfigError does not fit.
+    One line has the fewest savings that suffice on the same layout, another the fewest together with LoRA adapters. A
+    run for which `fits` raises ConfigError does not fit.
     """
     lines = []
     for first in ((), (_ADAPTERS,)) if config.model.init_from and not config.model.lora_rank else ((),):
@@ -209,8 +208,8 @@ def _changed(config: RunConfig, changes: Sequence[tuple[str, object]]) -> RunCon
 
 
 def _choices(base: SftConfig, ranks: int, pack_size: int) -> Iterator[tuple[ParallelConfig, str, int]]:
-    """Yield every layout with every kind of recomputation and several row sizes, as the tokens of a rank."""
-    is_one = base.schedule.name == "as_packed" or base.shares_rows  # rows of which hold what ranks have together
+    """Yield every layout with every kind of recomputation and several row sizes, in tokens per rank."""
+    is_one = base.schedule.name == "as_packed" or base.shares_rows  # schedules with only one row size
     model, packs = base.model, _PACKS_A_ROW[:1] if is_one else _PACKS_A_ROW
     for parallel in _layouts(base.parallel, ranks, model):
         multiple = math.lcm(parallel.pad_to_multiple, fp8_rank_multiple(model.fp8, parallel))
@@ -229,7 +228,7 @@ def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[Para
     for tp, pp, cp in itertools.product(sizes, sizes, sizes):
         if ranks % (tp * pp * cp) or pp > layers:
             continue
-        # Layers that do not divide over the stages are divided as evenly as they can be.
+        # Layers that do not divide evenly over the stages are divided as evenly as possible.
         counts = [n for n in range(2, layers // pp + 1) if layers % (pp * n) == 0 or (layers % pp and n == _CHUNKS)]
         chunks = [None, *counts] if pp > 1 else [None]
         shares = [size for size in sizes if experts % size == 0 and ranks // pp % size == 0] if experts else [1]
@@ -239,7 +238,7 @@ def _layouts(asked: ParallelConfig, ranks: int, model: ModelConfig) -> list[Para
             own: tuple[Any, ...] = (tp, tp > 1, pp, vpp, layout, cp, ep, 1, True, ranks)
             try:
                 found.append(replace(asked, **dict(zip(_SEARCHED, own, strict=True))))
-            except ConfigError as error:  # of a dispatcher that does not divide experts over so many
+            except ConfigError as error:  # the dispatcher does not support so many ranks
                 refused = refused or error
     if refused is not None and not found:
         raise refused

@@ -1,7 +1,7 @@
-"""Settings of a training run as plain dataclasses: `SftConfig` and `PretrainConfig`, and what both share.
+"""Settings of a training run as plain dataclasses: `SftConfig`, `PretrainConfig` and the settings that both share.
 
-Each dataclass checks its own values when it is made and reads nothing from disk. `check_layout` (sizes alone) and
-`check` (everything that needs no data) refuse what does not fit a number of ranks, before any process group is made.
+Each dataclass checks its values on construction and reads nothing from disk. `check_layout` (sizes alone) and `check`
+(everything that needs no data) refuse settings that do not fit a number of ranks, before any process group exists.
 Nothing here imports torch, Megatron-Core or Hydra, so `harness plan` and `harness submit` run without them.
 """
 
@@ -44,7 +44,7 @@ _USUAL_LR = {"random": 2e-3, "pretrained": 1e-5, "LoRA": 2e-4}
 _USUAL_WARMUP = 5
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 ON_STRAGGLER = ("report", "exclude")
-# Of bfloat16: between a number and the next there is at least this part of it, half of which is rounded away.
+# Adjacent bfloat16 numbers differ by up to 2**-7 of their value; changes of less than half of that can be lost.
 _LARGEST_BETA = 1 - 2**-8
 _TOO_SLOW = Condition(f"above {_LARGEST_BETA}", lambda beta: beta > _LARGEST_BETA)
 
@@ -106,10 +106,10 @@ class OptimizerConfig(CheckedSettings, section="optimizer"):
     )
 
     def resolved(self, model: ModelConfig, steps: int | None) -> OptimizerConfig:
-        """Return these settings with the values that null stands for in a run of so many steps, None if unknown."""
+        """Return a copy with null values replaced, for a run of `steps` steps; None if their number is unknown."""
         kind = "LoRA" if model.lora_rank else "random" if model.init_from is None else "pretrained"
         decay = self.decay_steps or steps
-        # Rounded first: 0.07 * 100 is a little more than 7.
+        # Rounded before `ceil`: in floating point, 0.07 * 100 is slightly more than 7.
         warmup = min(math.ceil(round(self.warmup_ratio * decay, 6)), decay - 1) if decay else _USUAL_WARMUP
         return replace(
             self,
@@ -119,7 +119,7 @@ class OptimizerConfig(CheckedSettings, section="optimizer"):
         )
 
     def describe(self) -> str:
-        """Return the course of the learning rate, of resolved settings."""
+        """Describe the learning-rate schedule of resolved settings."""
         assert self.lr is not None
         assert self.warmup_steps is not None
         text = f"learning rate {self.lr:g} after {count_of(self.warmup_steps, 'warm-up step')}"
@@ -208,12 +208,12 @@ class TrainerConfig(CheckedSettings, section="trainer"):
 
     @property
     def last_step(self) -> int:
-        """The last step; one that no run reaches where only the end of a stream ends it."""
+        """The last step, or a number that no run reaches if only the end of a stream ends the run."""
         return self.steps if self.steps is not None else _NO_LAST_STEP
 
     @property
     def patience_s(self) -> float:
-        """Timeout of a collective: longer than the watchdog's, which knows which rank is missing."""
+        """Timeout of collectives: longer than the watchdog's, so that the watchdog can first name the missing rank."""
         return max(self.startup_timeout_s, self.timeout_s) + 60
 
 
@@ -227,7 +227,7 @@ _DTYPES = read_rules("""
     model.dtype=float32, model.attention=fused | this kernel does not support float32
       | model.dtype=bfloat16, or model.attention=torch
 """)
-# Of the optimizer, whose settings are the model's and the layout's too.
+# Optimizer settings that depend on the model and the layout.
 _OF_DISTRIBUTED = tuple(
     Rule(
         {**choice, **other},
@@ -269,7 +269,7 @@ _ON_A_GPU = (
 
 @dataclass
 class RunConfig(CheckedSettings, ABC):
-    """Settings of every recipe that trains.
+    """Settings shared by all training recipes.
 
     Attributes:
         loader, model, optimizer, parallel, trainer: see each group.
@@ -304,16 +304,16 @@ class RunConfig(CheckedSettings, ABC):
 
     @property
     def data_ends_with(self) -> str:
-        """The end of the data: that of its `epochs`, of its `stream`, or none ("")."""
+        """Kind of end of the data: after its `epochs`, at the end of its `stream`, or none ("")."""
         return ""
 
     @property
     def shares_rows(self) -> bool:
-        """True where data-parallel ranks may share rows."""
+        """True if data-parallel ranks may share rows."""
         return False
 
     def with_steps(self) -> Self:
-        """Return a copy with the number of steps that null stands for, or with that of epochs."""
+        """Return a copy with the default number of steps or epochs if neither is set and the data is not a stream."""
         trainer, length = self.trainer, dict[str, Any]()
         if trainer.steps is None and trainer.epochs is None and self.data_ends_with != "stream":
             is_one_epoch = self.data_ends_with == "epochs" and self.model.init_from is not None
@@ -321,15 +321,15 @@ class RunConfig(CheckedSettings, ABC):
         return replace(self, trainer=replace(trainer, **length))
 
     def on(self, device: str) -> Self:
-        """Return these settings with what `auto` is on a device, `cpu` or `cuda`."""
+        """Return a copy with `auto` resolved for a device, `cpu` or `cuda`."""
         return replace(self, model=self.model.on(device), parallel=self.parallel.on(device))
 
     def planned(self) -> Self:
-        """Return these settings on the device that they name, a GPU for `auto`."""
+        """Return a copy resolved for the device in the settings; `auto` means a GPU."""
         return self.on("cpu" if self.trainer.device == "cpu" else "cuda")
 
     def warnings(self) -> list[str]:
-        """Return what the run will do otherwise than its settings say, each by the name of the setting."""
+        """Return a warning for each setting that the run will not follow as written, with the name of the setting."""
         found, warmup, steps, of = [], self.optimizer.warmup_steps, self.optimizer.decay_steps, "optimizer.decay_steps"
         if steps is None or steps == self.trainer.steps:
             steps, of = self.with_steps().trainer.last_step, "trainer.steps"
@@ -339,7 +339,7 @@ class RunConfig(CheckedSettings, ABC):
         return found
 
     def check_dtypes(self) -> None:
-        """Raise ConfigError for layers of Transformer Engine, or gradients, of a dtype or device that they lack."""
+        """Raise ConfigError for a dtype or device that kernels, gradients or the optimizer do not support."""
         config = self.planned()
         check_rules(config, RunConfig.job_rules)
         pads = config.parallel.padding_setting or ("schedule.name" if config.shares_rows else None)
@@ -352,11 +352,11 @@ class RunConfig(CheckedSettings, ABC):
     @property
     @abstractmethod
     def max_tokens_per_rank(self) -> int:
-        """Tokens of the largest row on one of its context-parallel ranks."""
+        """Tokens per context-parallel rank of the largest row."""
 
     @property
     def max_tokens_per_row(self) -> int:
-        """Tokens of the largest row, over its context-parallel ranks."""
+        """Tokens of the largest row over all its context-parallel ranks."""
         return self.max_tokens_per_rank * self.parallel.context_parallel_size
 
     def check_layout(self, world_size: int) -> None:
@@ -408,7 +408,7 @@ _SHARED = (
 
 @dataclass
 class SftConfig(RunConfig):
-    """Settings of a fine-tuning run: those of every run, its data, and how sequences become rows.
+    """Settings of a fine-tuning run: the shared settings, its data, and the schedule that forms rows.
 
     Attributes:
         data, schedule: see each group.
@@ -431,7 +431,7 @@ class SftConfig(RunConfig):
     def on(self, device: str) -> Self:
         made = super().on(device)
         if self.shares_rows and made.model.attention == "auto" and made.model.dtype == "float32":
-            # Transformer Engine has no float32 attention for sequences that ranks divide.
+            # Transformer Engine does not support float32 attention on sequences divided among ranks.
             made = replace(made, model=replace(made.model, attention="torch"))
         return made
 
@@ -499,10 +499,10 @@ _CORPUS = read_rules("""
 
 @dataclass
 class PretrainConfig(RunConfig):
-    """Settings of a pretraining run: those of every run, and its corpus.
+    """Settings of a pretraining run: the shared settings and its corpus.
 
-    `loader.global_batch_size` counts samples, `loader.seed` is that of Megatron's shuffle, and the settings that
-    shuffle packs are not used.
+    `loader.global_batch_size` counts samples, `loader.seed` seeds Megatron's shuffle, and the loader's settings for
+    shuffling packs are not used.
 
     Attributes:
         data: see the group.
@@ -515,13 +515,13 @@ class PretrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # What Megatron's shuffle takes.
+        # The seeds that Megatron's shuffle accepts.
         require_bounds(self.loader.seed, Bounds(0, highest=2**32 - 1), "seed", "loader")
 
     def on(self, device: str) -> Self:
         parallel = self.parallel
         if self.data.reset_attention_mask and parallel.static_rows is None:
-            # Rows of padded documents have no largest size.
+            # Rows of padded documents have no maximum size.
             parallel = replace(parallel, static_rows=False)
         return super(PretrainConfig, replace(self, parallel=parallel)).on(device)
 

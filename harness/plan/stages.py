@@ -1,4 +1,4 @@
-"""Pipelines whose stages differ in size: their text, in Megatron-Core's notation, and a balanced one."""
+"""Read and balance pipeline layouts with stages of different sizes, in Megatron-Core's notation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from functools import lru_cache
 from harness.errors import ConfigError
 
 _WHERE = "parallel.pipeline_layout"
-# `(x)*n` and then `x*n`, as Megatron-Core's `PipelineParallelLayerLayout` replaces them.
+# `(x)*n`, then `x*n`, in the order in which Megatron-Core's `PipelineParallelLayerLayout` expands them.
 _REPEATED = (r"\(([^)]+)\)\*(\d{1,9})", r"(.)\*(\d{1,9})")
 _MOST_LETTERS = 100_000
 
 
 @lru_cache(maxsize=1024)
 def read_stages(layout: str) -> tuple[str, ...]:
-    """Return the letters of each chunk of a pipeline, in the order of the model.
+    """Return the letters of each chunk of a pipeline, in model order; raise ConfigError for an invalid layout.
 
-    `Et|(tt|)*2mL` gives `Et`, `tt`, `tt` and `mL`: E is the embedding, t a layer, m a layer that predicts a further
-    token, and L the loss.
+    `Et|(tt|)*2mL` becomes `Et`, `tt`, `tt` and `mL`: E is the embedding, t a layer, m an MTP layer, and L the loss.
     """
     letters = layout.replace(",", "")
     for pattern in _REPEATED:
@@ -42,14 +41,15 @@ def read_stages(layout: str) -> tuple[str, ...]:
 def balance_stages(
     num_layers: int, chunks: int, *, mtp_layers: int = 0, loss_layers: float = 0.0, least: int = 0
 ) -> str | None:
-    """Return the layout of these layers whose largest chunk is the smallest; None if there are too few layers.
+    """Return the layout of these layers that minimizes the largest chunk; None if there are too few layers.
+
+    The embedding counts as no work. If the other chunks cannot all have the same size, the first ones are smaller,
+    because they keep more activations.
 
     Args:
-        chunks: of the pipeline, two or more.
-        loss_layers: work of the last chunk beside its layers, in layers: the loss and MTP layers. That of the
-            embedding is none; stages that cannot have as many layers as others are the first ones, which keep more
-            activations.
-        least: layers of the last chunk at least.
+        chunks: number of chunks of the pipeline, at least 2.
+        loss_layers: work of the loss and the MTP layers in the last chunk, as a number of layers.
+        least: minimum number of layers in the last chunk.
     """
     choices = range(least, num_layers - (chunks - 1) + 1)
     if not choices:

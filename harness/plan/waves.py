@@ -1,4 +1,4 @@
-"""A global batch as the schedule of a run places it, and its picture."""
+"""A global batch as the schedule of a run places it, and a plot of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.records import Float64Array, Int64Array, Schedule
 from harness.schedule import SequenceCost
 from harness.schedule.batch import row_costs
 
-# Moments of a step and ranks that a picture distinguishes.
+# Resolution of the plot: moments of a step, and ranks.
 _WIDTH, _HEIGHT = 1600, 512
 
 
@@ -30,9 +30,9 @@ class PlacedBatch:
     cost: SequenceCost
 
     def waves(self, width: int = _WIDTH) -> Float64Array:
-        """Return the ranks that share the row of each rank at each moment, as powers of 2, NaN while it waits.
+        """Return log2 of the number of ranks that share each rank's row at each moment, NaN while a rank waits.
 
-        Ranks wait in every microbatch for the costliest row, as in pipelines. The array is float64 [dp_size, width].
+        In every microbatch, ranks wait for the costliest row, as in pipelines. The array is float64 [dp_size, width].
         """
         work, shared = row_costs(self.placed, self.lengths, cost=self.cost), self.placed.shared_by
         sizes = np.log2(np.ones_like(work) if shared is None else shared.reshape(work.shape))

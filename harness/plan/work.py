@@ -1,9 +1,9 @@
 """Work of an epoch in steps, microbatches and FLOPs, and an estimate of the time of a step.
 
-The estimate adds, part by part, what each rank multiplies, moves through its memory, sends and launches, for each layer
-of a pipeline's stages. It is within 10% of ten published runs, half of which set its constants (`tests/unit/plan`); the
-first steps of a run show the real MFU, and `harness plan mfu=...` uses it instead. Waiting for a fuller rank and the
-loader are not counted (BENCHMARKS.md has the wait for the loader).
+The estimate adds up the matrix products, memory traffic, communication and kernel launches of a rank, layer by layer
+and for each pipeline stage. It is within 10% of ten published runs, half of which were used to set its constants
+(`tests/unit/plan`). The first steps of a run show the real MFU, and `harness plan mfu=...` uses it instead. Waits for
+ranks with more tokens and for the loader are not counted (BENCHMARKS.md gives the wait for the loader).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from harness.plan.model_checks import scan_numbers
 from harness.records import Float64Array, Int64Array
 from harness.schedule import SequenceCost
 
-# A backward pass costs two forward passes, and that of attention two and a half, because it computes scores again;
-# recomputation costs one more.
+# A backward pass costs two forward passes; in attention it costs two and a half, because it computes the scores again.
+# Recomputation costs one more.
 _PASSES, _ATTENTION_PASSES = 3.0, 3.5
-# Kernels of a microbatch as `python -m tests.benchmarks kernels` counts them: of a dense layer, and outside layers.
-# Those of a router and its permutations are in Megatron-Core's sources.
+# Kernels per microbatch of a dense layer and outside layers, as counted by `python -m tests.benchmarks kernels`, and of
+# a router with its permutations, as counted in Megatron-Core's sources.
 LAYER_KERNELS, OTHER_KERNELS, _ROUTER_KERNELS = 93, 95, 60
-# Multiprocessors that NCCL is taken to need for sends and receives.
+# Multiprocessors that NCCL is assumed to occupy for sends and receives.
 _SENDERS = 16
-# Rows and columns of a result that cuBLAS's kernels for Hopper give to one multiprocessor.
+# Rows and columns of the output tile that cuBLAS's Hopper kernels assign to one multiprocessor.
 _TILE = (128, 256)
-# Of an H100 that reaches 60% of its 989 TFLOP/s, while its network port sends a byte at 40 GB/s.
+# FLOPs that an H100 computes, at 60% of its 989 TFLOP/s, while its network port sends one byte at 40 GB/s.
 FLOPS_PER_BYTE = 15_000
-# The same for 340 GB/s within a node: few ranks can divide the heads of a scan.
+# The same at 340 GB/s within a node, which suffices for scans: few ranks can divide their heads.
 _FLOPS_PER_BYTE_OF_NODE = 1_800
 
 
@@ -45,30 +45,30 @@ _FLOPS_PER_BYTE_OF_NODE = 1_800
 class Machine:
     """A node of GPUs; the defaults are an H100 SXM node with a 400 Gb/s port per GPU.
 
-    Sources: NVIDIA's H100 datasheet (989 TFLOP/s dense in bfloat16, twice that in 8 bits, 132 multiprocessors, 3.35
-    TB/s of memory, NVLink 450 GB/s each way) and DGX H100 datasheet (eight ports of 400 Gb/s, 50 GB/s each); of these,
-    collectives and kernels reach about three quarters. Gaps: A. Gray, "Getting Started with CUDA Graphs", NVIDIA 2019,
-    where kernels of 2.9 us took 3.8 us each. Launches: Megatron-Bridge 26.02 took 0.42 s for 4,096 tokens of Qwen3
-    30B-A3B on B200 GPUs, which compute four times as many in 0.61 s: the host's time, for 12,000 kernels. Messages:
-    NCCL's smallest collectives take 10 to 30 us, by nccl-tests; exchanges between all ranks of several nodes are taken
-    for five. DeepEP's README has 43 to 58 GB/s between nodes. The shares, and the start of tiles, are set by published
-    runs (`tests/unit/plan`), not by a cluster of this project.
+    Sources: NVIDIA's H100 datasheet (989 TFLOP/s dense in bfloat16, twice that in FP8, 132 multiprocessors, 3.35 TB/s
+    of memory bandwidth, NVLink at 450 GB/s each way) and DGX H100 datasheet (eight 400 Gb/s ports, 50 GB/s each);
+    kernels and collectives reach about three quarters of these. Gaps: A. Gray, "Getting Started with CUDA Graphs",
+    NVIDIA 2019, where kernels of 2.9 us took 3.8 us each. Launches: Megatron-Bridge 26.02 took 0.42 s for 4,096 tokens
+    of Qwen3 30B-A3B on B200 GPUs, which compute four times as many tokens in 0.61 s, so the host took this time to
+    launch 12,000 kernels. Messages: NCCL's smallest collectives take 10 to 30 us in nccl-tests; an all-to-all across
+    nodes counts as five. DeepEP's README reports 43 to 58 GB/s between nodes. The shares and `tile_s` were fitted to
+    published runs (`tests/unit/plan`), not measured on a cluster of this project.
 
     Attributes:
-        peak_flops: of a GPU, dense, in the dtype of the matrices.
-        matmul_share: of the peak, in matrix products that keep all multiprocessors busy.
-        attention_share: of the peak, in fused attention of very wide heads.
-        multiprocessors: of a GPU; a product takes as many rounds as its tiles fill of them.
-        tile_s: of each round, to start its tiles.
+        peak_flops: dense peak of a GPU in the dtype of the matrices, in FLOP/s.
+        matmul_share: fraction of the peak that matrix products reach when they keep all multiprocessors busy.
+        attention_share: fraction of the peak that fused attention reaches with very wide heads.
+        multiprocessors: multiprocessors per GPU; a matrix product computes this many tiles per round.
+        tile_s: time to start the tiles of a round.
         memory_bytes_per_s: memory bandwidth of a GPU that streaming kernels reach.
-        node_bytes_per_s: one-way bandwidth of a GPU to the others of its node that collectives reach.
-        fabric_bytes_per_s: the same of a GPU's own network port.
-        launch_s: of the host, to launch a kernel, with the Python around it; a GPU that is faster waits for it.
-        gap_s: between two kernels of a GPU.
-        message_s: of a collective or an exchange, however small.
-        fp8_speedup: of a tile in 8 bits over one in 16; casts are counted by their own.
-        all_to_all_share: of the port's bandwidth, for tokens to experts without DeepEP.
-        host_bytes_per_s: of copies from a GPU to pinned memory; PCIe 5 has 64 GB/s each way.
+        node_bytes_per_s: one-way bandwidth that collectives reach between a GPU and the other GPUs of its node.
+        fabric_bytes_per_s: the same for a GPU's own network port.
+        launch_s: host time to launch a kernel, including the Python code around it; a faster GPU waits for the host.
+        gap_s: time between two kernels on a GPU.
+        message_s: latency of a collective or an exchange of any size.
+        fp8_speedup: speed of an FP8 tile relative to a 16-bit tile; casts are counted separately.
+        all_to_all_share: fraction of the port's bandwidth reached by sending tokens to experts without DeepEP.
+        host_bytes_per_s: bandwidth of copies from a GPU to pinned memory; PCIe 5 supports 64 GB/s each way.
     """
 
     peak_flops: float = 989e12
@@ -88,7 +88,7 @@ class Machine:
     all_to_all_share: float = 0.85
 
     def check(self, ranks: int, device: str) -> None:
-        """Raise ConfigError, with the arithmetic, if ranks on GPUs are on several nodes and do not fill the last."""
+        """Raise ConfigError, with the arithmetic, if ranks on GPUs need several nodes and do not fill the last one."""
         nodes, rest = divmod(ranks, self.ranks)
         if device != "cpu" and nodes and rest:
             what = f"{ranks} ranks fill {nodes} node{'s' * (nodes > 1)} of {self.ranks} GPUs, and {rest} would be on "
@@ -101,7 +101,7 @@ class Machine:
         """Return the bytes per second that each of `group` ranks, `stride` apart, sends around their ring."""
         if group * stride <= self.ranks:
             return self.node_bytes_per_s
-        # A ring leaves each node once, over the ports of all its members there.
+        # A ring leaves each node once, through the ports of all its members on that node.
         return min(self.node_bytes_per_s, self.fabric_bytes_per_s * max(1, self.ranks // stride))
 
 
@@ -110,11 +110,11 @@ class Work:
     """Work of one epoch.
 
     Attributes:
-        microbatches: per rank and step, on average.
-        linear_flops, attention_flops: of a step's forward pass, all ranks together, without padding.
-        padding: share of the tokens of all rows that is padding of `parallel.static_rows`.
-        encoder_flops: of a step's media, all ranks together; those of the backward pass too if encoders are trained.
-        shares: of sequences of about the same length, their share of tokens, and of squared lengths.
+        microbatches: average number of microbatches per rank and step.
+        linear_flops, attention_flops: FLOPs of a step's forward pass over all ranks, without padding.
+        padding: fraction of the tokens of all rows that is padding added by `parallel.static_rows`.
+        encoder_flops: FLOPs of a step's media over all ranks, including the backward pass if encoders are trained.
+        shares: for each group of sequences of similar length, its share of all tokens and of all squared lengths.
     """
 
     steps: int
@@ -132,20 +132,20 @@ class Work:
         return 3 * (self.linear_flops + self.attention_flops) + self.encoder_flops
 
     def mfu(self, step_s: float, *, ranks: int, peak_flops: float) -> float:
-        """Return the share of the peak of all GPUs that `model_flops` uses."""
+        """Return the model FLOPs utilization of a step: `model_flops` relative to the peak of all GPUs."""
         return self.model_flops / (step_s * ranks * peak_flops)
 
 
 def sequence_cost(model: ModelConfig, parallel: ParallelConfig | None = None, *, on_gpu: bool = False) -> SequenceCost:
-    """Return the forward FLOPs of one sequence, by tokens and by tokens squared, and those of an H100 that exchanges.
+    """Return the forward FLOPs of a sequence per token and per token squared, and its exchanges as equivalent FLOPs.
 
-    A token costs 2 FLOPs a weight of the output matrix and of the layers, where it meets only the experts that it is
-    sent to; attention adds, per layer, scores and
-    weighted values of half the L x L square (it is causal): L^2 * heads * (head_dim of keys + that of values). A layer
-    with a window adds them for as many keys a token, shorter sequences included. The exchange of a token's keys and
-    values over the network, or of its features in a layer with a scan within a node, is as many FLOPs as large matrix
-    products do meanwhile. Each of the ranks that hold a copy of the model waits for the encoder, which is not divided
-    over them; a frozen one has no backward pass, which costs two forward passes. By default, one rank holds a copy.
+    A token costs 2 FLOPs per weight of the output matrix and of the layers, counting only the experts that it is routed
+    to. Attention adds, per layer, the scores and weighted values of half the L x L square (it is causal):
+    L^2 * heads * (head_dim of keys + head_dim of values). A layer with a window adds them for a whole window of keys
+    per token, even in shorter sequences. Exchanging a token's keys and values over the network, or its features within
+    a node in a layer with a scan, counts as the FLOPs of large matrix products on an H100 in the same time. The ranks
+    that hold a copy of the model (by default, one) do not divide the encoder, so all of them wait for it. A frozen
+    encoder has no backward pass, which costs two forward passes.
 
     Source: the counting of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
     without recomputation.
@@ -178,7 +178,7 @@ def sequence_cost(model: ModelConfig, parallel: ParallelConfig | None = None, *,
 
 
 def scan_ranks(model: ModelConfig, tp_size: int, *, on_gpu: bool) -> int:
-    """Return the most ranks, a power of two, that can share the heads and groups of a tensor-parallel rank's scans.
+    """Return the largest number of ranks, a power of two, that can divide a tensor-parallel rank's heads and groups.
 
     On a GPU, Mamba-2's convolution requires a multiple of 8 numbers per token (causal-conv1d).
     """
@@ -195,11 +195,11 @@ def _encoder_flops(encoder: str, hidden_size: int, scale: float, tokens: Float64
 
 
 def scan_products(model: ModelConfig) -> float:
-    """Return the products per token of a scan, in chunks of 128 tokens (Mamba-2) or 64 (gated delta rule).
+    """Return the multiplications per token of a scan in chunks of 128 tokens (Mamba-2) or 64 (gated delta rule).
 
-    Inside a chunk each token meets half of the others, once a group by state and once a head by value; between chunks
-    it is added to the state and read from it. With the delta rule keys also meet keys, values and keys are corrected by
-    those before, and the state is read once more.
+    Inside a chunk, each token interacts with half of the others, once per group over the state size, and once per head
+    over the value size. Between chunks, it is added to the state and read from it. With the delta rule, keys are also
+    multiplied by keys, values and keys are corrected by the preceding ones, and the state is read once more.
 
     Source: Dao and Gu, "Transformers are SSMs", 2024, section 6; Yang et al., "Gated Delta Networks", 2024, section
     3.3.
@@ -212,7 +212,7 @@ def scan_products(model: ModelConfig) -> float:
 
 
 def count_microbatches(tokens: float, tokens_at_once: int, group_size: int) -> int:
-    """Return the microbatches of a step, of which `tokens_at_once` tokens are one; a multiple of `group_size`."""
+    """Return the number of microbatches of `tokens_at_once` tokens in a step, a multiple of `group_size`."""
     return max(1, math.ceil(tokens / tokens_at_once / group_size)) * group_size
 
 
@@ -241,11 +241,11 @@ def plan_work(
 
 
 def count_kernels(model: ModelConfig, parallel: ParallelConfig, *, parts: str = "*-") -> float:
-    """Return the kernels that a rank launches for one microbatch of a layer, forward and backward.
+    """Return the number of kernels that a rank launches for one microbatch of a layer, forward and backward.
 
-    Those of this project's own layers, which are more than those of Transformer Engine. Layers of experts have a
-    router, and two products more for each expert of the rank in each of three passes; biases are added expert by
-    expert. Each tensor-parallel layer gathers and scatters twice a pass, and gathers two inputs again.
+    This project's own layers are counted, which launch more kernels than Transformer Engine's. Layers with experts add
+    a router, and two products per expert of the rank in each of three passes; biases are added expert by expert.
+    Tensor-parallel layers gather and scatter twice per pass, and gather two inputs again.
     """
     here = model.num_experts / parallel.expert_parallel_size
     routed = _ROUTER_KERNELS + (6 + 12 * model.traits.has_biases) * here
@@ -255,11 +255,11 @@ def count_kernels(model: ModelConfig, parallel: ParallelConfig, *, parts: str = 
 
 @dataclass(frozen=True)
 class _Product:
-    """Products of `tokens` by `inputs` with matrices of `inputs` by `outputs`, one for each of the experts.
+    """Matrix products of [tokens, inputs] and [inputs, outputs], one per expert.
 
     Attributes:
-        again: forward passes beside the first.
-        gathered, scattered: ranks that its input comes from, and that its output goes to.
+        again: forward passes in addition to the first, from recomputation.
+        gathered, scattered: number of ranks that the input is gathered from, and that the output is scattered to.
     """
 
     tokens: float
@@ -273,7 +273,7 @@ class _Product:
 
 @dataclass(frozen=True)
 class _RankStep:
-    """One step of a rank, whose busiest experts have `load` times an even share; times are in seconds."""
+    """Time of one step on a rank, in seconds. The busiest experts receive `load` times an even share of the tokens."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -296,13 +296,13 @@ class _RankStep:
 
     @cached_property
     def again(self) -> float:
-        """Share of the layers that are computed again."""
+        """Fraction of the layers that are recomputed as a whole."""
         layers, stages = self.model.num_layers, range(self.parallel.pipeline_parallel_size)
         chunks = [chunk for stage in stages for chunk in self.parallel.chunks_of_stage(layers, stage)]
         return sum(self.model.is_recomputed(place) for chunk in chunks for place in range(len(chunk))) / layers
 
     def products(self, parts: str) -> Iterator[_Product]:
-        """Yield the products of a layer with these parts, as a rank computes them."""
+        """Yield the matrix products that a rank computes in a layer with these parts."""
         model, tp, hidden, again = self.model, self.parallel.tensor_parallel_size, self.model.hidden_size, self.again
         sizes = model.attention_sizes if "*" in parts else model.scan_sizes if has_scan(parts) else {}
         for name, (inputs, outputs) in sizes.items():
@@ -330,12 +330,12 @@ class _RankStep:
                 yield _Product(self.tokens / tp, latent_size, hidden, of_experts)
 
     def product_s(self, one: _Product, *, in_8_bits: bool) -> float:
-        """Return the time of a product in all passes: forward, and for the gradients of its input and its weight."""
+        """Return the time of a product in all passes: forward, input gradient and weight gradient."""
         machine, (high, wide), item = self.machine, _TILE, DTYPE_BYTES[self.model.number]
         rate = machine.peak_flops * machine.matmul_share * (machine.fp8_speedup if in_8_bits else 1)
 
         def of(rows: float, columns: float, inner: float, written: int, parts: int = 1) -> float:
-            # Tokens that come or go in parts are multiplied part by part, in rounds of a tile on each multiprocessor.
+            # Tokens that are sent in parts are multiplied part by part, in rounds of one tile per multiprocessor.
             edges = ((high, wide), (wide, high))
             tiles = min(math.ceil(rows / parts / up) * math.ceil(columns / across) for up, across in edges)
             round_s = high * wide * machine.multiprocessors * (2 * inner / rate + written / machine.memory_bytes_per_s)
@@ -345,37 +345,37 @@ class _RankStep:
         times = (1 + one.again) * of(one.tokens, one.outputs, one.inputs, item, parts)
         times += of(one.tokens, one.inputs, one.outputs, item, parts if one.scattered > 1 else 1)
         if not self.model.lora_rank:
-            # Read and written, because it is added to that of the microbatches before.
+            # The weight gradient is read and written, because it accumulates over microbatches.
             times += of(one.inputs, one.outputs, one.tokens, 2 * DTYPE_BYTES[self.parallel.gradient_dtype])
         return one.experts * times
 
     def cast_bytes(self, one: _Product) -> float:
-        """Return the bytes that the casts of a product's input and gradient to 8 bits move.
+        """Return the bytes moved to cast a product's input and output gradient to FP8.
 
-        Each is read for its largest value and to be cast. Hopper multiplies in 8 bits along rows alone, so that the
-        gradient of the weight needs both transposed, after they were gathered.
+        Each is read once to find its maximum and once to be cast. Hopper supports FP8 products along rows only, so the
+        weight gradient needs both tensors transposed, after they are gathered.
         """
         again, sizes = not self.model.lora_rank, ((one.inputs, one.gathered), (one.outputs, one.scattered))
         return sum(one.experts * one.tokens * size * (5 / ranks + again * (1 + (ranks > 1))) for size, ranks in sizes)
 
     def permuted_bytes(self) -> float:
-        """Return the bytes that tokens are moved by between their order and that of experts, forward and backward."""
+        """Return the bytes moved to permute tokens into expert order and back, forward and backward."""
         model, parallel = self.model, self.parallel
         sent, sorts = model.experts_per_token * self.load, model.num_experts > parallel.expert_parallel_size > 1
         copies = 4 * sent if parallel.expert_dispatcher == "flex" else 2 + (6 if sorts else 2) * sent
-        # In 8 bits, the tokens of each expert are padded to whole blocks, and the padding is taken out of its results.
+        # In FP8, the tokens of each expert are padded to whole blocks, and the padding is removed from its outputs.
         copies += 4 * sent * (model.fp8 != "off")
-        # Results of experts are divided, added to their biases and joined again.
+        # Outputs are split by expert, added to the biases and concatenated again.
         biases = model.traits.has_biases * sent * 12 * (1 + 2 * model.expert_size / model.hidden_size)
         size = self.hidden_bytes * model.expert_width / model.hidden_size
         return (2 * copies + biases) * size / parallel.tensor_parallel_size
 
     def layer(self, parts: str) -> dict[str, float]:
-        """Return the times of a microbatch in one layer with these parts, without launches."""
+        """Return the seconds of a microbatch in one layer with these parts, by purpose, without launches."""
         once = replace(self.model.with_recompute("none"), fp8="off")
         products = list(self.products(parts))
         kept = layer_activation_bytes(once, self.parallel, parts=parts, kernels=self.kernels)
-        # What a layer keeps is written, and read by the next kernel and by the backward pass.
+        # Saved activations are written once, and read by the next kernel and by the backward pass.
         moved = (_PASSES + self.again) * kept * self.tokens + (self.permuted_bytes() if "E" in parts else 0.0)
         if in_8_bits := self.model.fp8 != "off":
             moved += sum(map(self.cast_bytes, products))
@@ -387,7 +387,7 @@ class _RankStep:
         return times | self.exchange(parts, times)
 
     def attention_s(self, parts: str) -> float:
-        """Return the time of attention in one layer, on average of those that have it, or of a scan at its rate."""
+        """Return the average time of attention per attention layer, or the time of a scan at the rate of attention."""
         model, machine = self.model, self.machine
         if "*" not in parts:
             flops = 2 * scan_products(model) * self.tokens / self.parallel.tensor_parallel_size * has_scan(parts)
@@ -395,8 +395,8 @@ class _RankStep:
         numbers = [layer for layer, parts in enumerate(model.all_parts) if "*" in parts]
         windows = 2 * (model.query_size + model.value_size) * sum(filter(None, map(model.window, numbers)))
         flops = (self.work.attention_flops + self.work.tokens * windows) / self.work.microbatches / len(numbers)
-        # Exponents take as long in narrow heads as in wide ones, and the first and last tokens fill no tile: curves of
-        # this shape are in Shah et al., "FlashAttention-3", 2024.
+        # Exponentials take as long in narrow heads as in wide ones, and the first and last tokens fill no tile; Shah et
+        # al., "FlashAttention-3", 2024, show curves of this shape.
         length = max(1.0, self.work.attention_flops / self.work.tokens / (sequence_cost(model).quadratic or 1))
         share = machine.attention_share * model.head_size / (model.head_size + 32) * length / (length + 640)
         again = 1.0 if "core_attn" in model.recomputed else self.again
@@ -404,29 +404,29 @@ class _RankStep:
         return (_ATTENTION_PASSES + again) * flops / rate
 
     def exchange(self, parts: str, computed: dict[str, float]) -> dict[str, float]:
-        """Return the times of a microbatch in which a rank waits for others in one layer."""
+        """Return the seconds of a microbatch that a rank waits for other ranks in one layer, by parallel dimension."""
         model, parallel, machine, passes = self.model, self.parallel, self.machine, 2 + self.again
         tp, cp, item = parallel.tensor_parallel_size, parallel.context_parallel_size, DTYPE_BYTES[model.number]
-        # A gather before and a scatter after attention, and the MLP, in each pass; the backward pass gathers two inputs
-        # again behind its products. An all-reduce is a gather and a scatter. Inputs in 8 bits are gathered in 8 bits.
+        # A gather before and a scatter after both attention and the MLP, in each pass; the backward pass gathers two
+        # inputs again, hidden by its products. An all-reduce is a gather and a scatter. FP8 inputs are gathered in FP8.
         size = self.hidden_bytes * (2 if model.fp8 == "off" else 1 + 1 / item) * (tp - 1) / tp
         blocks = len(parts) - ("E" in parts and not model.shared_ffn_hidden_size)
         tensor = passes * blocks * (size / machine.link(tp, 1) + 2 * machine.message_s) * (tp > 1)
         if parallel.overlap_tensor_parallel:
-            # All but the first of a rank's parts is sent while another is multiplied.
+            # All parts except the first are sent while another part is multiplied.
             tensor = tensor / tp + max(0.0, tensor * (tp - 1) / tp - computed["matrix products"] * 2 / 3)
         values = model.v_head_dim / model.head_size if model.kv_lora_rank else 1
         keys = self.tokens * item * (1 + values) * model.key_size / tp
-        # A rank sends to one other, of another node by its own port.
+        # A rank sends to one other rank, and to another node through its own port.
         link = machine.node_bytes_per_s if cp * tp <= machine.ranks else machine.fabric_bytes_per_s
         context = (passes + 1) * (cp - 1) * (keys / link + machine.message_s) * ("*" in parts)
-        if cp > 1:  # keys of another rank come while those of one before are attended to, which is soon where few are
+        if cp > 1:  # the next rank's keys arrive during attention over the last ones, which is brief in short sequences
             hidden = computed["attention"]
             context = sum(max(context * one / cp, context * one - hidden * other) for one, other in self.work.shares)
-        # Tokens go to their experts and come back, in every pass.
+        # Tokens are sent to their experts and back in every pass.
         is_shared = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size > 1
         expert = passes * 2 * ("E" in parts) * is_shared * self.expert_exchange_s()
-        if has_scan(parts) and cp > 1:  # tokens for heads and back
+        if has_scan(parts) and cp > 1:  # an all-to-all from tokens to heads and one back
             heads = sum(model.scan_pieces) + model.scan_num_heads * model.scan_head_dim
             size = self.tokens * item * heads / tp * (cp - 1) / cp
             context = passes * (size / machine.link(cp, tp) + 2 * machine.message_s)
@@ -435,7 +435,7 @@ class _RankStep:
         return {"tensor": tensor, "context": context, "expert": expert}
 
     def expert_exchange_s(self) -> float:
-        """Return the time in which the tokens of a microbatch go to their experts, or come back."""
+        """Return the time to send the tokens of a microbatch to their experts, or back."""
         model, parallel, machine = self.model, self.parallel, self.machine
         ranks = parallel.expert_parallel_size * parallel.expert_tensor_parallel_size
         size = self.hidden_bytes * model.expert_width / model.hidden_size / parallel.tensor_parallel_size * self.load
@@ -443,7 +443,7 @@ class _RankStep:
         near = size * model.experts_per_token * (here - 1) / here
         away = size * model.experts_per_token * (nodes - 1) / nodes
         if parallel.expert_dispatcher == "flex" and model.num_experts:
-            # A token goes to a node once, however many of its experts are there.
+            # A token is sent to a node once, however many of its experts are on the node.
             others = model.num_experts - int(model.num_experts / nodes)
             missed = math.comb(others, model.experts_per_token) / math.comb(model.num_experts, model.experts_per_token)
             groups = (model.router_top_groups or 1) / (model.router_groups or 1)
@@ -454,20 +454,20 @@ class _RankStep:
         return max(near / machine.node_bytes_per_s, away / machine.fabric_bytes_per_s) + messages
 
     def launch(self, layers: Sequence[str], busy: float, loss: float) -> float:
-        """Return the gaps between kernels in layers, by their parts, and the loss, and the waits for the host."""
+        """Return the seconds of gaps between kernels, in these layers and the loss, and of waits for the host."""
         kernels = sum(count_kernels(self.model, self.parallel, parts=one) for one in layers) + OTHER_KERNELS
         routers = sum("E" in one for one in layers)
-        # A router's are too short to fill the GPU.
+        # A router's kernels are too short to fill the GPU.
         gaps = (kernels + 3 * _ROUTER_KERNELS * routers) * self.machine.gap_s
         host, busy = (1 if self.parallel.cuda_graphs else kernels) * self.machine.launch_s, busy + gaps
         if not routers or self.kernels.overlap_experts:
             return gaps + max(0.0, host - busy - loss)
-        # The host reads how many tokens each expert has, and so is not ahead of the GPU in the forward pass.
+        # The host reads the number of tokens of each expert, so it cannot run ahead of the GPU in the forward pass.
         forward = busy * (1 + self.again) / (_PASSES + self.again)
         return gaps + max(0.0, host / 2 - forward) + max(0.0, host / 2 - (busy - forward) - loss)
 
     def pipeline(self, slowest: float, busy: float) -> float:
-        """Return the wait for the slowest stage, for the first microbatch to come and the last to go, and for sends."""
+        """Return the seconds that a stage waits for the slowest stage, for pipeline fill and drain, and for sends."""
         parallel, machine, stages = self.parallel, self.machine, self.parallel.pipeline_parallel_size
         if stages == 1:
             return 0.0
@@ -475,16 +475,16 @@ class _RankStep:
         idle = slowest - busy + slowest * (stages - 1) / (self.work.microbatches * chunks)
         size = self.hidden_bytes / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
         send_s = size / machine.link(stages, self.ranks // stages)
-        if parallel.static_rows and chunks > 1:  # while another chunk is computed, on the other multiprocessors
+        if parallel.static_rows and chunks > 1:  # overlaps with another chunk, on the other multiprocessors
             send_s *= min(1.0, _SENDERS / machine.multiprocessors)
-        # Rows of any length send their sizes first.
+        # Rows of variable length send their sizes first.
         send_s += machine.message_s * (1 if parallel.static_rows else 2)
         return idle + 2 * chunks * self.work.microbatches * send_s
 
     def update(self, busy: float) -> dict[str, float]:
         model, parallel, machine = self.model, self.parallel, self.machine
         count = partial(count_weights, model, parallel, vocab_size=model.vocab_size or 0)
-        # The largest, of several the last.
+        # The stage with the most weights; the last one of several.
         stages = (count(stage=stage) for stage in reversed(range(parallel.pipeline_parallel_size)))
         most = max(stages, key=lambda one: one.adapters if model.lora_rank else one.whole)
         weights, expert_weights = (most.adapters, 0) if model.lora_rank else (most.whole, most.experts)
@@ -493,9 +493,9 @@ class _RankStep:
         ring = (shares - 1) / shares / machine.link(shares, parallel.tensor_parallel_size)
         stride = self.ranks // parallel.pipeline_parallel_size // copies
         expert_ring = (copies - 1) / copies / machine.link(copies, stride)
-        # Weights once around a ring of the ranks that hold them.
+        # Seconds to pass one byte per weight around the ring of the ranks that hold copies.
         rings = (weights - expert_weights) * ring + expert_weights * expert_ring
-        # Gradients are reduced in the last microbatch's backward pass, weights gathered in the first's forward pass.
+        # Gradients are reduced in the last backward pass of a step, and weights are gathered in its first forward pass.
         reduce = DTYPE_BYTES[parallel.gradient_dtype] * rings * (1 if parallel.distributed_optimizer else 2)
         overlaps = parallel.overlap_gradients and not parallel.cuda_graphs
         hidden_by = busy / self.work.microbatches * 2 / 3 if overlaps else 0.0
@@ -506,7 +506,7 @@ class _RankStep:
         data = max(0.0, reduce - hidden_by) + max(0.0, gather - (hidden_by / 2 if parallel.overlap_weights else 0.0))
         if self.kernels.sharded:  # weights are gathered in both passes of every microbatch, and gradients reduced
             data = max(0.0, self.work.microbatches * (reduce + 2 * gather) - busy)
-        # Gradient, two moments and a copy are read; all but the gradient and the weights themselves are written.
+        # The gradient, two moments and a float32 copy are read; the moments, the copy and the weights are written.
         return {"data": data, "optimizer": 30 * own / machine.memory_bytes_per_s}
 
 
@@ -520,22 +520,22 @@ def estimate_step(
     kernels: Kernels,
     expert_load: float = 1.0,
 ) -> dict[str, float]:
-    """Return the seconds of one step by purpose, on average over the pipeline's stages.
+    """Return the seconds of one step by purpose, averaged over pipeline stages.
 
     Args:
-        expert_load: as in `plan_memory`; all ranks wait for the busiest.
+        expert_load: as in `plan_stage_memory`; all ranks wait for the busiest.
 
     Returns:
-        `matrix products`, `attention`, `memory`, the `encoder` of media, the communication of `tensor`, `context` and
-        `expert` parallelism that products do not hide, `launches` (gaps between kernels, and waiting for the host), the
-        `pipeline` (waiting for its slowest stage, its start and its end, and its sends), the communication of `data`
-        parallelism that is not overlapped, and the `optimizer`.
+        `matrix products`, `attention`, `memory` and the `encoder` of media; the communication of `tensor`, `context`
+        and `expert` parallelism that does not overlap with products; `launches` (gaps between kernels, and waiting for
+        the host); the `pipeline` (waiting for the slowest stage, for fill and drain, and for sends); the communication
+        of `data` parallelism that does not overlap; and the `optimizer`.
     """
     step = _RankStep(model, parallel, work, ranks, machine, kernels, parallel.uneven_load(expert_load))
     kinds = {parts: step.layer(parts) for parts in set(model.all_parts)}
     words, stages = padded_vocab_size(model.vocab_size or 0) / parallel.tensor_parallel_size, []
     output_s = step.product_s(_Product(step.tokens, model.hidden_size, words, 0.0), in_8_bits=False)
-    # Logits are written, and read and written by the loss and its gradient, in four bytes each.
+    # Logits are written once, then read and written by the loss and by its gradient, at 4 bytes each.
     loss = {"matrix products": output_s, "memory": 20 * words * step.tokens / machine.memory_bytes_per_s}
     for stage in range(parallel.pipeline_parallel_size):
         layers = [parts for chunk in parts_of_stage(model, parallel, stage) for parts in chunk]
@@ -544,7 +544,7 @@ def estimate_step(
         busy = sum(parts.values())
         parts = {name: seconds + outputs * loss.get(name, 0.0) for name, seconds in parts.items()}
         parts["launches"] = step.launch(layers, busy, sum(parts.values()) - busy)
-        if work.encoder_flops:  # every rank of the first stage encodes its media for itself
+        if work.encoder_flops:  # not divided: every rank of the first stage encodes all media of its rows
             flops = work.encoder_flops / parallel.dp_size(ranks) / work.microbatches * (stage == 0)
             parts["encoder"] = flops / (machine.peak_flops * machine.matmul_share)
         stages.append(parts)

@@ -1,4 +1,4 @@
-"""Read the state of a node's GPUs, InfiniBand ports and files from the tools and files of its system."""
+"""Read the state of a node's GPUs, InfiniBand ports and file systems with the system's tools and files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from harness.launch.ranks import address_of
 # Xid errors after which a GPU has to be reset or replaced (NVIDIA's "GPU Deployment and Management" and "Xid errors"):
 # uncorrectable memory, GSP, NVLink and lost GPUs. Others may be an application's own mistake.
 _FATAL_XIDS = {46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158}
-# With the parts of a GPU under MIG after its address; without "PCI:" from drivers before 340.
+# Under MIG, the GPU's instances follow its address; drivers before 340 omit "PCI:".
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)[^)]*\): (\d+),? *(.*)")
 _DRAIN = "drain the node: the GPU must be reset or replaced"
 _SLOWED = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
-# What nvidia-smi prints in place of any value of a GPU that does not answer, in brackets in tables. The last two stand
-# for a fan or a sensor that fails, too.
+# Text that nvidia-smi prints instead of any value of a GPU that does not answer, in brackets in tables. The last two
+# also mean a failed fan or sensor.
 _LOST_GPU = re.compile(r"GPU requires reset|GPU is lost", re.IGNORECASE)
 _NO_ANSWER = re.compile(rf"\[?({_LOST_GPU.pattern}|Unknown Error|ERR!)\]?", re.IGNORECASE)
-# Its exit code where it prints everything, and a warning about the GPU's infoROM, which training does not need.
+# Exit code of nvidia-smi if it prints everything and a warning about the GPU's infoROM, which training does not need.
 _WARNED = 14
 _END = "</nvidia_smi_log>"
-# Each is "Yes" on a GPU that needs what the message says; other words are for GPUs and drivers that do not have it.
+# Each is "Yes" on a GPU with the fault in the message; GPUs and drivers without the value print other words.
 _STATES = {
     "remapped_rows/remapped_row_failure": "a row of its memory could not be remapped",
     "remapped_rows/remapped_row_pending": "a row of its memory is remapped only after a reset",
@@ -42,16 +42,16 @@ _STATES = {
     "gpu_reset_status/drain_and_reset_recommended": "the driver asks to drain the node and reset the GPU",
 }
 _READ_BYTES = 64 << 20
-# Fewer bytes than that measure the opening of a file.
+# Reading fewer bytes than this would mostly measure the opening of a file.
 _LEAST_READ_BYTES = 4 << 20
 
 
 def parse_gpu_states(text: str) -> list[dict[str, Any]]:
     """Return name, used memory, address, recovery action and faults of each GPU in the output of `nvidia-smi -q -x`.
 
-    GPUs that share the memory of the node do not report how much of it is in use.
+    GPUs that share the memory of the node do not report their used memory, and count as 0.
 
-    Understands drivers from 390 (double bit errors of Volta) to 590. The action is empty before 560.
+    Supports drivers from 390 (double bit errors of Volta) to 590. The action is empty before 560.
     """
     try:
         root = ElementTree.fromstring(text[: text.find(_END) + len(_END)] if _END in text else text)
@@ -72,7 +72,7 @@ def parse_gpu_states(text: str) -> list[dict[str, Any]]:
 
 
 def _text_of(gpu: ElementTree.Element, path: str) -> str:
-    """Return a value; empty for one that the GPU or the driver does not have."""
+    """Return a value; empty if the GPU or the driver does not support it."""
     text = gpu.findtext(path, "").strip()
     return "" if text in ("N/A", "Not Supported", "Requested functionality has been deprecated") else text
 
@@ -81,7 +81,7 @@ def _gpu_faults(gpu: ElementTree.Element) -> list[str]:
     words = [text for text in map(str.strip, gpu.itertext()) if _LOST_GPU.fullmatch(text)]
     words += filter(_NO_ANSWER.fullmatch, [_text_of(gpu, "fb_memory_usage/used")])
     faults = [f"it does not answer: nvidia-smi prints {word!r}" for word in dict.fromkeys(words)]
-    # Those of earlier days (aggregate) were repaired by a reset; one that is volatile was not.
+    # Aggregate errors, from before the last reset, were repaired by it; volatile ones were not.
     for entry in gpu.iterfind("ecc_errors/volatile/*"):
         count = _text_of(entry, "total" if entry.tag == "double_bit" else ".")
         if ("uncorrectable" in entry.tag or entry.tag == "double_bit") and count.isdecimal() and int(count):
@@ -96,14 +96,14 @@ def _gpu_faults(gpu: ElementTree.Element) -> list[str]:
         _text_of(gpu, f"pci/pci_gpu_link_info/link_widths/{name}_link_width").removesuffix("x")
         for name in ("current", "max")
     )
-    # Not where the GPU is linked to its processor by NVLink instead (Grace).
+    # Not if the GPU is connected to its CPU by NVLink instead (Grace).
     if lanes.isdecimal() and most.isdecimal() and lanes != most and _text_of(gpu, "c2c_mode") != "Enabled":
         faults.append(f"its PCIe link has {lanes} lanes of {most}")
     return faults + list(_fabric_faults(gpu))
 
 
 def _fabric_faults(gpu: ElementTree.Element) -> Iterator[str]:
-    """Yield what is wrong with the GPU's place among the NVSwitches; nothing for GPUs without them."""
+    """Yield the faults of the GPU's NVSwitch fabric; none for GPUs without NVSwitches."""
     state, status = _text_of(gpu, "fabric/state"), _text_of(gpu, "fabric/status")
     if state in ("Not Started", "In Progress"):
         yield f"NVSwitch's fabric is {state}"
@@ -118,7 +118,7 @@ def _fabric_faults(gpu: ElementTree.Element) -> Iterator[str]:
 
 
 def read_gpus() -> dict[str, Any]:
-    """Check the GPUs by what nvidia-smi, the kernel's log and DCGM know; `notes` are worth knowing and no fault."""
+    """Check the GPUs with nvidia-smi, the kernel's log and DCGM; raise HarnessError for faults, but not for `notes`."""
     printed, code = output_of("nvidia-smi", "-q", "-x")
     if code is None:
         return {"gpus": [], "driver": "none"}
@@ -132,7 +132,7 @@ def read_gpus() -> dict[str, Any]:
         faults.append(f"nvidia-smi -q -x ends with code {code}")
     log, code = output_of("dmesg")
     notes += [] if code == 0 else ["the kernel's log is closed to this user: it was not searched for Xid errors"]
-    # The log has also what a reset has repaired since; newer drivers know whether there is anything left to do.
+    # The log also contains errors that a reset has repaired since; newer drivers report if an action is still needed.
     is_well = {address_of(gpu["bus"]): gpu["action"] == "None" for gpu in gpus}
     for bus, errors in parse_xids(log).items():
         if is_well.get(address_of(bus), False):
@@ -150,7 +150,7 @@ def read_gpus() -> dict[str, Any]:
 
 
 def parse_xids(log: str) -> dict[str, list[str]]:
-    """Return by GPU the errors in the kernel's log after which it has to be reset, one per Xid."""
+    """Return, by GPU, the errors in the kernel's log that require a reset, one per Xid."""
     found: dict[str, dict[str, str]] = {}
     for bus, number, text in _XID.findall(log):
         if int(number) in _FATAL_XIDS:
@@ -159,7 +159,7 @@ def parse_xids(log: str) -> dict[str, list[str]]:
 
 
 def parse_dcgm(text: str) -> list[str]:
-    """Return the failures that `dcgmi health --check` reports; warnings and a node without DCGM report none."""
+    """Return the failures that `dcgmi health --check` reports; none for warnings only, or without DCGM."""
     if re.search(r"Overall Health\s*[|:]\s*Failure", text) is None:
         return []
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
@@ -168,11 +168,11 @@ def parse_dcgm(text: str) -> list[str]:
 
 
 def read_ports(root: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
-    """Return the number of active InfiniBand or RoCE ports and their rates, of those that NCCL_IB_HCA names.
+    """Return the number of active InfiniBand or RoCE ports that NCCL_IB_HCA selects, and their rates.
 
-    NCCL takes names such as `mlx5` as the beginning of names, and then the ports that are active: those have to be as
-    many on all nodes, which `judge` compares. Raises HarnessError if a port that it names in full is not active, or
-    none is of those that it names.
+    NCCL treats names such as `mlx5` as prefixes and uses the matching ports that are active; `judge` checks that their
+    number is equal on all nodes. Raises HarnessError if a port that is named in full is not active, or if no selected
+    port is active.
     """
     named = os.environ.get("NCCL_IB_HCA", "")
     is_exact = named.startswith("=")
@@ -213,21 +213,21 @@ def _text(path: Path) -> str:
 
 
 def read_free_space(folder: Path) -> dict[str, Any]:
-    """Return the free space where a folder is or will be, and how many files it can get if its file system counts."""
+    """Return the free space for a folder, which may not exist yet, and its number of free inodes if it is known."""
     counts = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
     space = {"gib": counts.f_bavail * counts.f_frsize / 2**30}
     return {**space, "free": counts.f_favail} if counts.f_files else space
 
 
 def read_rate(path: str) -> dict[str, Any]:
-    """Return the rate in MiB/s at which the largest file of a dataset or model is read; nothing of small files."""
+    """Return the rate in MiB/s of reading the largest file of a dataset or model; nothing if the file is small."""
     place = Path(path)
     files = [place] if place.is_file() else [file for file in place.rglob("*") if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
     if largest is None or largest.stat().st_size < _LEAST_READ_BYTES:
         return {}
     with largest.open("rb", buffering=0) as file:
-        # Not the copy in this node's memory.
+        # Do not measure the page cache of this node.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         began, done = time.perf_counter(), 0
         while done < _READ_BYTES and (part := file.read(4 << 20)):

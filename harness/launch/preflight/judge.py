@@ -1,4 +1,4 @@
-"""Compare the answers of all nodes: which node is faulty, in which way, and how to fix it."""
+"""Compare the answers of all nodes, and report each faulty node with its fault and a fix."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from harness.launch.cluster import PreflightConfig
 
-# The driver holds some hundred MiB of an unused GPU.
+# The driver uses a few hundred MiB of an unused GPU.
 _UNUSED_GPU_MIB = 2048
 _SAME_ENVIRONMENT = "install the same environment on every node, or set cluster.python to one on a shared file system"
-# Checks whose facts must be equal on every node, and the fix where they are not.
+# Checks whose facts must be equal on every node, and the fix if they are not.
 _SAME_EVERYWHERE = {
     "versions": _SAME_ENVIRONMENT,
     "gpus": "drain the node, or exclude it with cluster.exclude",
@@ -23,9 +23,9 @@ _SAME_EVERYWHERE = {
     "infiniband": "drain the node: a cable, an adapter or a switch port has failed",
 }
 COPY_OF = "copy of "
-# Faults that say nothing about the node itself: the address or port of the first node, and what another node did.
+# Faults that are not about the node itself: the address or port of the first node, and effects of another node.
 _NOT_ITS_OWN = ("first node", "own name", "live chunks", "all-reduce", "rank ")
-# A rank or a link with less than this share of the median of all is faulty, whatever the limits are.
+# A rank or link below this fraction of the median of all is faulty, even above a limit; a limit of 0 disables both.
 _LEAST_SHARE = 0.7
 _SLOW_LINK = (
     "NCCL has lost rails or fell back to TCP: cluster.env.NCCL_DEBUG=INFO prints the network in use; "
@@ -49,11 +49,11 @@ _STEPD = re.compile(r"slurmstepd(?:-(\S+))?: error: (.*)")
 _ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,\[\]-]+: (.*)")
 _WHOLE = re.compile(r"srun: error: (?:Unable to (?:create|confirm allocation)|Unable to create step)\S* ?(.*)")
 _NOT_A_CAUSE = ("*** STEP", "*** JOB", "Failed to send MESSAGE_TASK_EXIT", "couldn't chdir")
-# By the time limit that the script sets for the step; a busy node's own line about it may come too late.
+# From the script's time limit for the step; the message of a busy node itself may come too late.
 _CANCELED = (" CANCELLED AT ", "srun: forcing job termination")
 _BY_CANCELING = (": Killed", ": Terminated", ": Exited with exit code 137", ": Exited with exit code 143")
 _STOPPED = ("Job step aborted", "Force Terminated")
-# What to do on a node, by a part of the message about it: the first that fits.
+# Fixes by a part of the message about a node; the first match counts.
 _FIXES = {
     "pyxis": "check the image (cluster.image), cluster.mounts, and the free space for Enroot's folders",
     "Out Of Memory": "another job uses the node's memory, or cluster.memory is too small",
@@ -66,7 +66,7 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of one node, or of several, separated by commas, where the measurements do not tell which."""
+    """One fault of a node, or of several, separated by commas, if the measurements do not show which is faulty."""
 
     node: str
     what: str
@@ -77,8 +77,8 @@ class Fault:
 
 
 def culprits(faults: Sequence[Fault], nodes: Sequence[str]) -> dict[str, str]:
-    """Return the nodes that a job can do without, and why; none if most are faulty, or a fault has no clear cause."""
-    # Ranks that fail or wait because of a faulty node report that, too.
+    """Return the nodes to exclude from a job, and why; none if most are faulty, or if a fault has no clear cause."""
+    # Ranks that fail or wait because of another, faulty node report faults too.
     caused = [fault for fault in faults if not fault.what.startswith(_NOT_ITS_OWN)]
     own = {fault.node: fault.what for fault in reversed(caused) if "," not in fault.node}
     is_clear = all(set(fault.node.split(",")) & own.keys() for fault in caused if "," in fault.node)
@@ -97,8 +97,8 @@ def judge_nodes(
 ) -> tuple[list[Fault], str]:
     """Return the faults, causes before the timeouts that they may have caused, and lines about the healthy nodes.
 
-    Of the lines, those of `run_checks` are read. The code of every node must have the digest `code`, if any; errors of
-    the srun that ran the step tell why a node has not answered.
+    Only the lines of `run_checks` are read. The code of every node must have the digest `code`, if given. The errors of
+    the srun that ran the step, `srun`, explain why a node has not answered.
     """
     answers, reported = _read(lines)
     causes, was_stopped = read_srun(srun, [node for node in nodes for _ in range(tasks_per_node)])
@@ -107,7 +107,7 @@ def judge_nodes(
     fix = "check whether the step began there (slurmd.log, `scontrol show node {0}`); exclude it with "
     fix += "cluster.exclude={0}. If an image is unpacked first, raise cluster.preflight.timeout_s"
     faults = [Fault(node, *causes[node]) for node in silent if node in causes]
-    # Where srun ended the step because of one node, the others were not asked.
+    # If srun ended the step because of one node, the others had no chance to answer.
     if not (faults and was_stopped):
         faults += [Fault(node, "no answer from the node", fix.format(node)) for node in silent if node not in causes]
     faults += [fault for node in facts for fault, is_late in reported.items() if fault.node == node and not is_late]
@@ -121,7 +121,7 @@ def judge_nodes(
 
 
 def _read(lines: Iterable[str]) -> tuple[dict[str, dict[str, Any]], dict[Fault, bool]]:
-    """Return facts by node and check, of several ranks the last, and the faults of all: True for a timeout."""
+    """Return the facts by node and check (of the last rank, if several), and all faults, with True for a timeout."""
     answers: dict[str, dict[str, Any]] = {}
     faults: dict[Fault, bool] = {}
     for line in lines:
@@ -148,7 +148,7 @@ def _below_limits(
     if "gpus" in facts and len(there) < gpus:
         fix = f"set cluster.gpus_per_node={len(there)}, or drain the node: a GPU has fallen off the bus"
         yield f"gpus: nvidia-smi shows {len(there)}, the job asks for {gpus}", fix
-    # Only on a node that the job has to itself; on a shared node the other GPUs belong to other jobs.
+    # Only on a node that the job does not share; on a shared node, the other GPUs belong to other jobs.
     for number, gpu in enumerate(there if gpus and len(there) == gpus else ()):
         if gpu["used_mib"] > _UNUSED_GPU_MIB:
             what = f"gpus: {gpu['used_mib']:,} MiB of GPU {number} are in use before the job has begun"
@@ -173,7 +173,7 @@ def _below_limits(
 
 
 def _slow_links(facts: dict[str, Any], limits: PreflightConfig) -> Iterable[Fault]:
-    """Yield the nodes whose all-reduces are below a limit, or far below those of the others."""
+    """Yield the nodes whose all-reduces are below a limit, or much slower than on the other nodes."""
     backend = facts.get("backend", "")
     fix = _SLOW_LINK if backend == "nccl" else _SLOW_GLOO
 
@@ -187,7 +187,7 @@ def _slow_links(facts: dict[str, Any], limits: PreflightConfig) -> Iterable[Faul
     slow = {name: rate for name, rate in pairs.items() if rate < least}
     met = Counter(node for name in pairs for node in name.split(" "))
     slow_with = Counter(node for name in slow for node in name.split(" "))
-    # A node that is slow with all others, while these are fast with another.
+    # Nodes that are slow with all others, while the others are fast among themselves.
     named = [node for node, count in slow_with.items() if count == met[node]]
     if len(named) < len(met):
         for node in named:
@@ -203,7 +203,7 @@ def _slow_links(facts: dict[str, Any], limits: PreflightConfig) -> Iterable[Faul
 
 
 def _slow_ranks(ranks: Sequence[dict[str, Any]], limits: PreflightConfig) -> Iterable[Fault]:
-    """Yield the nodes of GPUs that are slow in themselves; processors of a CPU node may be shared."""
+    """Yield the nodes of slow GPUs, or of slow CPUs, which may be shared and are compared only against the limit."""
     on_gpus = any("from_host_gb_s" in entry for entry in ranks)
     for name, what, lowest, unit in (
         ("gemm_tflops", "a matrix product reaches", limits.min_gemm_tflops, "TFLOP/s"),
@@ -219,13 +219,13 @@ def _slow_ranks(ranks: Sequence[dict[str, Any]], limits: PreflightConfig) -> Ite
 
 
 def _least(rates: Iterable[float], limit: float) -> float:
-    """Return the limit, or a share of the median where there are enough others to compare with."""
+    """Return the limit, or a fraction of the median if it is higher and there are at least 3 rates; 0 stays 0."""
     values = list(rates)
     return max(limit, _LEAST_SHARE * statistics.median(values)) if len(values) > 2 and limit > 0 else limit
 
 
 def _differences(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[Fault]:
-    """Yield the nodes whose facts differ from those of most nodes, or of the first node where there is a tie."""
+    """Yield the nodes whose facts differ from most nodes, or from the first node if there is a tie."""
     for check in dict.fromkeys(check for of_node in facts.values() for check in of_node):
         if check not in _SAME_EVERYWHERE and not check.startswith(("dataset ", "weights ", "live chunks ", COPY_OF)):
             continue
@@ -241,7 +241,7 @@ def _differences(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[Fault]
 
 
 def _comparable(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a check that must be equal on all nodes; names that end in `_s` are measurements."""
+    """Return the facts of a check that must be equal on all nodes; names ending in `_s` are measurements."""
     if "gpus" in facts:
         kinds = sorted(gpu["name"] for gpu in facts["gpus"])
         return {"number of GPUs": len(kinds), "kind of GPU": ", ".join(dict.fromkeys(kinds)), "driver": facts["driver"]}
@@ -249,7 +249,7 @@ def _comparable(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _notes(facts: dict[str, dict[str, dict[str, Any]]]) -> Iterable[str]:
-    """Yield what is worth knowing about nodes and no fault, once for all nodes that have it in common."""
+    """Yield the notes about nodes, which are not faults, each once for all nodes that share it."""
     noted = [(note, node) for node, of_node in facts.items() for note in of_node.get("gpus", {}).get("notes", [])]
     for note, count in Counter(note for note, _ in noted).items():
         others = f" and {count - 1} more" if count > 1 else ""
@@ -279,7 +279,7 @@ def _summary(nodes: Sequence[dict[str, dict[str, Any]]]) -> str:
 
 
 def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tuple[str, str]], bool]:
-    """Read from the errors of `srun --label` why nodes missed a step, with the fix, and if srun stopped the others."""
+    """Return, from srun's errors, the cause and fix for nodes that missed a step, and if srun stopped the others."""
     causes: dict[str, tuple[str, str]] = {}
     ends: dict[str, tuple[str, str]] = {}
     printed: dict[str, str] = {}
@@ -305,7 +305,7 @@ def read_srun(lines: Iterable[str], nodes: Sequence[str]) -> tuple[dict[str, tup
             printed[of_task] = text
     for node, (what, fix) in ends.items():
         if was_canceled and what.endswith(_BY_CANCELING):
-            continue  # by the time limit of the step
+            continue  # killed by the time limit of the step
         causes.setdefault(node, (f"{what}: {printed[node][:300]}" if node in printed else what, fix))
     return causes, was_stopped
 
@@ -316,7 +316,7 @@ def _explain(message: str, node: str) -> tuple[str, str]:
 
 
 def _expand(names: str, nodes: Sequence[str]) -> list[str]:
-    """Return the nodes that a list such as `gpu[01-03,07],login1` names."""
+    """Return the nodes in a list such as `gpu[01-03,07],login1`."""
     found = []
     for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]+)\])?([^,\[\]]*)", names):
         if not ranges:

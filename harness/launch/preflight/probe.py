@@ -1,7 +1,7 @@
-"""Check one node, and that it meets the others, and print a line of JSON per check, which `judge` reads.
+"""Check one node and its connection to the others, and print a line of JSON per check for `judge`.
 
-All checks of a node run side by side; one that hangs, as on a file system that does not answer and cannot be
-interrupted, is reported at the timeout.
+All checks of a node run concurrently. A check that hangs, for example on a file system that does not answer and cannot
+be interrupted, is reported at the timeout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ONE_EXCHANGE_S = 3.0
 
 
 def run_checks(checks: Mapping[str, Check], *, node: str, timeout_s: float, rank: int | None = None) -> None:
-    """Run `checks` side by side and print the facts or the error of each, or that it did not end within `timeout_s`."""
+    """Run `checks` concurrently, and print the facts or the error of each; one not done in `timeout_s` is an error."""
     source: Facts = {"node": node} if rank is None else {"node": node, "rank": rank}
     printing = threading.Lock()
     reported: set[str] = set()
@@ -94,7 +94,7 @@ def node_checks(
             if Path(path).exists()
         },
         **({f"weights {weights}": lambda: read_weights(Path(weights))} if weights else {}),
-        # The producer may create it later; where only some nodes see it, it is not shared.
+        # The producer may create it later; if only some nodes see it, it is not shared.
         **{f"live chunks {path}": partial(_find_folder, path) for path in live},
     }
 
@@ -111,7 +111,7 @@ def read_versions() -> Facts:
 
 
 def code_digest() -> str:
-    """Return a digest of the code and the configs of this installation; a checkout and its wheel have the same."""
+    """Return a digest of the code and configs of this installation; it is equal for a checkout and its wheel."""
     code = xxhash.xxh3_64()
     root = Path(harness.__file__).parents[1]
     for folder, pattern in ((root / "harness", "*.py"), (root / "recipes", "*.py"), (CONFIGS, "*.yaml")):
@@ -161,7 +161,7 @@ def read_dataset(path: str) -> Facts:
 
 
 def read_weights(folder: Path) -> Facts:
-    """Return the number of files of a model's folder, and their bytes."""
+    """Return the number and the total size of the files in a model's folder."""
     fix = "mount it on every node (in a container: list it in cluster.mounts)"
     with os_errors_as(HarnessError, "cannot be read", where=folder, fix=fix):
         sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
@@ -169,7 +169,7 @@ def read_weights(folder: Path) -> Facts:
 
 
 def copy_checks(paths: list[str], local_dir: Path, *, timeout_s: float) -> dict[str, Check]:
-    """Return checks for `run_checks` that copy each path to this node, and end where no byte comes for `timeout_s`."""
+    """Return checks for `run_checks` that copy each path to this node, and fail if no byte arrives for `timeout_s`."""
     return {COPY_OF + path: partial(_copy, path, local_dir, timeout_s) for path in paths}
 
 
@@ -199,13 +199,13 @@ def _copy(path: str, local_dir: Path, timeout_s: float) -> Facts:
 
 
 def known_hashes(path: str) -> dict[str, str]:
-    """Return the hashes that the files of a dataset or of weights must have, as far as they are written down there."""
+    """Return the recorded hashes of the files of a dataset or of weights; files without a recorded hash are omitted."""
     if not Path(path).is_dir():
         return {}
     if (listed := read_checksums(Path(path))) is not None:
         return {file.path: file.xxh3 for file in listed}
     hashes: dict[str, str] = {}
-    with suppress(FormatError, OSError):  # of weights, or files of another tool
+    with suppress(FormatError, OSError):  # weights, or files of another tool
         data = open_datasets(DataConfig(path=path))
         for reader in (*data.sources, data.validation):
             if isinstance(reader, PackReader) and reader.manifest is not None:
@@ -216,7 +216,7 @@ def known_hashes(path: str) -> dict[str, str]:
 
 
 def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: float) -> Facts:
-    """Listen if this is the first node, and connect to it; `offset_s` is by how much this node's clock is ahead."""
+    """Connect to the first node, which listens; `offset_s` is the lead of this node's clock over the first node's."""
     if place.number > 0:
         return _connect(address, port, place, timeout_s=timeout_s)
     deadline = time.monotonic() + timeout_s
@@ -234,7 +234,7 @@ def check_rendezvous(address: str, port: int, place: NodePlace, *, timeout_s: fl
 
 
 def check_own_name(num_nodes: int) -> Facts:
-    """Check that the node's own name, whose address gloo gives to the other ranks, has an address they can reach."""
+    """Raise HarnessError if other nodes cannot reach the address of this node's own name, which gloo gives to them."""
     if num_nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     own = socket.gethostname()
@@ -266,7 +266,7 @@ def _serve(server: socket.socket, place: NodePlace, deadline: float) -> None:
                 request = json.loads(connection.makefile().readline())
                 if request["attempt"] == place.attempt:
                     connection.sendall(json.dumps({"now": time.time()}).encode() + b"\n")
-                    # The client hangs up first, so that the port is free at once.
+                    # The client closes the connection first, so that the port is free at once.
                     connection.recv(1)
                     connected.add(request["node"])
             except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -281,7 +281,7 @@ def _connect(address: str, port: int, place: NodePlace, *, timeout_s: float) -> 
     except (OSError, UnicodeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise HarnessError(f"MASTER_ADDR {address!r} does not resolve: {reason}", where=where, fix=fix) from None
-    # Only names that are loopback everywhere: a node's own name may be so on that node alone (Debian's 127.0.1.1).
+    # Only names that are loopback on every node: a node's own name may be loopback on that node (Debian's 127.0.1.1).
     if place.num_nodes > 1 and (address.partition(".")[0] == "localhost" or _is_loopback(address)):
         raise HarnessError(f"MASTER_ADDR {address} is each node's loopback, not the first node", where=where, fix=fix)
     deadline = time.monotonic() + timeout_s
@@ -298,7 +298,7 @@ def _connect(address: str, port: int, place: NodePlace, *, timeout_s: float) -> 
 
 
 def _exchange(address: str, port: int, request: dict[str, str]) -> float:
-    """Return the seconds by which this clock is ahead of the first node's, accurate to half the exchange's duration."""
+    """Return the seconds that this clock is ahead of the first node's, accurate to half the exchange's duration."""
     with socket.create_connection((address, port), timeout=_ONE_EXCHANGE_S) as connection:
         before = time.time()
         connection.sendall(json.dumps(request).encode() + b"\n")

@@ -1,8 +1,8 @@
-"""Pages of a parity report: one HTML file and JUnit XML, both made from `ParityReport`.
+"""Pages of a parity report: one HTML file and JUnit XML, both rendered from `ParityReport`.
 
-`publish` writes `report.html` (opens offline and loads nothing) and `junit.xml` (a test case for every comparison of
-every cell) next to `report.json`, which `report.schema.json` in this folder describes. Pages need the extra `report`
-(Jinja and Matplotlib); they only render, and compute nothing that the report does not hold.
+`publish` writes `report.html` (works offline and loads nothing) and `junit.xml` (a test case for every comparison of
+every cell) next to `report.json`, which `report.schema.json` in this folder describes. Pages require the extra `report`
+(Jinja and Matplotlib); they only render the contents of the report.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 HTML_FILE, JUNIT_FILE = "report.html", "junit.xml"
-# What XML 1.0 cannot hold, escaped or not.
+# Characters that XML 1.0 cannot contain, even escaped.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def publish(report: ParityReport, console: Console, folder: Path | None) -> None:
     """Print the report, and write it with its pages to `folder`, without credentials; None writes nothing.
 
-    ConfigError if Jinja or Matplotlib is not installed, or the folder cannot be written to.
+    Raises ConfigError if Jinja or Matplotlib is not installed, or if the folder cannot be written to.
     """
     report = from_plain(ParityReport, redact_all(asdict(report)))
     console.print(one_line(report.title), soft_wrap=True)
@@ -54,7 +54,7 @@ def publish(report: ParityReport, console: Console, folder: Path | None) -> None
 
 
 def render_all(report: ParityReport, folder: Path) -> None:
-    """Write `report.html` and `junit.xml` to `folder`, made if missing."""
+    """Write `report.html` and `junit.xml` to `folder`, which is created if it is missing."""
     _write_files({JUNIT_FILE: render_junit(report), HTML_FILE: render_page(report)}, folder)
 
 
@@ -63,7 +63,7 @@ def _write_files(files: dict[str, str], folder: Path) -> None:
     with os_errors_as(ConfigError, "the report cannot be written", where=folder, fix=fix):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            # Names of runs and errors can hold halves of surrogate pairs, which UTF-8 has no bytes for.
+            # Names of runs and errors can contain lone surrogates, which UTF-8 cannot encode.
             write_atomically(folder / name, text.encode(errors="replace"))
 
 
@@ -93,7 +93,7 @@ def render_page(report: ParityReport) -> str:
 def render_junit(report: ParityReport) -> str:
     """Render `junit.xml`: a suite for every check of the matrix.
 
-    It has a failure or an error exactly where the verdict is not `same`.
+    It contains a failure or an error if and only if the verdict is not `same`.
     """
     root = ElementTree.Element("testsuites", name=_clean(report.title))
     created = _clean(report.created)
@@ -118,7 +118,7 @@ def render_junit(report: ParityReport) -> str:
 
 def _add_cell(suite: ElementTree.Element, cell: CellResult) -> None:
     classname = _clean(f"parity.{cell.check}.{cell.name}")
-    # The run is its own case: it has the time of the cell, and fails where nothing could be compared.
+    # The run is a separate case: it has the time of the cell, and fails if nothing could be compared.
     run = ElementTree.SubElement(suite, "testcase", classname=classname, name="run", time=f"{cell.seconds:.3f}")
     kind = {"failed": "error", "skipped": "skipped", "different": "failure"}.get(cell.status)
     if kind is not None and (kind != "failure" or all(check.passed for check in cell.checks)):

@@ -1,4 +1,4 @@
-"""Pictures of a parity report: losses of its cells, differences from the references, and rows that ranks share."""
+"""Charts of a parity report: losses of its cells, differences from the references, and rows that ranks share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from harness.schedule import SequenceCost
 from harness.tables import shorten
 from harness.train.metrics import as_png, new_axes
 
-# Where a logarithmic axis shows zero: below the relative spacing of doubles, 2.2e-16.
+# Position of zero on a logarithmic axis: below the relative spacing of doubles, 2.2e-16.
 FLOOR = 1e-17
-# The legend names so many cells, those that differ first.
+# Maximum number of cells in the legend, cells that differ first, and maximum length of their names.
 _MOST_NAMED, _LONGEST_NAME = 12, 48
 
 Curve = tuple[CellResult, Sequence[int], Sequence[float]]
@@ -29,7 +29,7 @@ Curve = tuple[CellResult, Sequence[int], Sequence[float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart; `source` is its PNG as the source of an image."""
+    """One chart; `source` is its PNG as a data URI."""
 
     title: str
     note: str
@@ -37,7 +37,7 @@ class Chart:
 
 
 def differences(reference: Series, run: Series, column: str) -> tuple[list[int], list[float]]:
-    """Return relative differences of a column at the steps that both runs made; NaN for values that are not finite."""
+    """Return the relative differences of a column at the common steps of two runs; NaN if they are not finite."""
     expected = dict(zip(reference.step, getattr(reference, column), strict=False))
     pairs = zip(run.step, getattr(run, column), strict=False)
     sizes = {step: finite(relative_difference(expected[step], value)) for step, value in pairs if step in expected}
@@ -46,7 +46,7 @@ def differences(reference: Series, run: Series, column: str) -> tuple[list[int],
 
 def draw_charts(report: ParityReport) -> list[Chart]:
     cells = {cell.name: cell for cell in report.cells if cell.series.step}
-    # What differs lies above what does not.
+    # Curves that differ are drawn above the others.
     drawn = sorted(cells.values(), key=lambda cell: (cell.reference is not None, cell.status != "same"))
     losses = [(cell, cell.series.step, [finite(value) for value in cell.series.loss]) for cell in drawn]
     note = "Mean per trained token, in nats; thick gray lines are references."
@@ -62,7 +62,7 @@ def draw_charts(report: ParityReport) -> list[Chart]:
 
 
 def draw_waves(report: ParityReport) -> list[Chart]:
-    """Return a picture of the ranks that share rows over the time of a step, for each cell with a placement."""
+    """Return a chart of the ranks that share rows over the time of a step, for each cell with a placement."""
     charts: list[Chart] = []
     for cell, rows in ((cell, cell.placement) for cell in report.cells if cell.placement is not None):
         lengths, offsets, shared_by = (np.asarray(rows[name]) for name in ("lengths", "row_offsets", "shared_by"))
@@ -96,5 +96,5 @@ def _draw(
 
 
 def finite(value: float | None) -> float:
-    """Return the value, or NaN where it is not a finite number."""
+    """Return the value, or NaN if it is not a finite number."""
     return value if value is not None and math.isfinite(value) else math.nan

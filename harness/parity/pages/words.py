@@ -21,7 +21,7 @@ class Group:
 
     Attributes:
         settled: text with the axes that have the same value in every cell.
-        reasons: comparisons that share a reason for their tolerance, and the reason.
+        reasons: pairs of the comparisons that share a reason for their tolerance, and this reason.
     """
 
     name: str
@@ -68,9 +68,9 @@ def _check(cell: CellResult, name: str) -> TableCell:
 
 
 def arrange(cells: Sequence[CellResult], links: Mapping[str, str]) -> tuple[Table, str]:
-    """Make rows of the first axis that varies and columns of the others; a long list stays a list.
+    """Return a table with the first axis that varies as rows and the others as columns; a long list stays a list.
 
-    The text next to the table has the axes that have the same value in every cell.
+    The returned text contains the axes that have the same value in every cell.
     """
     names = list(dict.fromkeys(name for cell in cells for name in cell.axes))
     values = {name: list(dict.fromkeys(cell.axes.get(name, "") for cell in cells)) for name in names}
@@ -104,19 +104,19 @@ def _spaced(name: str) -> str:
 
 
 def verdict(report: ParityReport) -> str:
-    """Return the verdict in a word or two; a matrix where runs failed and none differs is `Failed`."""
+    """Return the verdict in a few words; `Failed` if runs failed and none differs."""
     if report.verdict == "different" and all(cell.status != "different" for cell in report.cells):
         return "Failed"
     return {"same": "Same", "different": "Different", "failed": "Nothing was compared"}[report.verdict]
 
 
 def mark(cell: CellResult) -> str:
-    """Return the key of `SIGNS` for a cell: its status, `reference` for a reference that ran."""
+    """Return the key of `SIGNS` for a cell: its status, or `reference` for a reference that completed."""
     return "reference" if cell.is_reference and cell.status == "same" else cell.status
 
 
 def summary(report: ParityReport) -> str:
-    """Return the numbers of the verdict in one sentence."""
+    """Return the counts behind the verdict in one sentence."""
     compared = [cell for cell in report.cells if not cell.is_reference]
     counts = Counter(cell.status for cell in compared)
     if not report.cells:
@@ -139,7 +139,7 @@ def first_problem(report: ParityReport) -> CellResult | None:
 
 
 def trouble(cell: CellResult) -> str:
-    """Return why a cell is not the same, in a sentence; empty for one that is."""
+    """Return the reason why a cell is not the same as its reference; empty if it is the same."""
     if cell.status == "same":
         return ""
     if cell.status == "different" and cell.first_difference is not None:
@@ -152,13 +152,13 @@ def trouble(cell: CellResult) -> str:
 def places(difference: Difference) -> list[tuple[str, str]]:
     """Return the known parts of a difference's place as (name, value): step, microbatch, rank, ..."""
     known = {name: value for name, value in vars(difference).items() if name != "message" and value is not None}
-    # With every digit, so that it can be searched for.
+    # With every digit, so that one can search for the value.
     numbers = {name: f"{value:,}" if isinstance(value, int) else repr(value) for name, value in known.items()}
     return [(name, value if isinstance(value, str) else numbers[name]) for name, value in known.items()]
 
 
 def size_of(check: Check) -> str:
-    """Return the largest relative difference of a check, short; `differs` where it has no size."""
+    """Return the largest relative difference of a check in short form; `equal` or `differs` if it has none."""
     if check.largest is None:
         return "equal" if check.passed else "differs"
     if check.largest == 0:
@@ -167,12 +167,12 @@ def size_of(check: Check) -> str:
 
 
 def limit(tolerance: float) -> str:
-    """Describe what a tolerance allows."""
+    """Describe a tolerance."""
     return "must be identical" if tolerance == 0 else f"at most {tolerance:g}"
 
 
 def rate(value: float | None) -> str:
-    """Format tokens a second."""
+    """Format tokens per second."""
     return "not measured" if value is None else f"{value:,.0f}"
 
 

@@ -1,7 +1,7 @@
-"""Published model families, in a file for each shape of layers.
+"""Published model families, one file per layer architecture.
 
-A family is data: its differences from the Llama shape, how its config.json is read and written, and the names of its
-tensors. Models of other families are refused with what they need that is missing.
+A family is data: its differences from the Llama architecture, functions to read and write its config.json, and the
+names of its tensors. Models of other families are refused, and the error names the missing feature.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 _HYBRID = "layers with a recurrent state in other arrangements than in nemotron_h and qwen3_next"
-# By `model_type`: what a model of that family needs that is not built.
+# Missing feature of each refused family, by `model_type`.
 MISSING = {
     **dict.fromkeys(("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2"), _HYBRID),
     **dict.fromkeys(("lfm2_moe", "mamba", "mamba2", "zamba", "zamba2"), _HYBRID),

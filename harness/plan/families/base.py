@@ -1,4 +1,4 @@
-"""The parts of a published model family that differ from the Llama shape: settings, config.json, and tensor names."""
+"""Differences of a published model family from the Llama architecture: settings, config.json and tensor names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.errors import ConfigError
 
 # Letters of `model.layer_pattern` for layers with a scan: Mamba-2, and the gated delta rule.
 SCANS = "MD"
-# Returns the error for a feature of a config.json that is not supported.
+# Returns the error for an unsupported feature of a config.json.
 Refuse = Callable[[str], ConfigError]
 
 
@@ -19,12 +19,12 @@ class ExpertNames:
     """Names of a layer's tensors in Hugging Face weights; `{}` is the number of an expert.
 
     Attributes:
-        gate, up, down: matrices of one routed expert; no gate where its family has none.
-        bias: of the experts' bias; empty where there is none.
-        shared: gate, up and down of the shared experts; empty where there are none.
-        shared_gate: of the gate of the shared experts' output; empty where there is none.
+        gate, up, down: matrices of one routed expert; gate is empty if the family has none.
+        bias: bias of the experts' scores; empty if there is none.
+        shared: gate, up and down of the shared experts; None if there are none.
+        shared_gate: gate of the shared experts' output; empty if there is none.
         are_stacked: the experts of a layer are in one tensor [experts, inputs, outputs], with gate and up in alternate
-            columns of one, and biases (`_bias` after its name) in another [experts, outputs].
+            columns of one tensor, and their biases (the name with `_bias` appended) in another [experts, outputs].
     """
 
     router: str = "mlp.gate.weight"
@@ -38,24 +38,24 @@ class ExpertNames:
 
 
 def require_known(values: Mapping[str, Any], known: Mapping[str, Any], refuse: Refuse) -> None:
-    """Raise the error for a value of a config.json, if it is there, that is not the known one."""
+    """Raise the error of `refuse` if a value of a config.json is present and differs from the known one."""
     for name, value in known.items():
         if (found := values.get(name, value)) != value:
             raise refuse(f"{name} {found!r} is not supported ({value!r} is)")
 
 
 def read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the rotary embedding. Of their older and newer places transformers reads the older first."""
+    """Return the values of the rotary embedding; like transformers, read `rope_scaling` before `rope_parameters`."""
     names = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
     outer = {name: values[name] for name in names if values.get(name) is not None}
     rope = {"rope_theta": 10000.0, **outer, **(values.get("rope_scaling") or values.get("rope_parameters") or {})}
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    # `mrope` is of older files; `model.encoder` has the sections of a head.
+    # Older files use `mrope`; the sections of a head are in `model.encoder`.
     return {**rope, "rope_type": "default" if kind == "mrope" else kind}
 
 
 def require_rotated(values: Mapping[str, Any], part: float, refuse: Refuse) -> None:
-    """Raise the error for a config.json by which another part of each head is rotated."""
+    """Raise the error of `refuse` if a config.json rotates another fraction of each head than `part`."""
     name = "partial_rotary_factor"
     require_known({name: read_rope(values).get(name, values.get(name, part))}, {name: part}, refuse)
 
@@ -66,7 +66,7 @@ def has_scan(parts: str) -> bool:
 
 
 def count_experts(values: Mapping[str, Any]) -> int:
-    """Return the number of experts, under whichever name a config.json has it; raise KeyError for none."""
+    """Return the number of experts under any of its names in config.json; raise KeyError if there is none."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     return next((int(values[name]) for name in names if values.get(name)), 0) or int(values["num_experts"])
 
@@ -74,7 +74,7 @@ def count_experts(values: Mapping[str, Any]) -> int:
 def read_softmax(
     values: Mapping[str, Any], *, normalize: bool, inner: int | None = None, dense_layers: int = 0
 ) -> dict[str, Any]:
-    """Return settings of experts of this inner size, None for `intermediate_size`, that a softmax router chooses."""
+    """Return the settings of experts with a softmax router; `inner` is their size, None for `intermediate_size`."""
     return {
         "num_experts": count_experts(values),
         "experts_per_token": int(values["num_experts_per_tok"]),
@@ -86,7 +86,7 @@ def read_softmax(
 
 
 def write_softmax(model: Any, *, number: str = "num_experts", inner: str = "intermediate_size") -> dict[str, Any]:
-    """Return the values that `read_softmax` reads, the number and size of experts under these names."""
+    """Return the values that `read_softmax` reads, with the number and size of experts under these names."""
     return {
         number: model.num_experts,
         "num_experts_per_tok": model.experts_per_token,
@@ -103,32 +103,32 @@ class Family:
         name: `model_type` of its config.json, and value of `model.family`.
         has_qkv_bias: queries, keys and values have biases.
         has_biases: the attention output, routers and experts have biases.
-        has_sinks: each head attends to one more key of a trained score and no value.
-        has_windows: every second layer, the first included, attends to `sliding_window` tokens only.
-        swiglu_limit: the gate is clamped from above, and its factor from both sides, to which 1 is added, and the gate
-            is x * sigmoid(1.702 x); 0 for plain SwiGLU.
-        yarn_truncates: positions scaled by yarn have their range of dimensions rounded to whole numbers.
-        has_head_norms: queries and keys are normalized, those of each head by themselves.
-        chooses_head_norms: some of its models have such norms and some do not; `model.qk_norm` says which.
-        rotated_part: share of the numbers of a head that a rotary embedding turns, the first ones.
+        has_sinks: each head attends to an additional key with a trained score and no value.
+        has_windows: every second layer, starting with the first, attends to only `sliding_window` tokens.
+        swiglu_limit: limit that clamps the gate from above and the up-projection from both sides; the gate is
+            x * sigmoid(1.702 x), and 1 is added to the up-projection. 0 for plain SwiGLU.
+        yarn_truncates: yarn rounds its range of dimensions to whole numbers.
+        has_head_norms: queries and keys are normalized, separately for each head.
+        chooses_head_norms: only some of its models have such norms, as set by `model.qk_norm`.
+        rotated_part: fraction of the dimensions of a head, the first ones, that the rotary embedding rotates.
         norms_span_heads: the queries of all heads are normalized together, and so are the keys.
-        has_latents: keys and values of all heads are made of one latent vector (multi-latent attention).
-        ranks_groups_by: experts by whose sum the family's models rank a group of experts; 0 for no groups.
-        window_setting: setting that switches its sliding window on; empty where `sliding_window` alone does.
-        predicts_further: its models may have layers after their own that predict further tokens (MTP).
+        has_latents: keys and values of all heads are computed from one latent vector (multi-latent attention).
+        ranks_groups_by: number of best experts whose sum of scores ranks a group of experts; 0 for no groups.
+        window_setting: setting that enables its sliding window; empty if `sliding_window` alone does.
+        predicts_further: its models can have multi-token prediction (MTP) layers.
         has_experts_everywhere: no layer of its models is dense.
-        pattern_letters: letters of `model.layer_pattern`, empty where its models have none. A layer has that part alone
-            if `-` is one of them, otherwise also an MLP or experts.
-        has_output_gate: the output of each head is multiplied by a gate, whose rows follow those of its query.
-        norms_add_one: the weights of norms are relative to 1, but those of the norm of a scan.
-        groups_scan_rows: the rows that make what is scanned are stored by key head.
-        is_gated: the MLP and the experts have a gate (SwiGLU); otherwise they square what is positive.
-        read: returns further settings of `ModelConfig` from the values of a config.json; raises for what is missing.
+        pattern_letters: letters of `model.layer_pattern`; empty if its models have none. If `-` is one of them, a layer
+            consists of only that part; otherwise an MLP or experts follow it.
+        has_output_gate: the output of each head is multiplied by a gate, whose rows follow the rows of its query.
+        norms_add_one: the weights of norms, except the norm of a scan, are relative to 1.
+        groups_scan_rows: the rows of a scan's input projection are stored by key head.
+        is_gated: the MLP and the experts have a gate (SwiGLU); otherwise they use squared ReLU.
+        read: returns further settings of `ModelConfig` from the values of a config.json; raises if one is missing.
         write: returns further values of a config.json from the settings of `ModelConfig`.
         standard: returns a config.json under the names that all other families use.
-        stored_name: returns the name in published weights of a tensor that Llama's names name.
-        left_out: beginnings of the names of tensors in published weights that are neither trained nor exported.
-        unwritten: values that other families write into a config.json.
+        stored_name: returns the name of a tensor in published weights, given its name in Llama.
+        left_out: name prefixes of tensors in published weights that are neither trained nor exported.
+        unwritten: values that other families write into a config.json, but this one does not.
     """
 
     name: str

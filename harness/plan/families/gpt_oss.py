@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks and alternate windows, and experts with biases whose gates are clamped."""
+"""gpt-oss: attention with sinks, and windows in every other layer; experts with biases and clamped gates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax, require_known, write_softmax
 
 _LIMIT, _ALPHA = 7.0, 1.702
-# What transformers assumes for a config.json without a rotary embedding.
+# Default of transformers for a config.json without rotary embedding values.
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 

@@ -1,6 +1,6 @@
-"""The families of DeepSeek and GLM: multi-latent attention, and experts of which some are shared.
+"""The DeepSeek and GLM families: multi-latent attention, and routed and shared experts.
 
-GLM-4.5 has these experts alone.
+GLM-4.5 has only the experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def read_latent(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    """Return settings of the attention, and the sizes of experts."""
+    """Return the settings of latent attention and of the experts."""
     heads, groups = int(values["num_attention_heads"]), values.get("num_key_value_heads")
     if groups not in (None, heads):
         raise refuse(f"{groups} key-value heads and {heads} heads of latent attention are not supported")
@@ -35,7 +35,7 @@ def read_latent(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 
 def read_experts(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    """Return the sizes of experts, some of them shared, after some dense layers."""
+    """Return the settings of routed and shared experts, and the number of leading dense layers."""
     require_known(values, {"moe_layer_freq": 1}, refuse)
     inner = int(values["moe_intermediate_size"])
     return {
@@ -83,7 +83,7 @@ def _read_v2(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
     return {**read_latent(values, refuse), "router_score": "softmax", "router_normalize": False, "expert_bias": False}
 
 
-# And V2-Lite: a softmax router without normalization.
+# DeepSeek-V2 and V2-Lite: a softmax router without normalization.
 _V2_ROUTER = {"topk_method": "greedy", "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
@@ -96,7 +96,7 @@ DEEPSEEK_V2 = Family(
 
 
 def read_router(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    """Return settings of a router by biased sigmoid scores in groups."""
+    """Return the settings of a router with biased sigmoid scores and groups of experts."""
     # Megatron-Core always normalizes sigmoid scores.
     known = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True, "norm_topk_prob": True}
     require_known(values, known, refuse)
@@ -120,7 +120,7 @@ def read_router(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 
 def write_router(model: Any) -> dict[str, Any]:
-    """Return the values that `read_router` reads, and the number of layers that predict further tokens."""
+    """Return the values that `read_router` reads, and the number of MTP layers."""
     return {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -131,7 +131,7 @@ def write_router(model: Any) -> dict[str, Any]:
     }
 
 
-# And R1, and Moonlight: experts chosen by biased sigmoid scores in groups.
+# DeepSeek-V3, R1 and Moonlight: experts chosen by biased sigmoid scores in groups.
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
@@ -163,7 +163,7 @@ def _write_glm(model: Any) -> dict[str, Any]:
 
 
 # GLM-4.5 and GLM-4.6: biases of queries, keys and values, half of each head rotated, and the experts of DeepSeek-V3.
-# The models of 355 billion weights have norms of queries and keys, GLM-4.5-Air has none.
+# The models with 355 billion weights have query and key norms; GLM-4.5-Air does not.
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",

@@ -1,6 +1,6 @@
-"""Families of Llama's shape: dense ones, each with at most one difference, and those with experts.
+"""Families with the Llama architecture: dense ones, each with at most one difference, and ones with experts.
 
-A softmax router chooses the experts.
+Experts are chosen by a softmax router.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax
 
 # Llama 2 to 3.3.
 LLAMA = Family("llama", "LlamaForCausalLM")
-# Without its sliding window.
+# Mistral models without a sliding window.
 MISTRAL = Family("mistral", "MistralForCausalLM", window_setting="", write=lambda model: {"sliding_window": None})
-# And Qwen2.5: biases of queries, keys and values.
+# Qwen2 and Qwen2.5: biases of queries, keys and values.
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True, write=lambda model: {"use_sliding_window": False})
-# Norms of the queries and keys of each head.
+# Norms of queries and keys per head.
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True)
 
 
@@ -39,7 +39,7 @@ def _write_qwen3_moe(model: Any) -> dict[str, Any]:
     }
 
 
-# The dense Qwen3 whose layers choose some of many small experts.
+# Qwen3 with many small experts instead of an MLP.
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
@@ -64,7 +64,7 @@ MIXTRAL = Family(
     read=lambda values, refuse: read_softmax(values, normalize=True),
     write=lambda model: {"sliding_window": None, **write_softmax(model, number="num_local_experts")},
 )
-# One norm over the queries, and one over the keys, of all heads together.
+# One norm over the queries of all heads, and one over the keys of all heads.
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",

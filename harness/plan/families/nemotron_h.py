@@ -12,12 +12,12 @@ from typing import Any
 from harness.plan.families import latent
 from harness.plan.families.base import ExpertNames, Family, Refuse, require_known
 
-# Letters of `model.layer_pattern` by the words of transformers 5.
+# Letters of `model.layer_pattern` by the layer types of transformers 5.
 _LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
-# What Megatron-Core's layers compute, whatever the settings; a model with other values is refused.
+# Constants of Megatron-Core's layers; a model with other values is refused.
 _CONSTANTS = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4, "layer_norm_epsilon": 1e-5}
 _CONSTANTS |= {"use_conv_bias": True, "use_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False}
-# Limits of a step, infinity as an object. Transformers has that of all published models, 0.001; NVIDIA's code has none.
+# Accepted time step limits; infinity may be an object. Published models have 0.001, which only transformers applies.
 _LIMITS = {"time_step_limit": 0, "mamba_dt_limit": 0, "time_step_min": 0.001, "mamba_dt_min": 0.001}
 _SIZES = {
     "scan_num_heads": "mamba_num_heads",
@@ -75,7 +75,7 @@ def _write(model: Any) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "chunk_size": 128,
-        "time_step_min": 1e-9,  # without it, transformers has a limit
+        "time_step_min": 1e-9,  # without it, transformers applies a limit
         "num_nextn_predict_layers": 0,
     }
     if not model.num_experts:
@@ -93,7 +93,7 @@ def _write(model: Any) -> dict[str, Any]:
 
 
 def _stored_name(name: str) -> str:
-    """Return the name of a tensor in published weights: a layer has one norm and one part, whatever it is."""
+    """Return the name of a tensor in published weights, where a layer has one norm and one mixer of any kind."""
     name = re.sub(r"^model\.", "backbone.", name)
     name = re.sub(r"\.(?:input|post_attention)_layernorm\.", ".norm.", name)
     name = re.sub(r"\.(?:self_attn|mlp)\.", ".mixer.", name)

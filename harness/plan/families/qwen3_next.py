@@ -1,6 +1,6 @@
-"""Qwen3-Next: three of four layers with the gated delta rule, gated attention, and experts whose shared one has a gate.
+"""Qwen3-Next: the gated delta rule in three of four layers, gated attention, and experts with a gated shared expert.
 
-The text models of Qwen3.5, dense and with experts, are the same, but their rows of the delta rule are apart.
+The text models of Qwen3.5, dense or with experts, have the same layers, but do not group the delta rule's rows.
 
 Source: Qwen team, "Qwen3-Next: Towards Ultimate Training & Inference Efficiency", 2025; the names of its config.json.
 """
@@ -14,7 +14,7 @@ from harness.plan.families.base import ExpertNames, Family, Refuse, read_softmax
 
 _ROTATED = 0.25
 _WORDS = {"D": "linear_attention", "*": "full_attention"}
-# What Megatron-Core's layers compute, whatever the settings; a model with other values is refused.
+# Constants of Megatron-Core's layers; a model with other values is refused.
 _CONSTANTS = {"linear_conv_kernel_dim": 4, "attn_output_gate": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _SIZES = {
     "scan_num_heads": "linear_num_value_heads",
@@ -25,7 +25,7 @@ _SIZES = {
 
 
 def _read_layers(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
-    """Return the settings of layers that are the same in Qwen3-Next and Qwen3.5."""
+    """Return the settings of the layers that Qwen3-Next and Qwen3.5 share."""
     for name, known in _CONSTANTS.items():
         if values.get(name) not in (known, None):
             raise refuse(f"{name} {values[name]!r} is not supported ({known!r} is)")
@@ -41,7 +41,7 @@ def _read_layers(values: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
 
 
 def _write_layers(model: Any) -> dict[str, Any]:
-    """Return their values of a config.json."""
+    """Return the values that `_read_layers` reads."""
     return {
         "attention_bias": False,
         "linear_conv_kernel_dim": _CONSTANTS["linear_conv_kernel_dim"],
@@ -59,7 +59,7 @@ def _read_experts(values: Mapping[str, Any], *, normalize: bool) -> dict[str, An
 
 
 def _write_experts(model: Any) -> dict[str, Any]:
-    """Return their values of a config.json."""
+    """Return the values that `_read_experts` reads."""
     experts = write_softmax(model, inner="moe_intermediate_size")
     return {**experts, "shared_expert_intermediate_size": model.shared_ffn_hidden_size}
 
@@ -84,7 +84,7 @@ _LAYERS: dict[str, Any] = {
     "pattern_letters": "D*",
     "has_output_gate": True,
     "norms_add_one": True,
-    # Layers that predict further tokens, which transformers leaves out too, and the encoder of images.
+    # MTP layers, which transformers also omits, and the image encoder.
     "left_out": ("mtp.", "model.visual."),
 }
 QWEN3_NEXT = Family(
@@ -104,7 +104,7 @@ QWEN3_5_MOE = Family(
     **_LAYERS,
     has_experts_everywhere=True,
     experts=_EXPERTS,
-    # No layer has an MLP, and config.json no size of one.
+    # No layer has an MLP, so config.json has no size for one.
     standard=lambda values: {"intermediate_size": values["moe_intermediate_size"], **values},
     unwritten=("intermediate_size",),
     read=lambda values, refuse: _read_layers(values, refuse) | _read_experts(values, normalize=True),

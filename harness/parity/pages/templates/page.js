@@ -6,7 +6,7 @@
       try {
         await navigator.clipboard.writeText(code.textContent);
       } catch {
-        // Pages from a disk may not be given the clipboard: the text is selected instead, for the keyboard.
+        // A page opened from disk may have no access to the clipboard: select the text to copy it by keyboard.
         getSelection().selectAllChildren(code);
         button.textContent = "Selected";
         return;
@@ -23,7 +23,7 @@
   addEventListener("hashchange", open);
   open();
 
-  // On paper, folded cells are unfolded.
+  // Unfold all cells for printing.
   let folded = [];
   addEventListener("beforeprint", () => {
     folded = [...document.querySelectorAll("details:not([open])")];
