@@ -246,8 +246,8 @@ def _load_obstore(pid: int) -> Any:
     """Import the package; in a process forked from one that imported it, import another copy.
 
     Its threads do not survive a fork, and it starts them only once, so every later request would wait forever, even
-    with a new client. A second copy of the library has its own threads. The dynamic loader would reuse a library of the same
-    name or file, so the copy is in memory, under a name that no ancestor has used.
+    with a new client. A second copy of the library has its own threads. The dynamic loader would reuse a library of
+    the same name or file, so the copy is in memory, under a name that no ancestor has used.
     """
     if pid == _first_pid():
         return importlib.import_module("obstore")

@@ -240,8 +240,8 @@ class PlacingClaim:
     """Exclusive use of files that a writer moves into place at its end, protected by a marker next to them.
 
     A writer that is killed while it moves files leaves a note in the marker: the files are then unfinished, and the
-    next writer replaces them. In that case, and while files are moved, `is_placing` is true. `refuse_existing` raises an
-    error if finished files exist that must not be replaced. Without a marker nothing is locked.
+    next writer replaces them. In that case, and while files are moved, `is_placing` is true. `refuse_existing` raises
+    an error if finished files exist that must not be replaced. Without a marker nothing is locked.
     """
 
     def __init__(self, marker: Marker | None, refuse_existing: Callable[[], None]) -> None:

@@ -342,11 +342,18 @@ def test_inodes_and_the_rate_of_reading_are_measured(tmp_path):
 
 
 def measured(
-    pairs: dict[str, float], *, rate: float = 40, within: float = 300, backend: str = "nccl", **ranks: float
+    pairs: dict[str, float],
+    *,
+    rate: float = 40,
+    within: float = 300,
+    backend: str = "nccl",
+    copies: float = 3000,
+    **ranks: float,
 ) -> list[str]:
     entries = [
         {"node": node, "gemm_tflops": ranks.get(node, 700), "from_host_gb_s": 50, "copy_gb_s": 3000} for node in NODES
     ]
+    entries[2]["copy_gb_s"] = copies
     facts = {"backend": backend, "ranks": 24, "rate_s": rate, "seconds_s": 1.0, "ranks_s": entries}
     facts |= {"node_rates_s": dict.fromkeys(NODES, within), "pair_rates_s": pairs}
     return [json.dumps({"node": node, "check": "all-reduce", "facts": facts}) for node in NODES]
@@ -363,6 +370,9 @@ def test_links_and_processors_within_the_limits_pass_and_a_slower_gpu_is_named()
     faults, _ = judge_nodes(measured(FAST, node3=420.0), NODES, LINKS)
     assert [fault.node for fault in faults] == ["node3"]
     assert "processor of rank 2: a matrix product reaches 420 TFLOP/s, 490 are required" in faults[0].what
+    faults, _ = judge_nodes(measured(FAST, copies=1500.0), NODES, LINKS)
+    assert [fault.node for fault in faults] == ["node3"]
+    assert "its memory copies reach 1.5e+03 GB/s, 2.1e+03 are required" in faults[0].what
 
 
 def test_a_node_with_slow_links_is_named_and_left_out_and_a_rate_that_names_none_is_an_error_of_all():
