@@ -69,7 +69,7 @@ def detect_cluster(partition: str = "") -> str:
 
     Raises HarnessError if sinfo is not installed or fails, and ConfigError for a partition that does not exist.
     """
-    printed = ask_slurm("sinfo", "--noheader", f"--format={_FORMAT}")
+    printed = ask_slurm("sinfo", "--noheader", "--noconvert", f"--format={_FORMAT}")
     return propose_cluster(read_partitions(printed), partition, site=find_site())
 
 

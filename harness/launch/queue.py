@@ -136,7 +136,7 @@ def output_of(*command: str) -> tuple[str, int | None]:
 
 def _squeue(*options: str) -> list[QueuedJob]:
     try:
-        printed = ask_slurm("squeue", "--noheader", f"--format={_FORMAT}", *options)
+        printed = ask_slurm("squeue", "--noheader", "--noconvert", f"--format={_FORMAT}", *options)
     except HarnessError as error:
         if "Invalid job id" in error.what:
             return []

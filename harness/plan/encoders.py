@@ -205,7 +205,7 @@ def _work_of_patches(values: Mapping[str, Any], hidden: int, tokens: Float64Arra
     # With the norms of the patch mergers, and in Qwen3-VL a patch bias and positions.
     places = 0 if is_gated else int(vision["num_position_embeddings"])
     weights = (numbers + 1) * size if is_gated else (numbers + 3 + places) * size + 2 * deep * merged
-    work = _product(patches, 3 * int(vision["temporal_patch_size"]) * patch**2, size, weights=weights)
+    work = _product(patches, numbers, size, weights=weights)
     # The norms of the gated layers compute in float32, in several steps.
     layers = partial(_layers, size=size, inner=inner, kept=15 if is_gated else 11, is_gated=is_gated)
     work += layers(depth - windowed, places=patches)
