@@ -1,4 +1,4 @@
-"""Errors that a user can cause and fix: each states what happened, where, and how to fix it."""
+"""Errors that users can cause and fix; each states what happened, where, and how to fix it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from harness.printing import UNREAD, indented, print_line, print_text, printable, redact
 
-# Launchers that end all ranks with the first (torchrun, srun), and how long a rank without a message of its own then
-# leaves another one to print it.
+# Environment variables of launchers that end all ranks when one exits (torchrun, srun), and the seconds that a rank
+# without its own message waits, so that another rank can print its message.
 _LAUNCHERS, _LAST_WORDS_S = {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"}, 5.0
 
 
@@ -29,7 +29,7 @@ class HarnessError(Exception):
         fix: the remedy; empty for `default_fix`.
 
     Attributes:
-        default_fix: the remedy of every error of the class that names none of its own.
+        default_fix: remedy for errors of the class that specify none.
     """
 
     default_fix = ""
@@ -38,7 +38,7 @@ class HarnessError(Exception):
         self.what, self.where, self.fix = (printable(redact(str(text))) for text in (what, where, fix))
         self.fix = self.fix or self.default_fix
         super().__init__(self.what, self.where, self.fix)
-        # Set in a job: the rank that raised it, and True where rank 0 raises the same, and prints it.
+        # Set in a job: the rank that raised it, and True if rank 0 raises the same error and prints it.
         self.rank: int | None = None
         self.is_shared = False
 
@@ -97,13 +97,13 @@ _EXTRAS = {
 
 
 def how_to_install(error: ModuleNotFoundError) -> str:
-    """Return the command that installs the extra with a missing package; "" for a package of no extra."""
+    """Return the command that installs the extra of a missing package, or "" if it belongs to none."""
     extra = _EXTRAS.get((error.name or "").partition(".")[0])
     return f"pip install 'megatron-sft-harness[{extra}]'" if extra else ""
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those of the packages that are installed."""
+    """Return the versions of the given packages that are installed."""
     import importlib.metadata
 
     found = {}
@@ -115,7 +115,7 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def os_errors_as(kind: type[HarnessError], what: str, *, where: object, fix: str = "") -> Iterator[None]:
-    """Raise an error of the system, such as a full disk, as `kind`: `what` failed, and the system's reason."""
+    """Raise system errors, such as a full disk, as `kind`, with `what` failed and the system's reason."""
     try:
         yield
     except Exception as error:
@@ -126,7 +126,7 @@ def os_errors_as(kind: type[HarnessError], what: str, *, where: object, fix: str
 
 
 def os_error_of(error: BaseException) -> OSError | None:
-    """Return an error of the system as what it is, also where a library in Rust (tokenizers, safetensors) raised it."""
+    """Return the OSError of a system error, including errors raised by Rust libraries (tokenizers, safetensors)."""
     if isinstance(error, (OSError, HarnessError)):
         return error if isinstance(error, OSError) else None
     number = re.search(r"\(os error (\d{1,4})\)", str(error))
@@ -134,12 +134,12 @@ def os_error_of(error: BaseException) -> OSError | None:
 
 
 def is_of_disk(error: OSError) -> bool:
-    """Return True for errors of a disk that is full, failing or gone, which can come at any operation."""
+    """Return True for errors of a full, failing or missing disk, which any operation can raise."""
     return error.errno in _OF_DISKS
 
 
 def reasons_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those behind it, each once: errors that are raised again can be the reasons of each other."""
+    """Yield an error and its causes, each once: re-raised errors can be causes of each other."""
     seen = []
     while error is not None and error not in seen:
         yield error
@@ -151,11 +151,11 @@ _NO_MEMORY = re.compile("(can't allocate|out of) memory", re.IGNORECASE)
 
 
 def reason_of_memory(error: BaseException) -> BaseException | None:
-    """Return what says that memory ran out: the error, or one that it was raised in place of; None if none does."""
+    """Return the error, or the first of its causes, that reports exhausted memory; None if there is none."""
     for each in reasons_of(error):
         if isinstance(each, MemoryError) or getattr(os_error_of(each), "errno", None) == errno.ENOMEM:
             return each
-        # Of torch, of CUDA and of fonts.
+        # From torch, CUDA and font libraries.
         if isinstance(each, RuntimeError) and _NO_MEMORY.search(str(each)):
             return each
     return None
@@ -165,7 +165,7 @@ _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, er
 
 
 def _end_output() -> OSError | None:
-    """Flush standard output; where that fails, drop the rest, which would fail again as the interpreter ends."""
+    """Flush standard output; on failure, discard the rest, which would fail again when the interpreter exits."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -177,7 +177,7 @@ def _end_output() -> OSError | None:
 
 
 def discard_output() -> None:
-    """Drop what standard output has not taken, and all that follows."""
+    """Discard unwritten and all further standard output."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -186,25 +186,25 @@ def discard_output() -> None:
 class exit_on_error:  # noqa: N801 - reads as a statement where it is used
     """Context manager that turns a HarnessError into its message and exit code 2, and Ctrl-C into exit code 130.
 
-    A missing package of one of the extras is such an error too, and so is a full or failing disk, also where standard
-    output is a file on it, and a file that is closed to this user. Where the reader of standard output, such as `head`,
-    has ended, so does the command, with exit code 141 as other programs.
+    Missing packages of an extra, full or failing disks (including the disk of standard output) and files without access
+    permission are treated as HarnessErrors. If the reader of standard output, such as `head`, has exited, the command
+    ends with exit code 141, like other programs.
 
     Args:
-        reads_input: the command reads standard input. For every other one, input that is piped in reads as empty, also
-            for the processes that it starts: no question of a library takes it for an answer.
+        reads_input: the command reads standard input. For other commands and the processes that they start, piped input
+            reads as empty, so that no prompt of a library consumes it.
     """
 
     def __init__(self, *, reads_input: bool = False) -> None:
         self._reads_input = reads_input
 
     def __enter__(self) -> None:
-        # Streams that the caller closed, such as `>&-`: each takes the lowest free number, its own.
+        # Reopen streams that the caller closed (`>&-`): each gets the lowest free descriptor, which is its own.
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:
                 setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-            sys.stdout.reconfigure(errors="replace")  # letters that its encoding does not have
+            sys.stdout.reconfigure(errors="replace")  # for characters missing in its encoding
         if not self._reads_input and not os.isatty(0):
             empty = os.open(os.devnull, os.O_RDONLY)
             os.dup2(empty, 0)
@@ -223,7 +223,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             fix = "use a machine with more memory, or let this process use more, then run the same command again"
             error = HarnessError(what, where=command, fix=fix)
         if error is not None and (system := os_error_of(error)) is not None and is_of_disk(system):
-            # Nothing closer to the file explained it.
+            # No code closer to the file has explained the error.
             place = str(system.filename or "") or ("standard output" if _end_output() is not None else "")
             what = f"a disk could not be written to or read: {system.strerror or system}"
             fix = "free disk space or check the disk (dmesg), then run the same command again"
@@ -243,8 +243,8 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
             error = HarnessError("the name is too long for a path", where=where, fix="check it, or use a shorter one")
         if not isinstance(error, HarnessError) or os.environ.get("HARNESS_TRACEBACK") == "1":
             return
-        # Before the job is joined an error is that of a node (its files, its packages), and one process of each node
-        # prints it. Later it can be that of one rank.
+        # Before the ranks join, an error concerns a node (its files, its packages), and one process per node prints it.
+        # Later, an error can concern a single rank.
         rank = os.environ.get("RANK", "0")
         message = f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):  # the exit code remains
@@ -259,7 +259,7 @@ class exit_on_error:  # noqa: N801 - reads as a statement where it is used
 
 @dataclass(frozen=True)
 class Problem:
-    """One defect of a dataset: what, where, and its fix where that is more than to make the dataset again."""
+    """One defect of a dataset: what, where, and a fix unless that is to write the dataset again."""
 
     what: str
     where: str

@@ -1,7 +1,7 @@
-"""Print text that others wrote: names in their files, manifests, records, messages of libraries.
+"""Print untrusted text safely: names in files, manifests, records and messages of libraries.
 
-Everything that reaches a terminal or a page goes through this module: `print_line`, `print_text` and `open_console`
-write to a terminal, `code_span` and `escape_markdown` to Markdown, and errors are made of `printable`, `redact`ed text.
+All output to terminals and pages goes through this module: `print_line`, `print_text` and `open_console` write to
+terminals, `code_span` and `escape_markdown` are for Markdown, and errors contain `printable`, `redact`ed text.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Exit code of a command whose output is no longer read, as of a program that SIGPIPE ends: 1 is that of a check.
+# Exit code of a command whose output is no longer read, like a program ended by SIGPIPE; 1 means a failed check.
 UNREAD = 141
-# Control characters but line break and tab, marks that reverse or separate text, and halves of surrogate pairs.
+# Control characters except line break and tab, bidirectional marks and separators, and lone surrogates.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
-# Words before `token` and `key` that make them names of a vocabulary, or of what is looked up.
+# Words before `token` and `key` that indicate vocabulary or lookup terms instead of credentials.
 _ORDINARY = (
     "pad|[be]o[stm]|unk|cls|sep|mask|start|end|stop|image|audio|video|special|control|next|last|first|largest|bad|new"
     "|per|by|a|to|turn|multi|sub|text|natural|resume|inner|full|pack|cache|sort|dict|state|primary|public"
@@ -32,14 +32,14 @@ _SECRET = (
     r"(?:(?>[\w-]*?(?:password(?!less)|passwd|passphrase|secret(?!ar[iy]|ion|ly)|credential(?!l?ed|l?ing)|connection_string))[\w-]*+"
     r"|[\w-]*(?:[^\W_][_-]|api|access|account|auth|private|refresh|session)(?:token|key(?:_?id)?)(?:_?\d+)?)(?![\w-]))"
 )
-# A value, not the first words of a sentence: "credentials: in the vault".
+# Excludes prose such as "credentials: in the vault".
 _NO_PROSE = r"(?!(?<=: )(?:an?|are|at|by|from|in|is|no|not|on|see|the|via)[ \t]+[a-z])"
 _IS = r"[\"']?[ \t]*[=:](?![=:])[ \t]*"
-# Credentials by class, and what replaces them.
+# Patterns of credentials and their replacements.
 _RULES = (
-    # The user alone is a token in a web address, and a container in abfs://; a port is no password.
+    # A user without a password is a token in a web address, but a container in abfs://; a port is not a password.
     (r"://[^/\s:\[]*:(?!\d+/)(?:[^\s\"'<>@]{0,512}/)?[^/\s]*@|(?:(?<=http)|(?<=https))://[^/\s]+@", "://***@"),
-    # `?` alone is a glob; with a name and a value it is a query, where tools put keys and signatures.
+    # `?` alone is a glob; followed by a name and a value it is a query, which may contain keys and signatures.
     (r"\?[\w.-]+=[^\s\"'<>\\]*", "?***"),
     (r"(?i)\b(sig|signature|x-amz-[\w-]{1,64}|x-goog-[\w-]{1,64}|token)=[^&\s\"'<>\\,]+", r"\1=***"),
     (rf"(?i)\b(authorization{_IS}[\"']?(?:bearer|basic|token)[ \t]+)[^\s\"',}}]+", r"\1***"),
@@ -49,17 +49,17 @@ _RULES = (
 
 
 def printable(text: str) -> str:
-    """Return text with a picture in place of each character that would control a terminal or reorder its line."""
+    """Replace characters that control a terminal or reorder a line with visible pictures."""
     return _UNPRINTABLE.sub(lambda match: _picture(ord(match[0])), text)
 
 
 def one_line(text: str) -> str:
-    """Return `printable` text on one line, with pictures of line breaks and tabs too."""
+    """Return `printable` text on one line, with pictures for line breaks and tabs."""
     return printable(text).replace("\n", _picture(10)).replace("\t", _picture(9))
 
 
 def indented(text: str) -> str:
-    """Return text whose lines after the first are indented, so that a line break in a name begins no line of ours."""
+    """Indent all lines after the first, so that a line break in a name cannot imitate a line of a message."""
     return re.sub(r"\n\s*", "\n         ", text)
 
 
@@ -68,26 +68,26 @@ def _picture(code: int) -> str:
 
 
 def code_span(text: str) -> str:
-    """Return text as a code span of Markdown, which nothing in it ends, in a table too."""
+    """Return text as a Markdown code span that its contents cannot end, also inside a table."""
     return "`" + " ".join(printable(text).replace("`", "'").replace("|", "\u2502").split()) + "`"
 
 
 def escape_markdown(text: str) -> str:
-    """Return text on one line, which Markdown shows unchanged, in a table too."""
-    # An underscore within a word is one in Markdown too.
+    """Return text on one line, escaped for Markdown, also inside a table."""
+    # An underscore within a word needs no escape.
     pattern = r"[\\`*\[\]<>|#]|(?<![^\W_])_|_(?![^\W_])"
     return re.sub(pattern, r"\\\g<0>", " ".join(printable(text).split()))
 
 
 def redact(text: str) -> str:
-    """Remove credentials from a text: those of URIs, of signed queries, and of the environment's variables."""
+    """Remove credentials of URIs, signed queries and environment variables from a text."""
     for pattern, kept in _RULES:
         text = re.sub(pattern, kept, text)
     return _hide_values(text)
 
 
 def redact_all(values: Any) -> Any:
-    """Return plain values (dicts, lists, scalars) without credentials, for a file that commands read again."""
+    """Return plain values (dicts, lists, scalars) without credentials, for a file that commands will read."""
     if isinstance(values, dict):
         return {
             name: "***" if isinstance(value, str) and value and re.fullmatch(_SECRET, str(name)) else redact_all(value)
@@ -95,7 +95,7 @@ def redact_all(values: Any) -> Any:
         }
     if isinstance(values, list):
         return [redact_all(value) for value in values]
-    # In other texts, such as templates, what looks like `token=...` belongs to them.
+    # Other texts, such as templates, may legitimately contain `token=...`.
     return values if not isinstance(values, str) else redact(values) if "://" in values else _hide_values(values)
 
 
@@ -112,7 +112,7 @@ def count_of(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time with its two largest units: `48 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
+    """Format a time with its two largest units: `48 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
     rest, counts = max(0, round(seconds)), list[tuple[int, str]]()
     for unit, size in {"d": 86_400, "h": 3_600, "min": 60, "s": 1}.items():
         count, rest = divmod(rest, size)
@@ -121,7 +121,7 @@ def duration(seconds: float) -> str:
 
 
 def print_text(text: object = "", *, end: str = "\n", file: IO[str] | None = None, flush: bool = False) -> None:
-    """Print text of several lines to `file`, None for standard output, without credentials and control characters."""
+    """Print text to `file` (default standard output), without credentials and control characters."""
     try:
         print(printable(redact(str(text))), end=end, file=file, flush=flush)
     except BrokenPipeError:
@@ -131,23 +131,23 @@ def print_text(text: object = "", *, end: str = "\n", file: IO[str] | None = Non
 
 
 def print_line(text: object, *, file: IO[str] | None = None, flush: bool = False) -> None:
-    """Print one line, whatever line breaks the names in it have; see `print_text`."""
+    """Print text on one line, including any line breaks in names; see `print_text`."""
     print_text(one_line(str(text)), file=file, flush=flush)
 
 
 def open_console(*, width: int | None = None, stderr: bool = False, **options: Any) -> Console:
-    """Open a console for tables and bars, whose texts are printed as they are: without markup and `printable`.
+    """Open a console for tables and progress bars that prints `printable` text without interpreting markup.
 
     Args:
-        width: columns where the output is no terminal; None never wraps there.
+        width: columns if the output is not a terminal; None never wraps there.
         stderr: print to standard error.
-        options: of Rich's Console.
+        options: options of Rich's Console.
     """
     from rich.console import Console
     from rich.text import Text
 
     class PlainConsole(Console):
-        """Shows what each text holds, also within tables and groups, which render their parts through `render`."""
+        """Prints `printable` text, also inside tables and groups, which render their parts through `render`."""
 
         def on_broken_pipe(self) -> None:  # Rich would end the process with exit code 1
             sys.exit(UNREAD)

@@ -1,8 +1,8 @@
-"""Settings as dataclasses: their keys, explanations and values, without Hydra and without torch.
+"""Keys, explanations and values of settings dataclasses, without Hydra and torch.
 
-A settings dataclass explains its fields in the `Attributes:` section of its docstring, and declares the bounds of its
-numbers with `harness.checks.bounded`. From there come `--cfg` of every command, the generated reference of all settings
-and the nearest-name hints.
+A settings dataclass explains its fields in the `Attributes:` section of its docstring and declares bounds of numbers
+with `harness.checks.bounded`. `--cfg` of every command, the generated reference of all settings and nearest-name hints
+are derived from these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness.errors import FormatError, HarnessError
 from harness.printing import redact_all
 
 _PACKAGE = Path(__file__).resolve().parent
-# A wheel carries the folder inside the package; a checkout has it beside the package.
+# A wheel contains the folder inside the package, a checkout next to the package.
 CONFIGS = next((folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir()), _PACKAGE)
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 REQUIRED = "required"
@@ -40,11 +40,11 @@ class Setting(NamedTuple):
 
     Attributes:
         key: dotted name; `data.blend[].path` is a field of the records in the list `data.blend`.
-        type: as users read it, such as `int`, `list of str` or `float or null`.
+        type: type as shown to users, such as `int`, `list of str` or `float or null`.
         default: plain value, or the text `required`.
-        text: explanation from the docstring of the dataclass; empty if it has none.
-        bounds: those of a number, or of each number in a list.
-        choices: texts that it may be; empty for any.
+        text: explanation from the docstring of the dataclass; may be empty.
+        bounds: bounds of a number, or of each number in a list.
+        choices: allowed strings; empty for any.
     """
 
     key: str
@@ -56,7 +56,7 @@ class Setting(NamedTuple):
 
 
 def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
-    """List every setting of a dataclass and of the dataclasses in it, in the order of the fields."""
+    """List all settings of a dataclass and its nested dataclasses, in field order."""
     texts, hints, settings = attribute_texts(schema), typing.get_type_hints(schema), []
     for field in dataclasses.fields(schema):
         key, hint = prefix + (field.metadata.get(KEY) or field.name), hints[field.name]
@@ -77,7 +77,7 @@ def explain_settings(schema: type[Any], *, prefix: str = "") -> list[Setting]:
 
 
 def list_rules(schema: type[Any]) -> list[Rule]:
-    """List the rules of a dataclass of settings and of the dataclasses in it."""
+    """List the rules of a settings dataclass and its nested dataclasses."""
     rules = [*schema.rules, *schema.job_rules] if issubclass(schema, CheckedSettings) else []
     hints = _hints(cast(Hashable, schema)).values()
     inner = [hint for hint in hints if dataclasses.is_dataclass(hint) and isinstance(hint, type)]
@@ -101,7 +101,7 @@ def attribute_texts(schema: type[Any]) -> dict[str, str]:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Find the known name that a misspelled one was meant to be, by the whole key or by its last part."""
+    """Return the known name closest to a misspelled one, by the whole key or by its last part."""
     names, part = list(known), name.rpartition(".")[2]
     same = [key for key in names if key.rpartition(".")[2] == part]
     if same:
@@ -126,11 +126,11 @@ def load(
     error: type[HarnessError] = FormatError,
     lenient: bool = False,
 ) -> T:
-    """Return the dataclass, or value of another plain type, that JSON text holds, as `from_plain` builds it.
+    """Parse JSON text as a dataclass or another plain type; see `from_plain`.
 
     Args:
-        where, fix, what, error: of what is raised for other text; `what` is followed by the reason.
-        lenient: keys that the dataclass does not have are left out.
+        where, fix, what, error: parts and class of the error for invalid text; the reason is appended to `what`.
+        lenient: ignore unknown keys.
     """
     try:
         return from_plain(schema, json.loads(text), lenient=lenient)
@@ -139,10 +139,9 @@ def load(
 
 
 def from_plain(schema: type[T], values: Any, *, lenient: bool = False) -> T:
-    """Build a dataclass, and those in it, from plain values; raise ValueError where keys or types are not its own.
+    """Build a dataclass, including nested ones, from plain values; raise ValueError for wrong keys or types.
 
-    A null is a float that was not finite, unless the field may be None. With `lenient`, keys that the dataclass does
-    not have are left out.
+    A null becomes NaN in a float field that cannot be None. With `lenient`, unknown keys are ignored.
     """
     if lenient and isinstance(values, dict):
         known: Any = schema
@@ -152,9 +151,9 @@ def from_plain(schema: type[T], values: Any, *, lenient: bool = False) -> T:
 
 
 def find_odd(values: Any, schema: type[Any]) -> str | None:
-    """Return what is wrong with plain values as settings of a dataclass, None if nothing is; bounds are not checked.
+    """Return the first problem of plain values as settings of a dataclass, or None; bounds are not checked.
 
-    A setting that is missing is none of an earlier version, which is not wrong.
+    Missing settings are valid, because files of earlier versions lack newer settings.
     """
     try:
         _build(values, schema, "", is_whole=False)
@@ -170,7 +169,7 @@ def _hints(schema: Any) -> dict[str, Any]:
 
 
 def _build(value: Any, hint: Any, key: str, *, is_whole: bool = True) -> Any:
-    """Return the value of a type from plain values; raise ValueError for others. Without `is_whole`, check alone."""
+    """Convert plain values to a type; raise ValueError if they do not match. Without `is_whole`, only check."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _build_record(value, hint, key, is_whole=is_whole)
@@ -204,7 +203,7 @@ def _build_record(values: Any, schema: Any, key: str, *, is_whole: bool) -> Any:
         return built
     try:
         return schema(**built)
-    except TypeError as error:  # a field without default is missing
+    except TypeError as error:  # a required field is missing
         raise ValueError(f"{place} is incomplete: {error}") from None
 
 
@@ -214,7 +213,7 @@ def _is_plain(value: Any, hint: Any) -> bool:
 
 
 def render_settings(config: Any, indent: str = "") -> str:
-    """Write a dataclass as YAML, with the explanation of every setting in a comment above it."""
+    """Render a dataclass as YAML, with a comment above each setting that explains it."""
     texts, lines = attribute_texts(type(config)), list[str]()
     for field in dataclasses.fields(config):
         value, text = getattr(config, field.name), texts.get(field.name)
@@ -238,12 +237,12 @@ def flatten(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def to_plain(config: Any) -> Any:
-    """Convert dataclasses to dicts, lists and scalars, as YAML and JSON hold them."""
+    """Convert dataclasses to dicts, lists and scalars for YAML and JSON."""
     return json.loads(json.dumps(config, default=lambda value: str(value) if isinstance(value, Path) else vars(value)))
 
 
 def to_yaml(config: Any) -> str:
-    """Write a dataclass as YAML, keys in the order of the fields, without credentials."""
+    """Render a dataclass as YAML in field order, without credentials."""
     import yaml
 
     return yaml.safe_dump(redact_all(to_plain(config)), sort_keys=False, allow_unicode=True)
