@@ -226,7 +226,7 @@ def _place(sizes: Int64Array, counts: Int64Array, pack_size: int) -> tuple[Int64
 
     Returns the columns of the placement, int64 [4, columns], and the number of bins. A column (first_bin, num_bins,
     per_bin, before) puts `per_bin` equal items into each of the bins `first_bin ... first_bin + num_bins - 1`, after
-    the `before` items that each of them already holds.
+    the `before` items that each of them already contains.
     """
     # Room -> runs (first bin, bins, items already in each) with exactly that room.
     runs: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)

@@ -83,7 +83,7 @@ def _documentation(thing: Any) -> str:
     """Return the object's own docstring, never an inherited one."""
     text = getattr(thing, "__doc__", None)
     text = inspect.cleandoc(text).strip() if isinstance(text, str) else ""
-    # Examples of codecs hold half surrogate pairs, which are not text.
+    # Examples of codecs contain half surrogate pairs, which are not text.
     return _ADDRESS.sub("", text).encode("utf-8", "replace").decode() if len(text) > 20 else ""
 
 

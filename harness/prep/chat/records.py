@@ -242,7 +242,7 @@ class BadRecord:
 class Schema:
     """One form of chat records; `parse` makes a conversation from a record and its place, or raises BadRecordError.
 
-    `use` is `detected` if the schema can be detected, `last` if only when no other fits, or `asked` if only by name.
+    `use` is `detected` (automatically), `last` (if no other schema fits) or `asked` (only if it is set by name).
     """
 
     fields: frozenset[str]

@@ -167,7 +167,7 @@ def _read_json(name: str, file: str) -> dict[str, Any]:
 
 
 def _processor(name: str, part: str) -> dict[str, Any]:
-    """Return the settings of a processor; those of its part override those of the whole."""
+    """Return the settings of a processor; settings of `part` override the common ones."""
     whole = _read_json(name, "processor_config.json")
     return {**whole, **_read_json(name, "preprocessor_config.json"), **(whole.get(part) or {})}
 
@@ -236,7 +236,7 @@ def _read_llava(name: str, config: Mapping[str, Any]) -> MediaRules:
     size = numbers["crop_size" if has_crop else "size"]
     square = {"height": size, "width": size} if isinstance(size, int) else size
     patch = found.get("patch_size") or vision["patch_size"]
-    # Older processors take these from the model's configuration, and leave the class token to the vision tower.
+    # Older processors lack these: take them from the model's configuration, and count the class token of a CLIP tower.
     extra = found.get("num_additional_image_tokens", int(vision.get("model_type") == "clip_vision_model"))
     select = found.get("vision_feature_select_strategy") or config["vision_feature_select_strategy"]
     tokens = (int(square["height"]) // patch) * (int(square["width"]) // patch) + extra - (select == "default")

@@ -29,7 +29,7 @@ _CHUNK_ROWS = 1024
 _CHUNK_BYTES = 32 << 20
 # Bytes of a column read at once; otherwise the whole column of a row group is.
 _BUFFER_BYTES = 4 << 20
-# Accepted values of a column in one row group: a fixed number, or more per compressed byte of the group.
+# Maximum values of a column in one row group: always accepted, and accepted per compressed byte of the group.
 _FREE_VALUES, _VALUES_PER_BYTE = 1 << 22, 16
 # Maximum bytes of one decompressed page. Writers keep dictionaries below 1 or 2 MB.
 _MAX_PAGE_BYTES, _MAX_DICTIONARY_BYTES = 256 << 20, 32 << 20
@@ -412,7 +412,7 @@ def _is_coded(kind: Any) -> bool:
 
 
 def _is_json(kind: Any) -> bool:
-    # Hugging Face's datasets store values whose fields differ from row to row in this way.
+    # This is how Hugging Face's datasets store values whose fields differ from row to row.
     return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
 
 

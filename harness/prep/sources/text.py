@@ -238,7 +238,7 @@ class BadRow(BadRecord):
 class DelimitedReader:
     """Reader of the rows of one file, from its line `first` (1 is the header) to the row at the offset `end`.
 
-    The number of a row is that of its first line; quoted texts may contain line ends. Reading raises PrepError if a row
+    A row has the number of its first line; quoted texts may contain line ends. Reading raises PrepError if a row
     is longer than 32 MiB, or a quote is not closed.
     """
 

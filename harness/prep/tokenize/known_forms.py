@@ -188,7 +188,7 @@ def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _kinds(message: Message, tags: tuple[str, ...]) -> tuple[tuple[bool | str | None, ...], ...]:
-    """Return what a template can detect in each part: its marks, and text, white space or nothing between them."""
+    """Return the features of each part that a template can detect: marks, and text, white space or nothing between."""
     content = message.content
     return tuple(
         tuple(

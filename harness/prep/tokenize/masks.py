@@ -383,7 +383,7 @@ class Masker:
         return pieces, weights
 
     def _core_end(self, text: str, start: int, end: int) -> int:
-        """Return where the special tokens and white space at the end of `text[start:end]` begin."""
+        """Return the start of the special tokens and white space at the end of `text[start:end]`."""
         while True:
             while end > start and text[end - 1].isspace():
                 end -= 1
