@@ -58,7 +58,7 @@ def _run_locally(job: ShardJob, shards: Iterable[SourceShard], num_workers: int)
             yield do_shard(job, number, shard)
         return
     require_cores(num_workers, setting="data.num_workers")
-    # Spawned, not forked: the tokenizers library has its own threads, whose locks a fork would leave locked.
+    # Spawned, not forked: the tokenizers library has its own threads, whose locks a fork would leave held.
     context = get_context("spawn")
     with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker) as pool:
         waiting: deque[Future[Receipt | HarnessError]] = deque()

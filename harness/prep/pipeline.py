@@ -91,7 +91,7 @@ def prepare(
         tokenizer: a folder, a hub id or a `TokenizerConfig`; None trains a byte-level BPE tokenizer on the chats.
         path: output folder, on a disk or in a bucket; for a bucket, it is prepared in HARNESS_CACHE and then uploaded.
         progress: called with the stage (`source`, `tokenizer`, `tokens`, each split, `upload`), the amount done and the
-            total (0 if unknown), in bytes, or packs of a split; at least every second, from another thread, too.
+            total (0 if unknown), in bytes (packs for a split); at least every second, from another thread, too.
         console: receives progress and the report; None means standard output, or no output if `progress` is given.
         settings: fields of `PackingConfig` and `engine`.
 

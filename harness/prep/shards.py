@@ -73,7 +73,7 @@ class Counts:
     """Counts of records and conversations.
 
     Attributes:
-        records: number of records read; each is kept as a conversation, bad, or dropped.
+        records: number of records read; each is kept as a conversation, counted as bad, or dropped.
         dropped: conversations left out because of their length, as duplicates or by a function, by reason.
         partial: conversations with some sequences kept and others left out because of their length.
         split: conversations that were divided because they are longer than a pack.

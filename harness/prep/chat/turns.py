@@ -150,7 +150,7 @@ def history_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def train_only_answer(conversation: Conversation, num_answer: int) -> Conversation:
-    """Return the conversation with only those assistant turns trained that are among the last `num_answer` turns."""
+    """Return the conversation with assistant turns trained only if among the last `num_answer`; given weights stay."""
     first = len(conversation.messages) - num_answer
     if any(message.role == "assistant" and message.weight for message in conversation.messages[:first]):
         raise BadRecordError(BadReason.BAD_WEIGHT, "a turn of the prompt has a weight above 0")

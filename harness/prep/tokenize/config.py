@@ -1,4 +1,4 @@
-"""Settings of tokenizing."""
+"""Settings of tokenization."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Rendered:
 
 
 class Masker:
-    """Renderer of conversations that finds trained spans by one `rule`: one above, `assistant_turns` or `all`."""
+    """Renderer of conversations that finds trained spans by `rule`: a rule above, `assistant_turns` or `all`."""
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
         self._template, self._config = template, config

@@ -45,7 +45,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: Any, added: Mapping[int, str]) -> TokenBytes | None:
-        """Return the token bytes of a tokenizer of the tokenizers library; None if it is not byte-level."""
+        """Return the token bytes of a tokenizer of the tokenizers library; None if its tokens are not bytes of text."""
         from tokenizers import decoders
 
         if not isinstance(tokenizer.decoder, decoders.ByteLevel):
