@@ -1,4 +1,4 @@
-"""From chat data to packed datasets; needs numpy and pyarrow, and tokenizers where text is tokenized.
+"""Convert chat data to packed datasets; requires numpy and pyarrow, and tokenizers to tokenize text.
 
     from harness import prepare
 
@@ -34,7 +34,7 @@ __all__ = [
     "tokenizer_hash",
 ]
 
-# pyarrow and rich take 0.3 s, which a run that only needs a tokenizer must not pay, and `packing` needs numpy alone.
+# Importing pyarrow and rich takes 0.3 s, too long for a run that needs only a tokenizer; `packing` needs only numpy.
 __getattr__ = names_on_first_use(
     __name__,
     packing="MIN_SEQUENCE_TOKENS Member OVER_LONG StreamPacker pack_of plan_packs",

@@ -1,4 +1,4 @@
-"""Engines that make shards: this process, processes beside it, or a Ray cluster; the result is the same."""
+"""Engines that make shards: this process, worker processes, or a Ray cluster; the result is the same."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from harness.prep.shards import Receipt, ShardJob, do_shard
 from harness.prep.sources.reading import SourceShard
 
 ENGINES = ("local", "ray")
-# Below this size of the source, starting processes takes longer than tokenizing.
+# For smaller sources, starting processes takes longer than tokenizing.
 _WORKERS_PAY_BYTES = 64 << 20
-# A lost node takes its tasks with it; they run again elsewhere.
+# Tasks lost with a failed node run again elsewhere.
 _MAX_RETRIES = 10
 
 
 def check_engine(engine: str) -> None:
-    """Raise ConfigError where the engine's package is not installed."""
+    """Raise ConfigError if the engine's package is not installed."""
     if engine == "ray" and importlib.util.find_spec("ray") is None:
         what = "Ray is not installed"
         raise ConfigError(what, where="engine", fix="pip install 'megatron-sft-harness[ray]', or set engine=local")
@@ -34,10 +34,10 @@ def check_engine(engine: str) -> None:
 def do_shards(
     job: ShardJob, shards: Iterable[SourceShard], *, engine: str, num_workers: int, source_bytes: int
 ) -> Iterator[Receipt]:
-    """Make all shards that do not exist yet, and yield the receipts of all in order.
+    """Make all missing shards, and yield the receipts of all shards in order.
 
-    The engine is `ray`, for the cluster at RAY_ADDRESS (one on this machine if that is unset), or `local`, of as many
-    processes as `num_workers`; 0 works in this process, -1 decides by `source_bytes`.
+    The engine is `ray`, the cluster at RAY_ADDRESS (a cluster on this machine if unset), or `local`, with `num_workers`
+    processes; 0 works in this process, -1 decides by `source_bytes`.
     """
     if engine == "ray":
         outcomes = _run_on_ray(job, shards)
@@ -58,7 +58,7 @@ def _run_locally(job: ShardJob, shards: Iterable[SourceShard], num_workers: int)
             yield do_shard(job, number, shard)
         return
     require_cores(num_workers, setting="data.num_workers")
-    # Spawned, not forked: the tokenizers library has threads of its own, which a fork would leave locked.
+    # Spawned, not forked: the tokenizers library has its own threads, whose locks a fork would leave held.
     context = get_context("spawn")
     with ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin_worker) as pool:
         waiting: deque[Future[Receipt | HarnessError]] = deque()
@@ -91,10 +91,10 @@ def _begin_worker() -> None:
 
 
 def _run_on_ray(job: ShardJob, shards: Iterable[SourceShard]) -> Iterator[Receipt | HarnessError]:
-    """Make shards as tasks of a Ray cluster, whose nodes all see the source and the destination."""
+    """Make shards as tasks of a Ray cluster whose nodes all have access to the source and the destination."""
     import ray
 
-    here = os.getcwd()  # noqa: PTH109 - a string, which goes to other machines
+    here = os.getcwd()  # noqa: PTH109 - a string to send to other machines
 
     def work(number: int, shard: SourceShard) -> Receipt | HarnessError:
         os.chdir(here)
@@ -107,7 +107,7 @@ def _run_on_ray(job: ShardJob, shards: Iterable[SourceShard]) -> Iterator[Receip
         if not was_connected:
             host, _, port = address.rpartition(":")
             if host and port.isdigit() and "//" not in address:
-                # Where nothing listens, Ray would keep trying for minutes.
+                # If nothing listens there, Ray would keep trying for minutes.
                 socket.create_connection((host, int(port)), timeout=10).close()
             ray.init(log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:

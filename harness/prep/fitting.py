@@ -1,4 +1,4 @@
-"""Conversations that are longer than a pack: drop them, cut them, or split them between turns."""
+"""Fit conversations that are longer than a pack: drop them, cut them, or split them between turns."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from harness.records import SequenceView
 
 Messages = tuple[Message, ...]
 
-# A split repeats the turns of these roles that a conversation begins with.
+# Splitting repeats the leading turns of these roles in every part.
 _SYSTEM = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The stored sequences of one conversation, each of at most a pack, with something to train.
+    """Stored sequences of one conversation, each at most one pack long, with tokens to train on.
 
-    Without any, `reason` is `over_long`, `over_long_media` (media are neither cut nor split), or `untrained` where the
-    part that fits has no trained token. `is_cut`: a piece ends in the middle of a turn, and the rest of the turn is
-    left out. `num_lost` are the trained tokens that no piece trains.
+    If there are none, `reason` is `over_long`, `over_long_media` (media are neither cut nor split), or `untrained` if
+    the part that fits has no trained token. `is_cut` means that a piece ends in the middle of a turn and the rest of
+    the turn is left out. `num_lost` is the number of trained tokens that no piece trains.
     """
 
     pieces: tuple[SequenceView, ...]
@@ -45,20 +45,20 @@ def fit_conversation(
     pack_size: int,
     over_long: str,
 ) -> Fitted:
-    """Make the sequences of a conversation, by `tokenizer`, fit into packs of `pack_size` tokens.
+    """Fit the sequences that `tokenizer` made from a conversation into packs of `pack_size` tokens.
 
-    `drop` and `cut` treat each sequence by itself. `split` makes conversations of fewer turns and encodes these anew,
-    each with the system prompt and the tools of the whole: as many exchanges (a user turn and what follows it) as fit.
-    An exchange that is too long alone is divided before answers and calls of tools, and each part begins with the
-    question, without the calls and results of the parts before it; an answer that is too long with its question is cut.
-    Turns after the last answer are left out. Text without turns is divided every `pack_size` tokens.
+    `drop` and `cut` treat each sequence separately. `split` makes shorter conversations of as many exchanges (a user
+    turn and the turns that follow it) as fit, each with the system prompt and tools of the whole, and encodes them
+    again. An exchange that is too long by itself is divided before assistant turns, and each part starts with the
+    question, without the calls and results of earlier parts; an answer too long with its question is cut. Turns after
+    the last answer are left out. Text without turns is divided every `pack_size` tokens.
     """
     require_choice(over_long, OVER_LONG, setting="over_long")
     views = [one.view for one in sequences]
     if all(len(view) <= pack_size for view in views):
         return Fitted(tuple(views))
     asked = over_long
-    # Media are neither cut nor told apart by turns.
+    # Media cannot be cut or assigned to turns.
     over_long = "drop" if any(view.media for view in views) else over_long
     if over_long == "split" and conversation.text is None:
         splitter = _Splitter(conversation, tokenizer, pack_size)
@@ -83,7 +83,7 @@ def fit_conversation(
 
 
 def _fit(sequence: SequenceView, pack_size: int, over_long: str) -> list[SequenceView]:
-    """Drop or cut one sequence, or divide one without turns."""
+    """Drop or cut one sequence, or divide a sequence without turns."""
     if len(sequence) <= pack_size:
         return [sequence]
     if over_long == "drop":
@@ -102,7 +102,7 @@ def _fit(sequence: SequenceView, pack_size: int, over_long: str) -> list[Sequenc
 
 @dataclass
 class _Splitter:
-    """Divides one conversation; collects the sequences of its parts."""
+    """Splitter of one conversation; collects the sequences of its parts in `pieces`."""
 
     conversation: Conversation
     tokenizer: ChatTokenizer
@@ -118,7 +118,7 @@ class _Splitter:
         self._trains_last = facts.get("train_on") == "last_turn"
         messages = self.conversation.messages
         system = tuple(itertools.takewhile(lambda message: message.role in _SYSTEM, messages))
-        # An exchange begins with each user turn that follows another role's.
+        # Each user turn that follows a turn of another role starts an exchange.
         turns = messages[len(system) :]
         pairs = enumerate(itertools.pairwise(turns), start=1)
         starts = [number for number, (before, after) in pairs if after.role == "user" != before.role]
@@ -126,12 +126,12 @@ class _Splitter:
         self._fill(system, exchanges, is_exchange=True)
 
     def _fill(self, prefix: Messages, units: list[Messages], *, is_exchange: bool) -> None:
-        """Store the units, as many together as fit, each time after the prefix; divide those that do not fit alone."""
+        """Store groups of as many units as fit, each after the prefix; divide units that do not fit by themselves."""
         alone = self._encode([prefix + unit for unit in units])
         lengths = [_longest(sequences) for sequences in alone]
-        # Tokens that are written once however many units there are; an estimate that saves most trials.
+        # Estimate of the tokens written once per group, for any number of units; it saves most trial encodings.
         shared = max(0, lengths[0] + lengths[1] - _longest(self._together(prefix, units[:2]))) if len(units) > 1 else 0
-        order = -1 if self._trains_last else 1  # then the last group alone, which grows from its end
+        order = -1 if self._trains_last else 1  # then store only the last group, grown from its end
         units, alone, lengths = units[::order], alone[::order], lengths[::order]
         first = 0
         while first < (1 if self._trains_last else len(units)):
@@ -150,18 +150,18 @@ class _Splitter:
                 excess = _longest(made) - self.pack_size
                 if not is_lost and excess <= 0:
                     break
-                # A unit takes at most its length away: until these are the excess, no group fits.
+                # Removing a unit removes at most its length: no group fits until the lengths add up to the excess.
                 while end - first > 1 and (excess > 0 or is_lost):
                     end -= 1
-                    excess -= lengths[end] or excess  # 0 of one that is refused
+                    excess -= lengths[end] or excess  # a refused unit has length 0
                     is_lost = False
                 made = alone[first]
             self._store([one.view for one in made])
             first = end
 
     def _divide(self, prefix: Messages, unit: Messages, sequences: Sequence[Encoded], *, is_exchange: bool) -> None:
-        """Store a unit that is too long alone: an exchange answer by answer, one answer cut."""
-        # Each answer with the results of its tools.
+        """Store a unit that is too long by itself: divide an exchange between its answers, or cut a single answer."""
+        # An answer includes the results of its tool calls.
         starts = [number for number, message in enumerate(unit) if message.role == "assistant"]
         question = unit[: starts[0]] if starts else unit
         answers = [unit[start:end] for start, end in itertools.pairwise([*starts, len(unit)])]
@@ -173,7 +173,7 @@ class _Splitter:
         self._store(cut)
 
     def _encode(self, parts: Sequence[Messages]) -> list[list[Encoded]]:
-        """Encode parts of the conversation; nothing comes of those that the template or the mask refuses."""
+        """Encode parts of the conversation up to their last answers; a part that is refused yields no sequences."""
         turns = ([number for number, one in enumerate(part, start=1) if one.role == "assistant"] for part in parts)
         answered = [part[: max(numbers, default=0)] for part, numbers in zip(parts, turns, strict=True)]
         made = iter(self.tokenizer.encode_each([replace(self.conversation, messages=one) for one in answered if one]))
@@ -186,7 +186,7 @@ class _Splitter:
     def _store(self, views: Sequence[SequenceView]) -> None:
         for view in views:
             mask = view.loss_mask.copy()
-            if self._trains_all:  # not the beginning that an earlier piece has as well
+            if self._trains_all:  # except the beginning that an earlier piece contains, too
                 for piece in self.pieces:
                     count = min(len(view), len(piece))
                     differs = np.append(view.input_ids[:count] != piece.input_ids[:count], True)

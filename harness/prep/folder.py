@@ -18,31 +18,31 @@ from harness.storage.files import sync_tree
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 TOKENIZER, SOURCE = "tokenizer", "source"
-# Refused records with their reasons, and the same records alone, line by line, to be repaired and prepared again.
+# Refused records with their reasons, and the same records alone, one per line, to be repaired and prepared again.
 BAD_RECORDS, TO_REPAIR = "bad_records.jsonl", "bad_records_to_repair.jsonl"
-# Outlives a failed preparation: finished shards are kept.
+# Kept after a failed preparation, for its finished shards.
 SHARDS = ".shards"
 _FIRST_DAY = "first_day"
 SEQUENCES = "sequences"
 REPORT, REPORT_PAGE, SAMPLES_PAGE = "report.json", "report.md", "report.html"
 _MARKER = "_preparing"
 _MAX_REPORT_BYTES = 1 << 28
-# Removed in this order; the report is first because a folder with one counts as finished.
+# Removed in this order; the report is first because a folder with a report counts as finished.
 _OWNED: tuple[str, ...] = (REPORT, REPORT_PAGE, SAMPLES_PAGE, TRAIN, VALIDATION, TEST)
 _OWNED += (TOKENIZER, SOURCE, BAD_RECORDS, TO_REPAIR, SEQUENCES)
 
 
 def settings_hash(settings: dict[str, Any]) -> str:
-    """Return 16 hex digits, equal for equal settings."""
+    """Return a hash of settings as 16 hex digits."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool) -> dict[str, Any] | None:
     """Return the report of an earlier run with the same settings, or None if there is work to do.
 
-    What that run has left, where it was killed after its report, is removed.
-    `overwrite` repeats one with media, whose files are not among the settings. Raises ConfigError if a run with other
-    settings wrote the folder and `overwrite` is not set, and PrepError if the folder holds something else.
+    Removes the leftovers of a run that was killed after writing its report. `overwrite` repeats a run with media, whose
+    files are not part of the settings. Raises ConfigError if the destination is a file, or a run with other settings
+    wrote the folder and `overwrite` is not set, and PrepError if the folder contains anything else.
     """
     where = folder.where()
     if isinstance(folder.place, Path) and folder.place.exists() and not folder.place.is_dir():
@@ -63,7 +63,7 @@ def finished_report(folder: Folder, settings: dict[str, Any], *, overwrite: bool
     if "settings_hash" not in report or not isinstance(old, dict) or not isinstance(splits, dict):
         raise PrepError(what, where=at, fix=fix)
     if "date" in old:
-        # The day on which it was prepared does not make it another dataset.
+        # A dataset prepared on another day is still the same dataset.
         settings = {**settings, "date": old["date"]}
     if report.get("settings_hash") == settings_hash(settings):
         complete = all(folder.exists(f"{name}/manifest.json") for name in splits)
@@ -88,9 +88,9 @@ def upload(
 ) -> int:
     """Upload a finished preparation: each dataset's manifest after its shards, the report last.
 
-    Files that are there whole, from an upload that was interrupted, are not sent again, nor is anything where another
-    process has finished the same preparation. Files of an earlier one are removed, its report and its manifests first.
-    `advance` gets the bytes of each file, and `is_earlier` for one that was there; the bytes sent are returned. Raises
+    Complete files from an interrupted upload are not sent again, and nothing is sent if another process has finished
+    the same preparation. Files of an earlier preparation are removed, its report and manifests first. `advance`
+    receives the bytes of each file, with `is_earlier` true if the file already existed. Returns the bytes sent. Raises
     FormatError while another process uploads, and ConfigError if one has finished with other settings.
     """
     paths = {path.relative_to(prepared).as_posix(): path for path in prepared.rglob("*") if path.is_file()}
@@ -119,10 +119,10 @@ def upload(
 
 
 class PreparedFolder:
-    """Guards the folder on a disk that a preparation writes.
+    """Guard of the local folder that a preparation writes.
 
     `report.json` is written last: a folder without it is not finished. While a preparation runs, and after an
-    interruption, a marker file shows that the content may be replaced.
+    interruption, a marker file shows that the contents may be replaced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,9 +143,9 @@ class PreparedFolder:
                 entry.unlink(missing_ok=True)
 
     def first_day(self, today: date) -> date:
-        """Return the date on which the preparation began, `today` unless an interrupted one is continued.
+        """Return the date when the preparation began: `today`, unless it continues an interrupted one.
 
-        A chat template may write the date; a preparation that takes several days writes one.
+        A chat template may write the date; a preparation that takes several days must write the same date throughout.
         """
         file = self.path / SHARDS / _FIRST_DAY
         with suppress(OSError, ValueError):
@@ -157,12 +157,12 @@ class PreparedFolder:
     def finish(self, report: dict[str, Any]) -> None:
         """Force all files to disk and write the report, which makes the folder finished."""
         try:
-            for name in (TOKENIZER, SOURCE, BAD_RECORDS, TO_REPAIR):  # the others are forced when they are written
+            for name in (TOKENIZER, SOURCE, BAD_RECORDS, TO_REPAIR):  # other files are synced as they are written
                 if (self.path / name).exists():
                     sync_tree(self.path / name)
             write_atomically(self.path / REPORT, (json.dumps(report, indent=2) + "\n").encode())
         except OSError:
-            with suppress(OSError):  # it may have its name, and lose it when the power fails
+            with suppress(OSError):  # it may be in place, yet be lost in a power failure
                 (self.path / REPORT).unlink()
             raise
         self._tidy()
@@ -173,7 +173,7 @@ class PreparedFolder:
         self._marker.release(remove=True)
 
     def finish_again(self) -> None:
-        """Remove what a preparation that ended after its report has left, unless it is in use or cannot be written."""
+        """Remove the leftovers of a run that ended after its report, unless the folder is in use or not writable."""
         if (self.path / SHARDS).exists() or (self.path / _MARKER).exists():
             with suppress(OSError, HarnessError):
                 self._marker.acquire()

@@ -30,10 +30,10 @@ MIN_SEQUENCE_TOKENS = 2
 
 OVER_LONG = ("drop", "cut", "split")
 
-# Names of formats; the last is that of npy in other tools.
+# Names of formats; `legacy_npy_pickle` is the name of `npy` in other tools.
 PACKED_STORAGE = ("parquet", "memmap", "binidx", "jsonl", "virtual", "npy", "legacy_npy_pickle")
 
-# Keys of the random streams; a plan depends on them.
+# Keys of the random streams; changing them changes plans.
 _STREAM_SEQUENCES, _STREAM_PACKS = 0, 1
 _EXPAND_ITEMS = 1 << 20
 
@@ -88,8 +88,8 @@ class PackingConfig(CheckedSettings, section="data"):
 class PackPlan:
     """The sequences of each pack, in order.
 
-    `pack_offsets` is int64 [packs + 1]: pack p holds `sequence_ids[pack_offsets[p]:pack_offsets[p + 1]]`, of int64
-    [sequences], each index into the lengths once.
+    `pack_offsets` is int64 [packs + 1]; `sequence_ids` is int64 [sequences], with each index into the lengths once.
+    Pack p contains `sequence_ids[pack_offsets[p]:pack_offsets[p + 1]]`.
     """
 
     pack_offsets: Int64Array
@@ -100,7 +100,7 @@ class PackPlan:
         return len(self.pack_offsets) - 1
 
     def pack(self, index: int) -> Int64Array:
-        """int64 [sequences of the pack]."""
+        """Return the sequences of a pack, int64 [sequences of the pack]."""
         return self.sequence_ids[self.pack_offsets[index] : self.pack_offsets[index + 1]]
 
 
@@ -109,17 +109,17 @@ def plan_packs(
 ) -> PackPlan:
     """Plan packs of at most `pack_size` tokens.
 
-    The same lengths, settings and seed give the same plan on every machine, Python and numpy version: randomness is
-    the raw output of the Philox counter, turned into permutations by stable sorts.
+    The same lengths, settings and seed give the same plan on every machine, Python and numpy version: permutations are
+    stable sorts of the raw output of the Philox generator.
 
     Args:
-        lengths: integers [sequences], tokens of each sequence, from 2 to `pack_size`.
+        lengths: integers [sequences], number of tokens in each sequence, from 2 to `pack_size`.
         algorithm: a name in `PACKERS`; `next_fit` keeps the order and does not use the seed.
-        seed: shuffles which of equally long sequences share a pack, the order in which `first_fit` takes sequences, and
-            the order of packs.
+        seed: determines which of equally long sequences share a pack, the order in which `first_fit` takes sequences,
+            and the order of packs.
 
     Raises:
-        PrepError: a length is out of range; names the first.
+        PrepError: a length is out of range; the message names the first one.
         ConfigError: a setting is invalid.
     """
     require_choice(algorithm, PACKERS, setting="data.algorithm")
@@ -155,7 +155,7 @@ def shuffled(count: int, *, seed: int, stream: int) -> Int64Array:
 
 
 def _by_length(lengths: Int64Array, pack_size: int, order: Int64Array) -> Int64Array:
-    """Return the sequences by decreasing length, those of one length in the given order."""
+    """Return the sequences by decreasing length; sequences of equal length keep the given order."""
     # numpy radix-sorts 16-bit integers, several times faster than wider ones.
     narrow = np.uint16 if pack_size < 2**16 else np.int64
     return order[np.argsort((pack_size - lengths).astype(narrow)[order], kind="stable")]
@@ -180,7 +180,7 @@ def _best_fit_decreasing(lengths: Int64Array, pack_size: int, seed: int) -> Pack
 def _first_fit(lengths: Int64Array, pack_size: int, seed: int, *, is_decreasing: bool = False) -> PackPlan:
     """Place each sequence, in random or decreasing order, into the first opened pack with room for it.
 
-    Takes a few microseconds per sequence: a tree over the packs holds the largest room in each subtree.
+    Takes a few microseconds per sequence: a tree over the packs stores the largest free room in each subtree.
     """
     random_order = shuffled(len(lengths), seed=seed, stream=_STREAM_SEQUENCES)
     order = _by_length(lengths, pack_size, random_order) if is_decreasing else random_order
@@ -222,11 +222,11 @@ def _place(sizes: Int64Array, counts: Int64Array, pack_size: int) -> tuple[Int64
 
     Uses exactly as many bins as best-fit decreasing item by item: after an item of length s went into the bin with the
     least sufficient room r, that bin remains the tightest while it has room, so it takes r // s of them. `sizes` are
-    decreasing and at most `pack_size`, and `counts` are the items of each, int64 [distinct].
+    decreasing and at most `pack_size`; `counts` are the numbers of items of each size; both are int64 [distinct].
 
     Returns the columns of the placement, int64 [4, columns], and the number of bins. A column (first_bin, num_bins,
     per_bin, before) puts `per_bin` equal items into each of the bins `first_bin ... first_bin + num_bins - 1`, after
-    the `before` items that each of them already holds.
+    the `before` items that each of them already contains.
     """
     # Room -> runs (first bin, bins, items already in each) with exactly that room.
     runs: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -280,7 +280,7 @@ def _place(sizes: Int64Array, counts: Int64Array, pack_size: int) -> tuple[Int64
 
 
 def _lay_out(columns: Int64Array, items: Int64Array, bin_starts: Int64Array) -> Int64Array:
-    """Lay items, int64 [n] by decreasing length, out bin by bin, each bin from its `bin_starts`, int64 [bins]."""
+    """Lay out items (int64 [n], by decreasing length) bin by bin, each bin from its `bin_starts` (int64 [bins])."""
     placed = np.empty_like(items)
     ends = np.cumsum(columns[1] * columns[2])
     column = done = 0
@@ -299,7 +299,7 @@ def _lay_out(columns: Int64Array, items: Int64Array, bin_starts: Int64Array) -> 
 
 
 def _ramps(counts: Int64Array) -> Int64Array:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ...: int64 [sum of counts]."""
+    """Return 0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ... as int64 [sum of counts]."""
     ends = np.cumsum(counts)
     return np.asarray(np.arange(ends[-1]) - np.repeat(ends - counts, counts))
 
@@ -307,7 +307,7 @@ def _ramps(counts: Int64Array) -> Int64Array:
 def _next_fit(lengths: Int64Array, pack_size: int, _: int) -> PackPlan:
     """Start a new pack wherever the next sequence does not fit."""
     ends = np.cumsum(lengths)
-    # For every sequence: the first later one that does not fit into a pack starting with it.
+    # For every sequence, the first later one that does not fit into a pack starting with it.
     nexts = np.searchsorted(ends, ends - lengths + pack_size, side="right").tolist()
     offsets = [0]
     at = 0
@@ -327,7 +327,7 @@ PACKERS: dict[str, Callable[[Int64Array, int, int], PackPlan]] = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Member(Generic[Key]):
-    """A sequence to be packed, and the room that it takes: its stored tokens, or more if it is padded for training."""
+    """A sequence to pack, and the room it takes: its number of stored tokens, or more if it is padded for training."""
 
     key: Key
     sequence: SequenceView
@@ -335,17 +335,17 @@ class Member(Generic[Key]):
 
 
 class StreamPacker(Generic[Key]):
-    """Puts each sequence where it leaves the least room; each one added completes at most one pack.
+    """Packer of a stream: puts each sequence where it leaves the least room, completing at most one pack each time.
 
-    No pack has a sum of sizes above `pack_size`. A sequence that fits nowhere opens a new pack; beyond `max_open` packs
-    the oldest leaves. (If the fullest left instead, lognormal lengths of median 400 would fill packs of 4,096 better by
-    0.1 percent, but single sequences would wait ten times as long: for thousands of others.)
+    The sizes in a pack add up to at most `pack_size`. A sequence that fits nowhere opens a new pack; if more than
+    `max_open` are then open, the oldest is completed. (Completing the fullest instead would fill packs of 4,096 better
+    by 0.1 percent for lognormal lengths of median 400, but some sequences would wait 10 times as long, for thousands.)
     """
 
     def __init__(self, pack_size: int, *, max_open: int) -> None:
         self._pack_size = pack_size
         self._max_open = max_open
-        # Of each, the room that is left and the members.
+        # Room left and members of each open pack, oldest first.
         self._open: list[tuple[int, list[Member[Key]]]] = []
 
     @property
@@ -354,7 +354,7 @@ class StreamPacker(Generic[Key]):
         return [[member.key for member in members] for _, members in self._open]
 
     def add(self, member: Member[Key]) -> list[Member[Key]] | None:
-        """Place a member of at most `pack_size`; return the members of a pack that is full or has to leave."""
+        """Place a member of at most `pack_size`; return the members of the pack that this completes, if any."""
         fitting = [(free, place) for place, (free, _) in enumerate(self._open) if free >= member.size]
         place = min(fitting)[1] if fitting else len(self._open)
         if self._put(place, member) < MIN_SEQUENCE_TOKENS:
@@ -362,11 +362,11 @@ class StreamPacker(Generic[Key]):
         return self.flush() if not fitting and len(self._open) > self._max_open else None
 
     def flush(self) -> list[Member[Key]] | None:
-        """Return the oldest open pack once the stream has ended; None when all have left."""
+        """Remove the oldest open pack and return its members; None if no pack is open."""
         return self._open.pop(0)[1] if self._open else None
 
     def restore(self, packs: Iterable[Sequence[Member[Key]]]) -> None:
-        """Reopen packs saved as `open_keys`; one that is too large by the current sizes becomes several."""
+        """Reopen packs saved as `open_keys`; a pack that is too large with the current sizes becomes several."""
         for members in packs:
             place, free = len(self._open), self._pack_size
             for member in members:
@@ -374,7 +374,7 @@ class StreamPacker(Generic[Key]):
                 free = self._put(place, member)
 
     def _put(self, place: int, member: Member[Key]) -> int:
-        """Add a member to an open pack, or to a new one past the last; return the room that is left."""
+        """Add a member to an open pack, or to a new one after the last; return the room left."""
         free, members = self._open[place] if place < len(self._open) else (self._pack_size, [])
         members.append(member)
         self._open[place : place + 1] = [(free - member.size, members)]

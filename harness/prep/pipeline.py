@@ -41,11 +41,11 @@ from harness.storage import BucketFolder, LocalCache, LocalFolder, Place, open_f
 from harness.storage.checksums import digest_files
 from harness.storage.files import Stamp
 
-# More text does not improve a tokenizer, and memory stays bounded.
+# More text does not improve a tokenizer, and the limit bounds memory.
 _TRAIN_CHARACTERS = 256 << 20
-# Larger sources get larger shards instead of more.
+# Larger sources get larger shards instead of more shards.
 _MAX_SHARDS = 4096
-# Bytes of text in one of a compressed file, about.
+# Approximate number of bytes of text per byte of a compressed file.
 _EXPANSION = 8
 
 
@@ -81,19 +81,19 @@ def prepare(
     """Turn chats into packed datasets in a folder.
 
     Writes `train`, `validation` and `test` (datasets), `tokenizer`, `report.md`, `report.html` (with samples),
-    `report.json` (last), `source` (the built-in corpus), and if records were skipped `bad_records.jsonl` with their
-    reasons and `bad_records_to_repair.jsonl`, the same records line by line, to repair and prepare again. Does nothing
-    if the folder is prepared with the same settings; an interrupted preparation continues with its finished shards.
+    `report.json` (last) and `source` (the built-in corpus). If records were skipped, also writes `bad_records.jsonl`
+    with their reasons and `bad_records_to_repair.jsonl`, the same records one per line, to repair and prepare again.
+    Does nothing if the folder was prepared with the same settings; resumes an interrupted run with its finished shards.
 
     Args:
-        source: chats, as `SourceConfig.path` takes them, or with their settings; or all settings of the preparation,
-            instead of the other arguments.
-        tokenizer: a folder or hub id, or settings; None trains a byte-level BPE on the chats.
-        path: folder to write, on a disk or in a bucket; one in a bucket is prepared in HARNESS_CACHE and then uploaded.
-        progress: called with the stage (`tokenizer`, `tokens`, then each split), how much is done, and the total (0
-            where it is unknown): bytes of the source, then packs; at least every second, from a thread, too.
-        console: receives progress and the report; None is standard output, or nothing where `progress` is given.
-        settings: fields of `PackingConfig`, and `engine`.
+        source: chats, in any form that `SourceConfig.path` accepts, or a `SourceConfig`; or a `PrepareConfig`, in place
+            of `tokenizer`, `path` and `settings`.
+        tokenizer: a folder, a hub id or a `TokenizerConfig`; None trains a byte-level BPE tokenizer on the chats.
+        path: output folder, on a disk or in a bucket; for a bucket, it is prepared in HARNESS_CACHE and then uploaded.
+        progress: called with the stage (`source`, `tokenizer`, `tokens`, each split, `upload`), the amount done and the
+            total (0 if unknown), in bytes (packs for a split); at least every second, from another thread, too.
+        console: receives progress and the report; None means standard output, or no output if `progress` is given.
+        settings: fields of `PackingConfig` and `engine`.
 
     Raises:
         HarnessError: the source, a setting or the destination is unusable; the folder then does not count as prepared.
@@ -109,7 +109,7 @@ def prepare(
     found = find_sources(config.source, stages.show)
     depends_on = _settings(config, found)
     earlier = layout.finished_report(target, depends_on, overwrite=config.data.overwrite)
-    # What goes to a bucket is prepared here first, in a folder that an interrupted preparation continues with.
+    # A dataset for a bucket is first prepared on this machine, in a folder that is reused after an interruption.
     name = hashlib.sha256(str(target.place).encode()).hexdigest()[:16]
     copy = LocalCache().folder / "preparations" / name if isinstance(target, BucketFolder) else None
     if earlier is None and copy is not None:
@@ -149,7 +149,7 @@ def _config_of(
     path: str | os.PathLike[str] | None,
     settings: dict[str, Any],
 ) -> PrepareConfig:
-    """Return the settings that the arguments of `prepare` stand for."""
+    """Return the settings given by the arguments of `prepare`."""
     if isinstance(source, PrepareConfig):
         given = [*(["tokenizer"] if tokenizer is not None else []), *(["path"] if path is not None else []), *settings]
         if given:
@@ -178,14 +178,14 @@ def _settings(config: PrepareConfig, found: list[PreparedSource]) -> dict[str, A
     for name in ("path", "overwrite", "num_workers"):
         del data[name]
     del source["shard_bytes"]
-    # Earlier versions had no such settings, and the folders that they prepared are those of today.
+    # Earlier versions lacked these settings; folders that they prepared equal those made with the defaults.
     for name, unset in (("drop_media", False), ("media", asdict(MediaLimits())), ("mix", []), ("tool_calls", "given")):
         if source[name] == unset:
             del source[name]
     settings = {"version": VERSION, "source": source, "tokenizer": asdict(config.tokenizer), "data": data}
     if config.source.kind == "pydoc":
         settings["python"] = sys.version
-    # Of a dataset of the hub, with the commit that was read.
+    # The facts of a dataset from the hub include the commit that was read.
     for one, of_one in zip(found, source.get("mix", [source]), strict=True):
         of_one.update(one.found.facts)
         if digest := RecordReader(one.config.schema).function_digest:
@@ -210,7 +210,7 @@ def _fill(
             report.seconds = stages.seconds
             write_atomically(folder.path / layout.REPORT_PAGE, to_markdown(report).encode())
             page = render_page(report, preparation.samples)
-            # A record can hold half a surrogate pair, which UTF-8 has no bytes for.
+            # A record can contain half a surrogate pair, which UTF-8 cannot encode.
             write_atomically(folder.path / layout.SAMPLES_PAGE, page.encode(errors="replace"))
             folder.finish(report.to_dict())
         finally:
@@ -218,14 +218,14 @@ def _fill(
 
 
 def _stamp(file: Place) -> Stamp | None:
-    with suppress(OSError):  # it is not there
+    with suppress(OSError):  # the file does not exist
         return stamp_of(file)
     return None
 
 
 @dataclass
 class Preparation:
-    """One run, stage by stage; fills in `report`."""
+    """One preparation, stage by stage; fills in `report`."""
 
     config: PrepareConfig
     path: Path
@@ -331,7 +331,7 @@ class Preparation:
             self._refuse_source(refused, first)
 
     def _refuse_source(self, refused: Counter[str], first: str) -> None:
-        """Raise PrepError for a source of which every record was refused, or without records."""
+        """Raise PrepError for a source without records, or with every record refused."""
         if not refused:
             files = self.files
             what = "there are no records in " + ("the file" if len(files) == 1 else f"the {len(files):,} files")
@@ -343,7 +343,7 @@ class Preparation:
         raise PrepError(what, where=f"first {first}", fix=fix)
 
     def _tokenize(self, tokenizer: ChatTokenizer) -> dict[str, Split]:
-        """Tokenize everything, and divide the sequences among the splits."""
+        """Tokenize the sources and divide the sequences among the splits."""
         source, data, report = self.config.source, self.config.data, self.report
         saved = self.path / layout.TOKENIZER
         job = ShardJob(
@@ -393,7 +393,7 @@ class Preparation:
         return splits
 
     def _do_shards(self, job: ShardJob, stage: Stage) -> list[tuple[SourceShard, Path, Receipt, PreparedSource]]:
-        """Tokenize the sources shard by shard, and return each with its folder; raise PrepError if a file changes."""
+        """Tokenize the sources; return each shard with its folder, receipt and source. PrepError if a file changes."""
         stamps = list(map(_stamp, self.files))
         text_bytes = sum(
             stamp.num_bytes * (_EXPANSION if is_compressed(file) else 1)
@@ -421,9 +421,9 @@ class Preparation:
             shard, of = cut[number]
             done.append((shard, job.shard_folder(number), receipt, of))
             stage.advance(shard.num_bytes, is_earlier=receipt.was_there)
-        for entry in set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done}:  # of other settings
+        for entry in set(folder.iterdir()) - {of_shard for _, of_shard, _, _ in done}:  # made with other settings
             shutil.rmtree(entry, ignore_errors=True)
-        # Between the cutting and the reading of a shard, too.
+        # Also detects a file that changed between cutting and reading a shard.
         for place, before, after in zip(self.files, stamps, map(_stamp, self.files), strict=True):
             if before != after:
                 fix = "prepare it when no program writes to it"
@@ -446,7 +446,7 @@ class Preparation:
             mask=self.report.mask,
         )
         written, format = path, config.packed_storage
-        if format == "virtual":  # the sequences in their own order, one per pack, and the plan beside them
+        if format == "virtual":  # sequences in source order, one per pack; the plan is stored separately
             written, numbers = self.path / layout.SEQUENCES / name, np.arange(len(sequences) + 1)
             packs = PackPlan(numbers, numbers[:-1])
             saved = Path(os.path.relpath(path / provenance.tokenizer, written)).as_posix()
@@ -477,16 +477,16 @@ def repack_store(
     seed: int = 0,
     overwrite: bool = False,
 ) -> Manifest:
-    """Write a dataset with other packs over the sequences of a store, or of another plan; no token is copied.
+    """Write a dataset with new packs over the sequences of a store or of another plan; no tokens are copied.
 
-    The store is a dataset in the format `virtual`, and the destination a new or empty folder, which will refer to it by
-    relative path (by its URI from a disk to a bucket, or from one bucket to another). Packs are as for `plan_packs`.
-    Returns the manifest. It has no fingerprint; `open_dataset(destination).fingerprint` reads all packs once for it.
+    The store is a dataset in the `virtual` format. The destination, a new or empty folder, refers to it by relative
+    path, or by URI if the store is in a bucket and the destination on a disk or in another bucket. For packs, see
+    `plan_packs`. Returns the manifest, without a fingerprint: `open_dataset(destination).fingerprint` reads all packs.
 
     Raises:
-        FormatError: there is no store, or the destination cannot be written.
+        FormatError: the store does not exist, or the destination cannot be written.
         PrepError: a sequence is longer than a pack.
-        ConfigError: a setting is invalid.
+        ConfigError: a setting is invalid, or the destination cannot refer to the store.
     """
     sequences = open_store(store)
     plan = plan_packs(sequences.lengths, pack_size=pack_size, algorithm=algorithm, seed=seed)
@@ -503,7 +503,7 @@ def repack_store(
 
 
 def _digest_tokenizer(saved: Path) -> str:
-    """Return a digest of the files of a saved tokenizer, without what only says from where it was loaded."""
+    """Return a digest of a saved tokenizer's files, ignoring entries that only record where it was loaded from."""
     names = sorted(file.name for file in saved.iterdir() if file.is_file())
     digests = {file.path: file.xxh3 for file in digest_files(saved, names)}
     if (name := "tokenizer_config.json") in digests:

@@ -27,22 +27,22 @@ from harness.prep.tokenize import ChatTokenizer, Encoded
 from harness.printing import count_of, one_line, open_console
 from harness.tables import Table
 
-# Records on which a tokenizer is trained for a preview.
+# Number of records that a preview trains a tokenizer on.
 _TRAINING_RECORDS = 2000
-# Lines of one record by which the kept history differs from the one that is served.
+# Differing lines to print per record between the kept history and the served history.
 _MAX_LINES = 12
 
 
 def show_preview(config: PrepareConfig, *, console: Console | None = None) -> None:
-    """Print the first `config.preview` records as they will be trained, refused ones with their reasons.
+    """Print the first `config.preview` records as they will be trained, or the reasons why they are refused.
 
-    Of a mix, so many records of each source are shown. The console is standard output by default, 80 columns wide if it
-    is no terminal; without colors, trained text is in double brackets.
+    For a mix, prints that many records of each source. The console defaults to standard output, 80 columns wide if it
+    is not a terminal; without colors, trained text is in double brackets.
     """
     console = console or open_console(width=80)
     config = replace(config, source=config.source.resolve())
     found = find_sources(config.source, lambda text: console.print(Text(text)))
-    # A tokenizer is trained on the first records.
+    # Train a tokenizer only on the first records.
     for one in found:
         one.config = replace(one.config, limit=min(one.config.limit or _TRAINING_RECORDS, _TRAINING_RECORDS))
     first = replace(config, source=replace(config.source, on_bad="skip"))
@@ -76,7 +76,7 @@ def show_preview(config: PrepareConfig, *, console: Console | None = None) -> No
         equal = Counter((one.reason, one.detail) for one in made if isinstance(one, BadRecord))
         for record, sequences in zip(records, made, strict=True):
             if isinstance(sequences, BadRecord):
-                # Once for all records that are refused for the same reason.
+                # Print a reason once for all records that are refused for it.
                 if count := equal.pop((sequences.reason, sequences.detail), 0):
                     more = f" (and {count_of(count - 1, 'more record')})" if count > 1 else ""
                     console.print(Text("\n" + _wrapped(sequences.where + more, console), style="bold"))
@@ -116,7 +116,7 @@ def _show(
 
 
 def _show_difference(record: Conversation, kept: ChatTokenizer, served: ChatTokenizer, console: Console) -> None:
-    """Print what the only sequence of a conversation has beyond what a server sends for the last turn."""
+    """Print how a conversation's only sequence differs from the text that a server sends for the last turn."""
     one, several = kept.encode_each([record])[0], served.encode_each([record])[0]
     if isinstance(one, BadRecord) or isinstance(several, BadRecord) or len(several) == 1:
         return
@@ -132,5 +132,5 @@ def _show_difference(record: Conversation, kept: ChatTokenizer, served: ChatToke
 
 
 def _wrapped(text: str, console: Console) -> str:
-    """Return a text in lines of the console's width, of which no word of the text begins one but the first."""
+    """Return a text wrapped to the console's width, indented so that only its first line starts with a word."""
     return "\n".join(textwrap.wrap(one_line(text), console.width, subsequent_indent=" " * 9))

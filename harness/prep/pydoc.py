@@ -1,7 +1,7 @@
 """The built-in corpus: documentation of Python's standard library as conversations, so that every machine has data.
 
-As a script (`python pydoc.py OUTPUT`) it imports nearly all of the standard library and nothing else, which
-`write_pydoc_corpus` does in a process of its own.
+Run as a script (`python pydoc.py OUTPUT`), it imports nearly all of the standard library and nothing else;
+`write_pydoc_corpus` runs it in a separate process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SKIPPED_PARTS = {"test", "tests", "encodings"}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _SYSTEM = {"role": "system", "content": "You answer questions about Python briefly and exactly."}
 _QUESTIONS = ("What does `{}` do?", "Explain `{}`.", "What is `{}` for?", "I found `{}` in some code. What is it?")
-# Characters of a passage of a topic, about, and passages of a conversation.
+# Approximate characters per passage of a topic, and passages per conversation.
 _PASSAGE, _PASSAGES = 1000, 2
 
 # A name or a question, and a text about it.
@@ -38,12 +38,12 @@ Entry = tuple[str, str]
 
 
 def write_pydoc_corpus(path: Path) -> None:
-    """Write questions and answers about the standard library as JSONL, the same on every run of one Python.
+    """Write questions and answers about the standard library as JSONL, identical on every run of the same Python.
 
-    A process of its own imports the library's modules, without site packages, display or standard input. The file
-    appears whole or not at all.
+    A separate process imports the library's modules, without site packages, display or standard input. The file
+    appears complete or not at all.
     """
-    # Not at the top: the script runs without packages.
+    # Imported here because the script runs without packages.
     from harness.errors import PrepError
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,12 +63,12 @@ def write_pydoc_corpus(path: Path) -> None:
 
 
 def _draw(name: str, choices: int) -> int:
-    """Return a number below `choices` that depends on the name alone: the corpus is the same on every run."""
+    """Return a number below `choices` that depends only on the name: the corpus is the same on every run."""
     return zlib.crc32(name.encode()) % choices
 
 
 def _modules(name: str) -> Iterator[tuple[str, types.ModuleType]]:
-    """Yield a module and the public ones inside it, by name, as far as they can be imported here."""
+    """Yield a module and its public submodules, with their names, except those that cannot be imported here."""
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit):  # for another operating system, or an optional library is missing
@@ -83,12 +83,12 @@ def _documentation(thing: Any) -> str:
     """Return the object's own docstring, never an inherited one."""
     text = getattr(thing, "__doc__", None)
     text = inspect.cleandoc(text).strip() if isinstance(text, str) else ""
-    # Examples of codecs hold half surrogate pairs, which are not text.
+    # Examples of codecs contain half surrogate pairs, which are not text.
     return _ADDRESS.sub("", text).encode("utf-8", "replace").decode() if len(text) > 20 else ""
 
 
 def _entries(name: str, owner: Any, seen: set[int]) -> Iterator[Entry]:
-    """Yield the documentation of a module or class and of all that it defines, each object once, by full name."""
+    """Yield the full name and documentation of a module or class and of all that it defines, each object once."""
     yield name, _documentation(owner)
     exported = getattr(owner, "__all__", None)
     for member in sorted(exported or [one for one in vars(owner) if not one.startswith("_") or inspect.isclass(owner)]):
@@ -111,7 +111,7 @@ def _entries(name: str, owner: Any, seen: set[int]) -> Iterator[Entry]:
 
 
 def _topics() -> Iterator[list[Entry]]:
-    """Yield the language's reference as conversations: a topic in passages."""
+    """Yield the language reference as conversations, each about passages of one topic."""
     from pydoc_data.topics import topics
 
     for topic, text in sorted(topics.items()):
@@ -129,10 +129,10 @@ def _write(output: Path) -> None:
     names = sorted(name for name in sys.stdlib_module_names - _SKIPPED if not name.startswith(("_", "xx")))
     # Import all modules before describing any: some add to others.
     modules = [found for name in names for found in _modules(name)]
-    # No text is an answer twice: it would be in training and in validation.
+    # No text is an answer twice, since it could be in both training and validation.
     unique = {text: name for name, text in reversed([one for each in modules for one in _entries(*each, seen)]) if text}
     found, chats = [(name, text) for text, name in reversed(unique.items())], [*_topics()]
-    while found:  # one question, or three about neighbors
+    while found:  # one question, or three about adjacent names
         turns = 1 if _draw(found[0][0], 12) else 3
         chats.append([(_QUESTIONS[_draw(name, len(_QUESTIONS))].format(name), text) for name, text in found[:turns]])
         found = found[turns:]

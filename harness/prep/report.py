@@ -1,4 +1,4 @@
-"""Report a preparation: progress of its stages, and its counts as a table, JSON, and pages in Markdown and HTML."""
+"""Report on a preparation: progress of its stages, and counts as a table, JSON, and pages in Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from harness.tables import Row, Table, TableCell, make_histogram, open_templates
 
 _MAX_SOURCES = 200
 _MAX_SAMPLES, _MAX_SAMPLES_A_FILE = 24, 3
-# Tokens prepared over those of one rendering, above which the report warns.
+# The report warns above this ratio of prepared tokens to the tokens of one rendering.
 _MUCH_REPETITION = 1.5
 _WATCH_S, _LOG_S = 0.5, 1.0
 _KINDS = {
@@ -49,8 +49,8 @@ _KINDS = {
 class SplitReport:
     """Counts of one dataset: conversations, the sequences made from them, tokens, trained tokens, and packs.
 
-    `fill` is the share of the packs' room that holds tokens; the histograms of sequences by tokens, and of packs by
-    fill in percent, have upper bounds as keys.
+    `fill` is the share of the packs' room that is filled with tokens. `length_counts` (sequences by tokens) and
+    `fill_counts` (packs by fill in percent) are histograms with upper bounds as keys.
     """
 
     conversations: int = 0
@@ -64,7 +64,7 @@ class SplitReport:
     fill_counts: dict[str, int] = field(default_factory=dict)
 
     def describe_packs(self, lengths: Int32Array, plan: PackPlan, *, pack_size: int) -> None:
-        """Fill in the counts of packs, given the lengths of sequences (int32 [sequences])."""
+        """Fill in the counts of packs and the histograms from the lengths of the sequences (int32 [sequences])."""
         tokens = np.add.reduceat(lengths[plan.sequence_ids], plan.pack_offsets[:-1], dtype=np.int64)
         self.packs = plan.num_packs
         self.fill = self.tokens / (plan.num_packs * pack_size)
@@ -75,7 +75,7 @@ class SplitReport:
 
 @dataclass
 class SourceReport:
-    """Counts of one source file: its records, and what is made from them before duplicates are left out."""
+    """Counts of one source file: its records, and the data made from them before duplicates are left out."""
 
     records: int = 0
     bad: int = 0
@@ -87,10 +87,10 @@ class SourceReport:
 
 @dataclass
 class PrepareReport(Counts):
-    """Counts of one preparation, in all and of each source file by path.
+    """Counts of one preparation, in total and for each source file (by path) or source of a mix (by name).
 
-    `settings` are everything that the result depends on, `unused` the fields of records that are not read, and `mask`
-    tells how the mask was made, as the datasets' manifests have it. `reused`: it is that of an earlier run.
+    `settings` contains everything that the result depends on, `unused` the record fields that are not read, and `mask`
+    the facts about the loss mask that the manifests also record. `reused` is true for the report of an earlier run.
     """
 
     path: str = ""
@@ -111,7 +111,7 @@ class PrepareReport(Counts):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, path: str) -> PrepareReport:
-        """Return the report of an earlier run; raises PrepError if it is damaged."""
+        """Return the report of an earlier run; raise PrepError if it is damaged."""
         try:
             return replace(from_plain(cls, {**values, "path": path}), reused=True)
         except ValueError as error:
@@ -140,7 +140,7 @@ class PrepareReport(Counts):
         return counts | {f"dropped_{reason}": number for reason, number in sorted(self.dropped.items())}
 
     def left_out(self) -> str:
-        """List the records that were left out by reason; empty if there are none."""
+        """Return the numbers of records left out by reason, as text; empty if there are none."""
         return ", ".join(f"{number:,} {why}" for why, number in sorted((self.bad + self.dropped).items()))
 
     def split_table(self) -> Table:
@@ -163,7 +163,7 @@ class PrepareReport(Counts):
         return Table(("", *self.splits), list(rows.values()), "lr")
 
     def findings_table(self) -> Table:
-        """Return what became of the records, with all first places."""
+        """Return a table of the findings about records, with the first places of each."""
         rows = [
             (title, f"{count:,}", text, TableCell("; ".join(places), "code"))
             for title, text, count, places in self.findings()
@@ -171,8 +171,8 @@ class PrepareReport(Counts):
         return Table(("kind", "count", "meaning", "first"), rows, "lrl")
 
     def facts_table(self) -> Table:
-        """Return what was lost or repeated, and what the preparation found out: schema, mask and unused fields."""
-        # Over those of one rendering of each conversation; duplicates count.
+        """Return a table of lost and repeated tokens, and of facts such as the schema, the mask and unused fields."""
+        # Relative to one rendering of each conversation; duplicates count.
         tokens = sum(source.tokens for source in self.sources.values())
         repetition = tokens / (tokens - self.repeated_tokens) if tokens else 1.0
         repeated = (
@@ -206,7 +206,7 @@ class PrepareReport(Counts):
         return Table(head, rows, "lr")
 
     def findings(self) -> list[tuple[str, str, int, list[str]]]:
-        """Return what became of the records: a title, an explanation, the count and the first places."""
+        """Return the findings about records: title, explanation, count and first places of each."""
         found = []
         for kind, text in (("bad", "bad records"), ("dropped", "conversations were left out")):
             counts = sorted(getattr(self, kind).items())
@@ -215,7 +215,7 @@ class PrepareReport(Counts):
         return [(title, text, count, self.examples.get(kind, [])) for kind, title, text, count in found]
 
     def loss(self) -> str:
-        """Return what was left out of conversations longer than a pack, with its shares; empty if nothing was."""
+        """Describe what was left out of conversations longer than a pack, with shares; empty if nothing was."""
         data = self.settings.get("data", {})
         if not self.lost_tokens:
             return ""
@@ -237,7 +237,7 @@ class PrepareReport(Counts):
 
 
 def render_report(report: PrepareReport) -> RenderableType:
-    """Return a table with one column per split, and what became of the records."""
+    """Return a table with one column per split, and a table of findings and facts about the records."""
     below: list[Row] = [("records read", f"{report.records:,}")]
     for finding, _, count, places in report.findings():
         below.append((finding, f"{count:,}" + (f", first {places[0]}" if places else "")))
@@ -247,7 +247,7 @@ def render_report(report: PrepareReport) -> RenderableType:
 
 
 def to_markdown(report: PrepareReport) -> str:
-    """Return a page: counts of records, and histograms of sequence lengths and pack fill."""
+    """Return a Markdown page: counts of records, and histograms of sequence lengths and pack fill."""
     left_out = f"; left out: {report.left_out()}" if report.left_out() else ""
     read = f"Read {count_of(report.records, 'record')} from {count_of(report.files, 'file')}{left_out}."
     parts = [f"# {escape_markdown(Path(report.path).name)}", report.split_table().to_markdown()]
@@ -263,7 +263,7 @@ def to_markdown(report: PrepareReport) -> str:
 
 
 def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
-    """Return the first samples of each source file, as many as a page shows, given file and folder of each shard."""
+    """Return the first samples of each source file, up to a page's limits, given the file and folder of each shard."""
     chosen: list[Sample] = []
     counts: dict[str, int] = {}
     for file, folder in shards:
@@ -277,7 +277,7 @@ def choose_samples(shards: Iterable[tuple[str, Path]]) -> list[Sample]:
 
 
 def render_page(report: PrepareReport, samples: Sequence[Sample]) -> str:
-    """Return the page; every text of the data is escaped."""
+    """Return the HTML page; all text from the data is escaped."""
     lengths = {name: make_histogram("tokens", split.length_counts) for name, split in report.splits.items()}
     values = {"report": report, "lengths": lengths, "max_sources": _MAX_SOURCES, "samples": samples}
     template = open_templates(Path(__file__).parent).get_template("report.html.j2")
@@ -290,7 +290,7 @@ def _histogram(values: npt.NDArray[Any], bounds: list[int]) -> dict[str, int]:
 
 
 class Stage:
-    """A running stage, shown every half second with what `measure` returns; `summary` is printed at the end."""
+    """A running stage: every half second, shows its progress plus that from `measure`; `summary` is printed last."""
 
     def __init__(self, stages: Stages, bar: Progress, name: str, doing: str, total: float | None) -> None:
         self.summary = ""
@@ -303,7 +303,7 @@ class Stage:
         self.advance(0)
 
     def advance(self, step: float, *, is_earlier: bool = False) -> None:
-        """Add progress; that of an earlier run is left out of the estimate."""
+        """Add progress; progress of an earlier run is left out of the time estimate."""
         with self._lock:
             self._done += step
             self._earlier += step * is_earlier
@@ -317,7 +317,7 @@ class Stage:
             self._task = self._bar.add_task(doing, total=None, left="")
 
     def watch(self, measure: Callable[[], float]) -> None:
-        """Show the progress that `measure` returns, too; what it returns now is of an earlier run."""
+        """Also show the progress that `measure` returns; its current value counts as progress of an earlier run."""
         self._earlier, self.measure = self._earlier + measure(), measure
 
     def keep_showing(self, ended: threading.Event) -> None:
@@ -326,7 +326,7 @@ class Stage:
                 self._show(self._done + self.measure())
 
     def _show(self, done: float) -> None:
-        self._shown, left = max(self._shown, done), ""  # less for a part that ended, and is not yet in `_done`
+        self._shown, left = max(self._shown, done), ""  # `done` drops when a part has ended but is not yet in `_done`
         now, own = time.perf_counter(), self._shown - self._earlier
         if own > 0 and self._shown < self._total:
             self._first = began, before = self._first or (now, own)
@@ -335,7 +335,7 @@ class Stage:
         self._bar.update(self._task, completed=self._shown, left=left)
         if self._stages.progress is not None:
             self._stages.progress(self._name, int(self._shown), self._total)
-        # In a log: every second at first, then after a twentieth of the time so far.
+        # Log a line every second at first, later after each twentieth of the elapsed time.
         if self._bar.disable and now - self._written >= max(_LOG_S, (now - self._began) / 20):
             self._written, share = now, f"{self._shown / self._total:.1%}" if self._total else ""
             text = ", ".join(filter(None, (self._doing, share, left)))
@@ -344,7 +344,7 @@ class Stage:
 
 @dataclass
 class Stages:
-    """Shows the stages of a preparation, a bar while one runs and a line when it ends, and keeps their times."""
+    """Display of a preparation's stages, with a bar while one runs and a line when it ends; records their times."""
 
     console: Console
     progress: Callable[[str, int, int], None] | None = None
@@ -369,5 +369,5 @@ class Stages:
         self.show(f"{name:<10}{self.seconds[name]:7.1f} s  {stage.summary}")
 
     def show(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self.console.print(Text(one_line(text)), soft_wrap=True)

@@ -1,9 +1,9 @@
-"""Tokenize one shard of the source into a folder of its own, with a receipt; a shard with a valid receipt is kept.
+"""Tokenize one shard of the source into its own folder, with a receipt; a shard with a valid receipt is kept.
 
-Folder `00007` holds `sequences.bin` (one record per sequence), `input_ids.bin`, `loss_mask.bin`, `media.bin` (one per
-medium), `media_data.bin`, `bad_records.jsonl` and `receipt.json`. It is written under another name and renamed once
-complete, so that an abandoned attempt, wherever it may still be running, changes nothing. Every few seconds, an attempt
-saves its progress in `partial.json`; after a kill, the next attempt copies what was saved and continues from there.
+Folder `00007` contains `sequences.bin` (one record per sequence), `input_ids.bin`, `loss_mask.bin`, `media.bin` (one
+per medium), `media_data.bin`, `samples.jsonl`, `bad_records.jsonl`, `bad_records_to_repair.jsonl` and `receipt.json`.
+It is written under another name and renamed once complete, so an abandoned attempt that is still running changes
+nothing. Every few seconds, an attempt saves its progress in `partial.json`; after a kill, the next one continues there.
 
 `harness.prep.spool` reads the sequences of all shards.
 """
@@ -44,27 +44,27 @@ from harness.storage import StoredFile, parse_place, stamp_of, sync_path, write_
 from harness.storage.checksums import digest_files
 from harness.storage.files import Stamp
 
-# Increment when the same settings begin to give other data.
+# Increment when the same settings start to produce different data.
 VERSION = 3
 RECEIPT, PARTIAL = "receipt.json", "partial.json"
 SAMPLES = "samples.jsonl"
-# Bytes of the source that an attempt has read, for those who watch it.
+# File with the number of source bytes that an attempt has read, for progress display.
 _PROGRESS = "progress"
 _FILES = (SEQUENCES, INPUT_IDS, LOSS_MASK, MEDIA, MEDIA_DATA, BAD_RECORDS, TO_REPAIR, SAMPLES)
 _SHOWN_BAD = 10
-# Of calls and results in the text of Hermes' records; templates write tags of their own.
+# Tags of tool calls and results in the text of Hermes records; templates write their own tags.
 _CALL_TAGS = ("<tool_call>", "<tool_response>")
-# Of media that are in memory at once, about.
+# Approximate bytes of media in memory at once.
 _MEDIA_BYTES = 64 << 20
-# Records are tokenized together in batches of about this time.
+# Target time to tokenize one batch of records.
 _BATCH_S = 0.25
-# Progress inside a shard is saved after this time, so that a kill loses little more, however slow the machine is.
+# Interval for saving progress inside a shard: a kill loses little more than this, however slow the machine.
 _SAVE_S = 15.0
-# Conversations whose text a shard keeps for the report's page.
+# Conversations per shard whose text is kept for the report page.
 _MAX_SAMPLES = 2
 _MAX_EXAMPLES = 3
 _MAX_PICTURES = 4
-# Sequences of a conversation that a report keeps, and characters of each.
+# Sequences per conversation, and characters per sequence, in a report.
 _MAX_SEQUENCES, _MAX_CHARACTERS = 6, 6000
 
 
@@ -73,19 +73,19 @@ class Counts:
     """Counts of records and conversations.
 
     Attributes:
-        records: number of records read; each one is kept as a conversation, bad or dropped.
-        dropped: conversations left out for their length, as duplicates or by a function, by reason.
-        partial: conversations of which some sequences are kept and others left out for their length.
+        records: number of records read; each is kept as a conversation, counted as bad, or dropped.
+        dropped: conversations left out because of their length, as duplicates or by a function, by reason.
+        partial: conversations with some sequences kept and others left out because of their length.
         split: conversations that were divided because they are longer than a pack.
         lost_tokens: trained tokens that were cut off or left out because their conversation is longer than a pack.
-        repeated_tokens: tokens beside those of the longest sequence of each conversation: turns that are served
-            differently repeat what is before them.
+        repeated_tokens: tokens in addition to the longest sequence of each conversation: a turn that is served
+            differently repeats the conversation before it.
         media: kept conversations whose images, audio and videos were left out (`source.drop_media`).
-        placeholders: places of these in their text that were removed.
+        placeholders: placeholders of such media that were removed from the text.
         media_by_kind, media_tokens: media of kept conversations, and their placeholder tokens.
-        user_last: kept conversations that end with a user turn, which is read and never answered.
-        tagged_calls: kept conversations with tool calls or results as tags in their text, which templates write too.
-        examples: first places by kind: `bad REASON`, `dropped REASON`, `partial`, `truncated` and so on.
+        user_last: kept conversations that end with a user turn, which has no answer to train on.
+        tagged_calls: kept conversations whose text has tool calls or results in tags, which templates also write.
+        examples: places of the first records by kind: `bad REASON`, `dropped REASON`, `partial`, `truncated` and so on.
     """
 
     records: int = 0
@@ -106,7 +106,7 @@ class Counts:
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def count(self, kind: str, place: str, *, reason: str = "") -> None:
-        """Count one more of a kind (a field), by `reason` if it has any; keep its place if it is among the first."""
+        """Add one to the field `kind`, under `reason` if given; keep the place if it is among the first."""
         if reason:
             getattr(self, kind)[reason] += 1
         else:
@@ -125,7 +125,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSample:
-    """The runs of text of one sequence, each with whether it is trained, and the token counts of the whole sequence."""
+    """Text runs of one sequence, each with a flag for trained text, and the token counts of the whole sequence."""
 
     num_tokens: int
     num_trained: int
@@ -135,9 +135,9 @@ class SequenceSample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation, of no messages if it is plain text, and its first sequences.
+    """One conversation (without messages if it is plain text) and its first sequences.
 
-    `pictures` are those of the first media of the first sequence, as data URIs.
+    `pictures` show the first media of the first sequence, as data URIs.
     """
 
     where: str
@@ -155,11 +155,11 @@ class Sample:
 def make_sample(
     conversation: Conversation, pieces: Sequence[SequenceView], tokenizer: Decoder, *, is_whole: bool = False
 ) -> Sample:
-    """Decode the sequences of a conversation, all of them as a whole or the beginnings of the first."""
+    """Decode the sequences of a conversation: all of them in full if `is_whole`, else the start of the first ones."""
     sequences = []
     max_sequences, max_characters = (len(pieces), 1 << 40) if is_whole else (_MAX_SEQUENCES, _MAX_CHARACTERS)
     for piece in pieces[:max_sequences]:
-        # With the first placeholder token of each medium alone.
+        # Keep only the first placeholder token of each medium.
         kept = np.ones(len(piece), np.bool_)
         for one in piece.media:
             kept[one.start + 1 : one.start + one.tokens] = False
@@ -177,9 +177,9 @@ def make_sample(
 
 @dataclass(frozen=True, slots=True)
 class ShardJob:
-    """Settings shared by all shards; plain values, so that they can be sent to workers.
+    """Settings shared by all shards, as plain values that can be sent to workers.
 
-    `content` is a hash of the tokenizer's folder, and `today` the date that its chat template writes, as YYYY-MM-DD.
+    `content` is a hash of the tokenizer's folder, `today` the date (YYYY-MM-DD) that its chat template writes, if any.
     """
 
     folder: str
@@ -192,7 +192,7 @@ class ShardJob:
 
     @property
     def settings(self) -> str:
-        """Hash of everything that the sequences depend on beside the shard itself."""
+        """Hash of everything that the sequences depend on, except the shard itself."""
         values = asdict(self)
         del values["folder"], values["tokenizer"]["name"]
         return settings_hash({**values, "version": VERSION})
@@ -203,7 +203,7 @@ class ShardJob:
 
 @dataclass
 class Receipt:
-    """Input and content of a finished shard; `was_there` if an earlier run made it."""
+    """Input and contents of a shard, finished or partial; `was_there` is true if an earlier run made it."""
 
     shard: dict[str, Any]
     settings: str
@@ -218,7 +218,7 @@ class Receipt:
 
 
 def do_shard(job: ShardJob, number: int, shard: SourceShard) -> Receipt | HarnessError:
-    """Make a shard unless it is there, intact. Errors are returned, not raised: they cross processes and machines."""
+    """Make a shard unless it exists intact; errors are returned, not raised, because they cross processes."""
     folder = job.shard_folder(number)
     fix = "free disk space, or set data.path to another folder; finished shards are kept"
     try:
@@ -233,7 +233,7 @@ def do_shard(job: ShardJob, number: int, shard: SourceShard) -> Receipt | Harnes
 
 
 def refuse(bad: list[BadRecord]) -> None:
-    """Raise PrepError that lists the first of the bad records, if there are any."""
+    """Raise PrepError listing the first bad records, if there are any; omitted records do not count."""
     if not (bad := [record for record in bad if record.reason != BadReason.OMITTED]):
         return
     equal: dict[str, list[str]] = {}
@@ -254,7 +254,7 @@ def refuse(bad: list[BadRecord]) -> None:
 
 
 def _read_receipt(path: Path, job: ShardJob, shard: SourceShard) -> Receipt | None:
-    """Return a receipt, whole or partial; None if it is missing, damaged, or of other input or settings."""
+    """Return a finished or partial receipt; None if it is missing, damaged, or for other input or settings."""
     with suppress(OSError, FormatError):
         receipt = load(Receipt, path.read_bytes(), where=path)
         expected = (json.loads(json.dumps(asdict(shard))), job.settings, stamp_of(parse_place(shard.path)))
@@ -265,7 +265,7 @@ def _read_receipt(path: Path, job: ShardJob, shard: SourceShard) -> Receipt | No
 
 @lru_cache(maxsize=1)
 def _load_tokenizer(config: str, content: str, today: str) -> ChatTokenizer:
-    """Load a tokenizer once a process; `content` reloads a folder that was written again."""
+    """Load a tokenizer once per process; a new `content` reloads a folder that was rewritten."""
     return ChatTokenizer(TokenizerConfig(**json.loads(config)), today=date.fromisoformat(today) if today else None)
 
 
@@ -290,19 +290,19 @@ def _make(job: ShardJob, final: Path, shard: SourceShard) -> Receipt:
                         saved = time.monotonic()
                 done += chunk.num_bytes
             writer.sync()
-        # Here too: the next shard begins where the file was cut, and would name bad records.
+        # Check each shard: in a changed file, the next shard would start mid-record and report bad records.
         if stamp_of(parse_place(shard.path)) != stamp:
             fix = "prepare it when no program writes to it"
             raise PrepError("the file changed while it was read", where=shard.path, fix=fix)
         receipt.output = digest_files(folder, _FILES)
         write_atomically(folder / RECEIPT, json.dumps(to_plain(receipt)).encode())
-        # Of two concurrent attempts either will do, since they hold the same bytes.
+        # Either of two concurrent attempts will do: they contain the same bytes.
         for _ in range(3):
             try:
                 folder.rename(final)
                 break
             except OSError:
-                # There is one without a valid receipt, or another attempt has just finished.
+                # The folder exists without a valid receipt, or another attempt has just finished.
                 shutil.rmtree(final, ignore_errors=True)
         else:
             fix = "remove the folder, then try again"
@@ -310,14 +310,14 @@ def _make(job: ShardJob, final: Path, shard: SourceShard) -> Receipt:
         sync_path(final.parent)
         return receipt
     finally:
-        if not (folder / PARTIAL).exists():  # with which the next attempt continues
+        if not (folder / PARTIAL).exists():  # the next attempt continues from it
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _resume(job: ShardJob, final: Path, folder: Path, shard: SourceShard) -> Receipt | None:
-    """Copy what killed attempts saved of a shard into the folder of this one; return its receipt, None without any.
+    """Copy the furthest saved progress of killed attempts into the folder of this one; return its receipt, if any.
 
-    A copy: the attempt may still be writing, and what it saved is needed again if this one is killed at once.
+    The files are copied because that attempt may still be writing, and are needed if this one is killed at once, too.
     """
     paths = final.parent.glob(f"{final.name}.*/{PARTIAL}")
     found = [(path.parent, receipt) for path in paths if (receipt := _read_receipt(path, job, shard)) is not None]
@@ -333,7 +333,7 @@ def _resume(job: ShardJob, final: Path, folder: Path, shard: SourceShard) -> Rec
 
 @dataclass
 class _ShardWriter:
-    """Writes the records of a shard after the first `num_done` to its open files, by name, and counts them."""
+    """Writer of a shard's records, after the first `num_done`, to its open files by name; counts the records."""
 
     job: ShardJob
     files: Mapping[str, BinaryIO]
@@ -349,7 +349,7 @@ class _ShardWriter:
             os.fsync(file.fileno())
 
     def add(self, chunk: SourceChunk, tokenizer: ChatTokenizer) -> Iterator[float]:
-        """Write the tokens of a chunk, and yield the share done several times a second; PrepError for bad records."""
+        """Write a chunk's tokens, and yield the share done several times a second; PrepError for refused records."""
         present = [raw for raw in chunk.records if not is_blank(raw)]
         num_written = min(self.num_done, len(present))
         self.num_done -= num_written
@@ -382,7 +382,7 @@ class _ShardWriter:
         spelled = _as_json(raw).encode()
         self.files[BAD_RECORDS].write(json.dumps(asdict(record)).encode()[:-1] + b', "record": ' + spelled + b"}\n")
         line = raw.rstrip(b"\r\n") if isinstance(raw, bytes) else b"\n"
-        # Rows are no text, and the items of a list may be spread over lines.
+        # Rows of tables are not text, and an item of a JSON list may span several lines.
         self.files[TO_REPAIR].write((spelled if b"\n" in line else line) + b"\n")
 
     def _store(self, conversation: Conversation, sequences: Sequence[Encoded], tokenizer: ChatTokenizer) -> None:
@@ -412,7 +412,7 @@ class _ShardWriter:
             counts.media_by_kind[medium.kind] += 1
             if isinstance(size := measure(medium.kind, medium.data), AudioSize):
                 counts.audio_seconds += size.num_samples / size.rate
-        places: dict[int, int] = {}  # a medium that several sequences show is stored once
+        places: dict[int, int] = {}  # a medium that several sequences contain is stored once
         for part, piece in enumerate(fitted.pieces):
             for one in piece.media:
                 if id(one.data) not in places:
@@ -436,7 +436,7 @@ class _ShardWriter:
 
 
 def _batch(records: Iterator[tuple[Any, Any]], size: int) -> list[tuple[Any, Any]]:
-    """Return the next records, up to `size` of them, or fewer where their media are large."""
+    """Return the next records, at most `size`, or fewer if their media are large."""
     some: list[tuple[Any, Any]] = []
     num_bytes = 0
     while len(some) < size and num_bytes <= _MEDIA_BYTES and (one := next(records, None)) is not None:
@@ -449,16 +449,16 @@ def bytes_in_progress(folder: Path) -> int:
     """Return the bytes of the source that unfinished shards have read, given the folder of all shards."""
     total = 0
     for file in folder.glob(f"*.*/{_PROGRESS}"):
-        with suppress(OSError, ValueError):  # it is renamed or written meanwhile
+        with suppress(OSError, ValueError):  # it was just renamed, or is being written
             total += int(file.read_text())
     return total
 
 
 def _as_json(raw: object) -> str:
-    """Return a record as its file has it in JSON on one line; its text as a JSON string if it is none."""
+    """Return a record as one line of JSON; if it is not valid JSON, its text as a JSON string."""
     try:
         value = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
-        # What JSON cannot hold of a Parquet row.
+        # A Parquet row can contain values that JSON cannot.
         return json.dumps(value, default=lambda odd: f"{len(odd):,} bytes" if isinstance(odd, bytes) else str(odd))
-    except (ValueError, TypeError, RecursionError):  # of a row, also for keys that are no text
+    except (ValueError, TypeError, RecursionError):  # TypeError: a row's keys are not text
         return json.dumps(raw.decode(errors="backslashreplace").rstrip("\r\n") if isinstance(raw, bytes) else str(raw))

@@ -17,22 +17,22 @@ from harness.records import MEDIA_KINDS, Int32Array, Int64Array, Medium, Pack, S
 
 SEQUENCES, INPUT_IDS, LOSS_MASK = "sequences.bin", "input_ids.bin", "loss_mask.bin"
 MEDIA, MEDIA_DATA = "media.bin", "media_data.bin"
-# A sequence: offset of its tokens in the shard's files, hash of its conversation, its number among the stored sequences
-# of the conversation, its tokens, and how many are trained.
+# A sequence: offset of its tokens in the shard's files, hash of its conversation, index among the stored sequences of
+# the conversation, number of tokens, number of trained tokens.
 SEQUENCE = np.dtype([("offset", "<i8"), ("hash", "<u8"), ("part", "<i4"), ("length", "<i4"), ("trained", "<i4")])
-# A medium: number of its sequence in the shard, place and tokens in it, index of its kind, place in the file of data.
+# A medium: index of its sequence in the shard, start and number of its tokens, index of its kind, place in the data.
 MEDIUM = np.dtype(
     [("sequence", "<i8"), ("start", "<i4"), ("tokens", "<i4"), ("kind", "u1"), ("offset", "<i8"), ("num_bytes", "<i8")]
 )
 
 
 class Spool:
-    """Sequences of all shards in order, given the folder, the number of sequences and the number of tokens of each."""
+    """Sequences of all shards in order, given each shard's folder, number of sequences and number of tokens."""
 
     def __init__(self, shards: Iterable[tuple[Path, int, int]]) -> None:
         self._sequences, self._input_ids, self._loss_mask = [], [], []
         self._media, self._media_data = [], []
-        # Of each shard, the sequences of its media: one field of mapped rows is copied whenever it is searched.
+        # Sequence of each medium, per shard: searching a field of the mapped rows would copy it each time.
         self._with_media: list[Int64Array] = []
         for folder, num_sequences, num_tokens in shards:
             self._sequences.append(_map(folder / SEQUENCES, SEQUENCE, num_sequences))
@@ -52,7 +52,7 @@ class Spool:
         return np.concatenate([np.zeros(0, np.uint64), *firsts])
 
     def conversations(self) -> Int64Array:
-        """Return the number of each sequence's conversation, int64 [sequences]; those of one follow each other."""
+        """Return the index of each sequence's conversation, int64 [sequences]; sequences of one are adjacent."""
         firsts = (sequences["part"] == 0 for sequences in self._sequences)
         return np.cumsum(np.concatenate([np.zeros(0, np.bool_), *firsts])) - 1
 
@@ -82,7 +82,7 @@ class Spool:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Sequences `ids` (int64 [sequences], ascending; one may be there several times) of a spool."""
+    """Sequences of a spool by `ids` (int64 [sequences], ascending, possibly repeated)."""
 
     spool: Spool
     ids: Int64Array
@@ -92,7 +92,7 @@ class Split:
 
     @cached_property
     def lengths(self) -> Int32Array:
-        """int32 [sequences], in tokens."""
+        """Lengths of the sequences in tokens, int32 [sequences]."""
         return self.spool.column("length", self.ids)
 
     @property
@@ -111,11 +111,11 @@ class Split:
 def divide(
     spool: Spool, shares: Mapping[str, float], *, rest: str, drop_duplicates: bool
 ) -> tuple[dict[str, Split], int]:
-    """Divide conversations among splits by their hashes; also return how many of these are dropped as duplicates.
+    """Divide conversations among splits by hash; also return the number of conversations dropped as duplicates.
 
-    A conversation stays in its split when others are added or removed, but for the one that a split of so few
-    conversations that none falls into it takes from the rest. A split with share 0 is not made; `rest` is the name of
-    the one for the remaining conversations, which comes first in the result.
+    A conversation stays in its split when others are added or removed, with one exception: a split that would be empty,
+    because there are few conversations, takes one from the rest. A split with share 0 is not made; `rest` is the name
+    of the split of the remaining conversations, which comes first in the result.
     """
     hashes = spool.hashes()
     # The hash, scaled to 0 to 1, picks the split.
@@ -129,11 +129,11 @@ def divide(
     for place, share in enumerate(shares.values()):
         left = np.flatnonzero(places == len(shares))
         if share and len(left) > 1 and not np.any(places == place):
-            # With its copies, lest one be in both; copies of a single conversation are divided all the same.
+            # Move its copies, too, so that no text is in both splits, unless all that is left are copies.
             moved_there = left[hashes[left] == hashes[left].min()]
             places[moved_there if len(moved_there) < len(left) else moved_there[:1]] = place
     if len(spool) > len(hashes):
-        # All sequences of a conversation go where it goes.
+        # All sequences of a conversation go to its split.
         places = places[spool.conversations()]
     splits = {rest: Split(spool, np.flatnonzero(places == len(shares)))}
     for place, (name, share) in enumerate(shares.items()):
@@ -143,13 +143,13 @@ def divide(
 
 
 def repeat(split: Split, epochs: npt.NDArray[np.float64], *, seed: int) -> Split:
-    """Return a split with each conversation as often as `epochs` says, all of its sequences equally often.
+    """Return a split that repeats each conversation `epochs` times, with all of its sequences.
 
-    Of a fraction in `epochs`, float64 [sequences of the spool], that share of the conversations is there once more,
-    chosen by their hashes and the seed.
+    `epochs` is float64 [sequences of the spool]; a fractional part is the share of conversations that are repeated once
+    more, chosen by their hashes and the seed.
     """
     conversations = split.spool.conversations()[split.ids]
-    # The splits are chosen by the hash itself.
+    # The hash is mixed because the splits are chosen by the hash itself.
     mixed = split.spool.hashes() + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)

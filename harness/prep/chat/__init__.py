@@ -1,9 +1,9 @@
-"""Chat records of any schema, turned into conversations.
+"""Convert chat records of any schema to conversations.
 
     parse_line(b'{"messages": [...]}', "chats.jsonl, line 1")      # Conversation or BadRecord
     RecordReader("alpaca", {"output": "answer"}).parse(record, "chats.jsonl, line 1")
 
-`SCHEMAS` lists the schemas, each a file of its own: read `schemas.alpaca` first.
+`SCHEMAS` lists the schemas, each in its own file: read `schemas.alpaca` first.
 """
 
 from harness.prep.chat.reader import (

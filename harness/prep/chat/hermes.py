@@ -1,4 +1,4 @@
-"""Tool calls and results that are written inside texts, as Hermes and Qwen write them, become calls and tool turns."""
+"""Convert tool calls and results inside text, as Hermes and Qwen write them, to calls and tool turns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from itertools import chain
 from harness.prep.chat.records import BadReason, Conversation, Message, ToolCall
 from harness.prep.chat.values import BadRecordError, load_json, parse_call
 
-# Characters of a call as Python writes it, whose syntax tree takes 500 bytes for each.
+# Maximum length of a call as a Python literal, whose syntax tree takes 500 bytes per character.
 _MAX_LITERAL = 1 << 18
 
 
 def lift_calls(conversation: Conversation) -> Conversation:
-    """Return a conversation with `<tool_call>` of the assistant as calls, and `<tool_response>` as turns of tools.
+    """Return a conversation with `<tool_call>` tags of the assistant as calls, and `<tool_response>` as tool turns.
 
-    A call is `{"name": ..., "arguments": {...}}` in JSON or as Python writes it. Text before the first call stays the
-    content of its turn, and tags inside the reasoning are text.
+    A call is `{"name": ..., "arguments": {...}}` in JSON or as a Python literal. Text before the first call remains the
+    content of its turn, and tags inside the reasoning remain text.
     """
     numbered = enumerate(conversation.messages, start=1)
     turns = [_lifted(message, f"turn {number} ({message.role})") for number, message in numbered]
@@ -63,7 +63,7 @@ def _parse(text: str, what: str) -> ToolCall:
 
 
 def _divide(text: str, tag: str, what: str) -> tuple[str, list[str]]:
-    """Return the text before the first of some tags, and what is inside each of them."""
+    """Return the text before the first tag, and the text inside each tag."""
     if f"<{tag}>" not in text and f"</{tag}>" not in text:
         return text, []
     before, *opened = text.split(f"<{tag}>")

@@ -1,4 +1,4 @@
-"""Put the media of a record in their places, or leave them out, so that its text alone is trained on."""
+"""Put the media of a record in their places, or leave them out to train only on its text."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from harness.records import MEDIA_KINDS
 
 _KINDS = ("image", "audio", "video")
 _OTHER_NAMES = {"img": "image", "picture": "image", "photo": "image"}
-# As LLaVA, ms-swift and most templates write them: <image>, <|audio|>, <video_1>, <audio></audio>, with the line end
-# after it.
+# Placeholders as LLaVA, ms-swift and most templates write them: <image>, <|audio|>, <video_1>, <audio></audio>, with
+# the line end that follows.
 _PLACEHOLDER = {kind: re.compile(rf"<\|?{kind}(?:_\d+)?\|?>(?:</{kind}>)?\n?") for kind in _KINDS}
 
-# Names of what an object holds a medium under; the bytes of a table come before the path that they had.
+# Names of fields that contain a medium; bytes in a table take precedence over the path of their file.
 _SOURCE_FIELDS = ("bytes", "data", "base64", "url", "path", "image", "audio", "image_url", "audio_url", "input_audio")
-# Of a part that is a medium, beside those: what changes nothing, and its number in the record's list.
+# Other fields of a media part: those that change nothing, and its index in the record's list.
 _PART_FIELDS = ("type", "source", "cache_control", "format", "mime_type", "media_type", "detail", "index")
 
 
 def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int | None]:
-    """Return a record without media and the placeholders of their kinds, and how many of these were removed.
+    """Return a record without media and their placeholders, and the number of placeholders removed.
 
-    Text is changed only where the record holds media, and only placeholders of these kinds: an HTML tag `<video>` in
-    a record with images stays. A record without media is returned itself, with None; parts that are media count, too.
+    Text is changed only if the record contains media, and only placeholders of the same kinds are removed: an HTML tag
+    `<video>` in a record with images stays. Media parts count, too. A record without media is returned with None.
     """
     removal = _Removal()
     kept: dict[str, Any] = {}
@@ -54,15 +54,15 @@ def without_media(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], int | N
 
 
 def with_media(record: Mapping[str, Any], folder: str | None, limits: MediaLimits) -> Mapping[str, Any]:
-    """Return a record whose turns have a `MediaPart` in place of each placeholder and part of an image or a sound.
+    """Return a record with a `MediaPart` in its turns in place of each placeholder and part of an image or a sound.
 
-    Media are in parts of turns, as OpenAI, Anthropic and Hugging Face write them, or in `audios`, `images`, `audio` or
-    `image` beside the turns, with a placeholder for each: `<audio>` or `<image>` in a text, or a part without a medium.
-    A record without media, or without a list of turns, is returned itself.
+    Media are given as parts of turns, as OpenAI, Anthropic and Hugging Face write them, or in `audios`, `images`,
+    `audio` or `image` next to the turns, with one placeholder each: `<audio>` or `<image>` in text, or a part without a
+    medium. A record without media, or without a list of turns, is returned unchanged.
     """
     lists = {name: value for name, value in record.items() if name in MEDIA_FIELDS and not is_empty(value)}
     kinds = {name.removesuffix("s") for name in lists}
-    for kind in MEDIA_KINDS:  # a list without media has none for a placeholder
+    for kind in MEDIA_KINDS:  # an empty list has no medium for a placeholder
         if kind not in kinds and record.get(f"{kind}s") == []:
             lists[f"{kind}s"] = []
     if all(is_empty(record.get(name)) for name in LIST_FIELDS):
@@ -81,7 +81,7 @@ def with_media(record: Mapping[str, Any], folder: str | None, limits: MediaLimit
 class _MediaPlacer:
     def __init__(self, lists: Mapping[str, Any], folder: str | None, limits: MediaLimits) -> None:
         self._folder, self._limits = folder, limits
-        # By kind, the media that wait for a placeholder, with their places in words.
+        # Media that wait for a placeholder, by kind, with descriptions of their places.
         self._waiting: dict[str, deque[tuple[str, Any]]] = {}
         self._given, self._found = Counter[str](), Counter[str]()
         for name, value in lists.items():
@@ -97,7 +97,7 @@ class _MediaPlacer:
         self._placeholder = re.compile(rf"<\|?({kinds})\|?>(?:</(?:{kinds})>)?\n?") if kinds else None
 
     def turn(self, turn: object, number: int) -> object:
-        """Return a turn with media among the parts of its content."""
+        """Return a turn with its media placed among the parts of its content."""
         if not isinstance(turn, Mapping):
             return turn
         field = "value" if turn.get("from") is not None else "content"
@@ -152,7 +152,7 @@ class _MediaPlacer:
             yield part
 
     def _next(self, kind: str, what: str) -> Iterator[MediaPart]:
-        """Yield the next medium of the record's list; nothing if there is none, which `check` refuses."""
+        """Yield the next medium in the record's list, or nothing if none is left, which `check` refuses."""
         self._found[kind] += 1
         if waiting := self._waiting.get(kind):
             place, source = waiting.popleft()
@@ -168,7 +168,7 @@ class _MediaPlacer:
 
 
 def _source_of(value: object) -> object:
-    """Return what is inside the objects that hold a medium: its bytes, its text, or None where there is neither."""
+    """Return the bytes or text inside the objects that contain a medium, or None if there are neither."""
     if not isinstance(value, Mapping):
         return value
     names = (*_SOURCE_FIELDS, "source")
@@ -180,8 +180,8 @@ def _bad(detail: str) -> BadRecordError:
 
 
 def is_media(name: str, value: object) -> bool:
-    """Return whether a field of a record holds media, or names them."""
-    # Tables give True for a media column that a row has a value in; other numbers and flags are no media.
+    """Return True if a field of a record contains media or names them."""
+    # Tables give True for a media column with a value in the row; other numbers and flags are not media.
     if name in MEDIA_FIELDS:
         return not is_empty(value)
     return is_media_column(name) and not is_empty(value) and not isinstance(value, bool | int | float)
@@ -195,7 +195,7 @@ def _kinds_of(name: str) -> set[str]:
 
 @dataclass
 class _Removal:
-    """Takes media and placeholders out of turns, and keeps the kinds of media and the count of what was removed."""
+    """Removal of media and placeholders from turns; records the kinds of media and the number removed."""
 
     kinds: set[str] = field(default_factory=set)
     count: int = 0
@@ -210,7 +210,7 @@ class _Removal:
             if isinstance(kept.get(name), list):
                 given, kept[name] = kept[name], []
                 for part in given:
-                    # What a tool returns may be parts, too.
+                    # A tool result may also be a list of parts.
                     is_nested = isinstance(part, Mapping) and isinstance(part.get("content"), list)
                     made = self.without_media(part) if is_nested else part
                     if isinstance(made, Mapping) and is_media_part(made):
@@ -221,7 +221,7 @@ class _Removal:
         return kept
 
     def without_placeholders(self, value: Any) -> Any:
-        """Return a text, or the texts of a turn or of a list, without the placeholders of the kinds."""
+        """Return a text, turn or list without the placeholders of the recorded kinds."""
         if isinstance(value, list):
             return [self.without_placeholders(item) for item in value]
         if isinstance(value, Mapping):
@@ -232,6 +232,6 @@ class _Removal:
             value, count = _PLACEHOLDER[kind].subn("", value)
             self.count += count
             if count:
-                # A placeholder may enclose text, whose end tag is left: <audio>What is said?</audio>.
+                # Remove the end tag of a placeholder that encloses text: <audio>What is said?</audio>.
                 value = value.replace(f"</{kind}>", "")
         return value

@@ -1,4 +1,4 @@
-"""Parse one chat record into a Conversation, or into a BadRecord with the reason; find out the schema of records."""
+"""Parse one chat record into a Conversation, or into a BadRecord with the reason; detect the schema of records."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from harness.prep.media import MediaLimits
 
 SCHEMA = "source.schema"
 NUM_DETECTION_RECORDS = 100
-# Fields of a record that change what the model sees or writes, and that no schema reads.
+# Record fields that affect what the model sees or writes, but that no schema reads.
 _UNREAD_FIELDS = frozenset((*MEDIA_FIELDS, "functions"))
 _FIELDS = frozenset().union(*(schema.fields for schema in SCHEMAS.values()))
 
@@ -50,19 +50,18 @@ class RecordReader:
         reader.parse({"question": "Hi", "answer": "Hello"}, "chats.jsonl, line 1")
 
     Attributes:
-        schema: a key of `SCHEMAS`, or a function as `module:function`, which makes a record with `messages`; empty to
-            detect it in each record.
-        columns: other names of fields, of a record (`messages`) or of its turns (`role` or `messages.role`): the
-            field, and the name that the records have for it.
-        ignore_fields: fields of a record, its turns and their parts, and types of parts and items, that are left out on
-            purpose.
+        schema: a key of `SCHEMAS`, or a function `module:function` that returns a record with `messages`; empty detects
+            the schema of each record.
+        columns: renamed fields of a record (`messages`) or of its turns (`role` or `messages.role`), as a mapping from
+            the field to its name in the records.
+        ignore_fields: fields of a record, its turns and their parts, and types of parts and items, to leave out.
         drop_media: leave images, audio and videos out with their placeholders, instead of refusing such records.
-        media: bounds of images and sounds to read; None refuses records with media.
-        tool_calls: `given`, or `hermes` to read calls and results in the text (`lift_calls`).
-        function_digest: of the function's source file; empty without one.
+        media: limits of images and sounds; None refuses records with media.
+        tool_calls: `given`, or `hermes` to read calls and results from the text (`lift_calls`).
+        function_digest: digest of the function's source file; empty if `schema` is not a function.
 
     Raises:
-        ConfigError: there is no such schema, function or field, or a media field is to be ignored.
+        ConfigError: a schema, function or field does not exist, or `ignore_fields` contains a media field.
     """
 
     schema: str = ""
@@ -74,7 +73,7 @@ class RecordReader:
     function_digest: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        # Plain values, so that readers with the same settings are equal and go to workers.
+        # Plain values, so that readers with the same settings are equal and can be sent to workers.
         object.__setattr__(self, "columns", dict(self.columns))
         object.__setattr__(self, "ignore_fields", tuple(self.ignore_fields))
         if self._is_function:
@@ -100,7 +99,7 @@ class RecordReader:
             raise ConfigError(what, where="source.ignore_fields", fix=fix)
 
     def parse(self, record: object, where: str, folder: str | None = None) -> Conversation | BadRecord:
-        """Parse one decoded JSON object; relative paths of media are in `folder`, and None refuses all paths."""
+        """Parse one decoded JSON object; relative media paths refer to `folder`, and None refuses all paths."""
         try:
             if not isinstance(record, Mapping):
                 raise BadRecordError(BadReason.NOT_AN_OBJECT, f"a JSON {type(record).__name__}, expected an object")
@@ -139,7 +138,7 @@ class RecordReader:
         return self.parse(record, where, folder)
 
     def unused_keys(self, record: object) -> set[str]:
-        """Return the names of a record's fields that are neither read nor ignored; those of null do not count."""
+        """Return the names of a record's fields that are neither read nor ignored; null fields do not count."""
         if not isinstance(record, Mapping) or self._is_function:
             return set()
         try:
@@ -151,8 +150,8 @@ class RecordReader:
         return {str(key).encode(errors="replace").decode() for key in record.keys() - used if record[key] is not None}
 
     def columns_to_read(self, names: Iterable[str]) -> list[str]:
-        """Return those of a table's columns that `parse` needs, to read or to refuse."""
-        if self._is_function:  # which may read any
+        """Return the names of the columns that `parse` needs, to read or to refuse them."""
+        if self._is_function:  # a function may read any column
             return [name for name in names if name not in self.ignore_fields]
         used = self._used if set(REQUESTS).isdisjoint(names := list(names)) else self._used | BATCH_FIELDS
         return [name for name in names if name in used and name not in self.ignore_fields]
@@ -175,15 +174,15 @@ class RecordReader:
         return _UNREAD_FIELDS.union((self.columns.get(name, name) for name in fields), self.ignore_fields)
 
     def _rewritten(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a record with the names of our fields, and without those that are ignored."""
+        """Return a record with its fields renamed to ours, without ignored fields."""
         if not self.columns and not self.ignore_fields and not self.drop_media:
             return record
         record = self._renamed(record, {name: self.columns[name] for name in self.columns if name in _FIELDS})
-        # Without a prompt, `chosen` holds turns.
+        # Without a prompt, `chosen` contains turns.
         texts = [name for name in LISTS_OR_TEXTS if name != "chosen" or not is_empty(record.get("prompt"))]
         held = ((name, record[name]) for name in LISTS_OF_TURNS if not is_empty(record.get(name)))
         made = {name: self._turns(value) for name, value in held if name not in texts or isinstance(value, list)}
-        for name in SYSTEM_FIELDS.intersection(record):  # of Gemini a turn, of Anthropic parts
+        for name in SYSTEM_FIELDS.intersection(record):  # a turn in Gemini records, parts in Anthropic records
             value = record[name]
             made[name] = self._turn(value) if isinstance(value, Mapping) else self._parts(value)
         return {**record, **made}
@@ -203,14 +202,14 @@ class RecordReader:
         return [self._turn(turn) if isinstance(turn, Mapping) else turn for turn in value if not self._ignores(turn)]
 
     def _ignores(self, part: object) -> bool:
-        """Return whether a part or an item is of a type that is left out; media are only by `drop_media`."""
+        """Return True if a part or an item has an ignored type; only `drop_media` leaves out media."""
         if not isinstance(part, Mapping):
             return False
-        kinds = (part.get("type"), *(("thought", "thinking") if part.get("thought") else ()))  # thoughts of Gemini
+        kinds = (part.get("type"), *(("thought", "thinking") if part.get("thought") else ()))  # Gemini's thoughts
         return any(kind in self.ignore_fields for kind in kinds) and not is_media_part(part)
 
     def _parts(self, value: object) -> object:
-        """Return the parts of a content without those that are left out; a text as it is."""
+        """Return content without its ignored parts; text is returned unchanged."""
         if not isinstance(value, list):
             return value
         kept = (part for part in value if not self._ignores(part))
@@ -251,9 +250,9 @@ def detect_schema(
     ignore_fields: Sequence[str] = (),
     where: str = "",
 ) -> str:
-    """Return the schema of a source from its first records; those that fit none, or are no objects, are passed over.
+    """Return the schema of a source's first 100 records; records that are not objects or match no schema are skipped.
 
-    The first 100 count. Empty if there are no objects at all; PrepError if none fits, several do, or records differ.
+    Empty if there are no objects. Raises PrepError if no schema matches, several match a record, or records differ.
     """
     reader = RecordReader("", columns or {}, ignore_fields)
     found: Counter[str] = Counter()
@@ -288,10 +287,10 @@ def detect_schema(
 
 
 def record_of_row(row: Any) -> Any:
-    """Return a row of Parquet or Arrow, or a value in it, without the fields that are null.
+    """Return a Parquet or Arrow row, or a value in it, without null fields.
 
-    All structs of a column share their fields, so those that a row lacks are null in it. An argument of a tool call
-    that is null on purpose must be stored as JSON text.
+    All structs of a column share their fields, so a field that a row lacks is null in it. A tool call's argument that
+    is null on purpose must be stored as JSON text.
     """
     if isinstance(row, dict):
         return {name: record_of_row(value) for name, value in row.items() if value is not None}
@@ -299,7 +298,7 @@ def record_of_row(row: Any) -> Any:
 
 
 def _detect(record: Mapping[str, Any]) -> str:
-    """Return the name of the only schema that fits a record; raise BadRecordError if there is none or a choice."""
+    """Return the only schema that matches a record; raise BadRecordError if none or several match."""
     fitting = [name for name, schema in SCHEMAS.items() if schema.fits(record)]
     if len(fitting) > 1:
         fitting = [name for name in fitting if SCHEMAS[name].use != "last"] or fitting
@@ -327,7 +326,7 @@ def _refuse_unread(record: Mapping[str, Any]) -> None:
         )
         raise BadRecordError(BadReason.UNKNOWN_FIELD, f"{detail}; to leave out: source.ignore_fields=[{held[0]}]")
     for name, value in record.items():
-        # A column that is read under another name is text.
+        # A column that is read as another field is text.
         if name not in _FIELDS and isinstance(name, str) and is_media(name, value):
             detail = f"the record has `{name}`, which is media by its name; only text can be trained on; "
             fix = f"to leave out: source.ignore_fields=[{name}], or all media: source.drop_media=true"
@@ -335,15 +334,15 @@ def _refuse_unread(record: Mapping[str, Any]) -> None:
 
 
 def _turn_field(name: str) -> str:
-    """Return the field of a turn that a setting names, alone or after its list; empty for a record's field."""
+    """Return the turn field named by a setting, alone or after its list (`messages.role`); empty for a record field."""
     inner = name.rpartition(".")[2] if name.partition(".")[0] in LISTS_OF_TURNS else name
     return inner if inner in TURN_FIELDS or inner in ("from", "value") else ""
 
 
 def call_function(name: str, digest: str, record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the record that a user's function makes; raise BadRecordError where it makes none.
+    """Return the record made by a user's function; raise BadRecordError if it makes none.
 
-    It takes a record and returns one with `messages`, or None to leave it out; PrepError if it is of another digest.
+    The function takes a record and returns one with `messages`, or None to omit it. PrepError if its digest differs.
     """
     call, found = load_function(name)
     if found != digest:
@@ -363,13 +362,13 @@ def call_function(name: str, digest: str, record: Mapping[str, Any]) -> Mapping[
 
 @lru_cache(maxsize=8)
 def load_function(name: str) -> tuple[Callable[[dict[str, Any]], object], str]:
-    """Import a function, once a process, also from the working folder; return it and the digest of its source file."""
+    """Import a function once per process, also from the working folder; return it and its source file's digest."""
     module_name, _, function = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # where a program that pip installs does not look
+        sys.path.append(here)  # programs installed by pip do not search it
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a module can raise anything, and be a script
+    except (Exception, SystemExit) as error:  # a module can raise anything, and may be a script
         what = f"the module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         fix = "specify an importable module, such as chats:to_messages for chats.py in the working folder"
         raise ConfigError(what, where=SCHEMA, fix=fix) from error
@@ -378,7 +377,7 @@ def load_function(name: str) -> tuple[Callable[[dict[str, Any]], object], str]:
         known = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
         raise ConfigError(f"{module_name} has no function {function!r}", where=SCHEMA, fix=f"its functions: {known}")
     file = getattr(module, "__file__", None)
-    if not file or not os.path.isfile(file):  # noqa: PTH113 - a text of Python's
+    if not file or not os.path.isfile(file):  # noqa: PTH113 - a string from Python
         what = f"{module_name} has no source file, whose hash identifies the function"
         raise ConfigError(what, where=SCHEMA, fix="write a module that calls the function")
     return call, hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Chat records: a conversation with everything that a template may write, or the reason why a record is left out."""
+"""Types of chat records: conversations with all that a template may write, or reasons for leaving records out."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import xxhash
 
 from harness.records import HUNDREDTHS
 
-# One of any schema, decoded.
+# A decoded record of any schema.
 Record = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class BadReason(StrEnum):
-    """Reason for leaving a record out; the value is the name under which reports count it."""
+    """Reason for leaving a record out; the value is its name in reports."""
 
     NOT_UTF8 = "not_utf8"
     NOT_JSON = "not_json"
@@ -52,7 +52,7 @@ class BadReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool by the assistant; its arguments are JSON text or the decoded object, as in the record."""
+    """One tool call by the assistant; its arguments are JSON text or the decoded object, as in the record."""
 
     name: str
     arguments: str | Mapping[str, Any]
@@ -65,18 +65,18 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """An image or a sound among the parts of a content: its kind, one of `MEDIA_KINDS`, and its file."""
+    """An image or a sound in the content of a turn: its kind (one of `MEDIA_KINDS`) and the bytes of its file."""
 
     kind: str
     data: bytes = field(repr=False)
 
     def as_record(self) -> dict[str, str]:
-        """Return a part of a record that is parsed into this one again."""
+        """Return a record part that parses back into this part."""
         return {"type": self.kind, self.kind: "data:;base64," + base64.b64encode(self.data).decode()}
 
 
 def part_for_template(part: str | MediaPart) -> dict[str, str]:
-    """Return a part of a content in the form that chat templates take."""
+    """Return a content part in the form that chat templates expect."""
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind}
 
 
@@ -86,13 +86,13 @@ class Message:
 
     Attributes:
         role: one of `ROLES`.
-        content: text, several parts (text and media), or None (an assistant that only calls tools).
+        content: text, several parts (text and media), or None (an assistant turn with only tool calls).
         reasoning: text that the assistant thinks before its content; empty if there is none.
-        tool_call_id: call that a tool's message answers; empty if the record does not give it.
-        name: of the tool or speaker; empty if the record does not give it.
-        weight: of the turn in the loss, in hundredths, 0 to 100; None if the record does not give one.
-        part_weights: of the text parts of `content`, in hundredths; None for a part that has the turn's. Empty if no
-            part has a weight of its own.
+        tool_call_id: id of the call that a tool message answers; empty if the record does not specify it.
+        name: name of the tool or speaker; empty if the record does not specify it.
+        weight: loss weight of the turn, in hundredths, 0 to 100; None if the record does not specify one.
+        part_weights: loss weights of the text parts of `content`, in hundredths; None for a part with the turn's
+            weight. Empty if no part has its own weight.
     """
 
     role: str
@@ -106,7 +106,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The content as one text; parts are joined as they are."""
+        """The content as one text; parts are joined without separators."""
         return "".join(self.texts) if isinstance(self.content, tuple) else self.content or ""
 
     @property
@@ -122,13 +122,13 @@ class Message:
         return tuple(part for part in self.parts if isinstance(part, MediaPart))
 
     def with_texts(self, change: Callable[[str], str]) -> Message:
-        """Return the turn with each text of its content changed; an empty one stays."""
+        """Return the turn with `change` applied to each text of its content; empty content stays."""
         if isinstance(self.content, tuple):
             return replace(self, content=tuple(change(one) if isinstance(one, str) else one for one in self.content))
         return replace(self, content=change(self.content)) if self.content else self
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the turn in the form that chat templates take."""
+        """Return the turn in the form that chat templates expect."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}
         if isinstance(self.content, tuple):
             turn["content"] = [part_for_template(part) for part in self.content]
@@ -149,7 +149,7 @@ def as_share(hundredths: int) -> float:
 
 
 def _weighted_turn(message: Message) -> dict[str, Any]:
-    """Return a turn as `Message.as_dict` does, with the weights that chat templates do not take."""
+    """Return `Message.as_dict` with media data and weights, which are not passed to chat templates."""
     turn = message.as_dict()
     if message.media:
         parts = zip(message.parts, turn["content"], strict=True)
@@ -173,10 +173,10 @@ class Conversation:
 
     Attributes:
         messages: the turns in order; at least one is the assistant's. Empty for plain text.
-        tools: descriptions of the tools that the assistant may call, in the form that chat templates take.
+        tools: descriptions of the tools that the assistant may call, in the form that chat templates expect.
         template_kwargs: variables for the chat template, such as `enable_thinking`.
         text: plain text to continue training on, all of it trained, without a template; None for a chat.
-        dropped_media: placeholders that were removed because the record's media are left out; None for a record
+        dropped_media: number of placeholders removed because the record's media are left out; None for a record
             without media.
     """
 
@@ -192,7 +192,7 @@ class Conversation:
         return tuple(part for message in self.messages for part in message.media)
 
     def without_data(self) -> Conversation:
-        """Return the conversation with media of no bytes."""
+        """Return the conversation with empty media data."""
         if not self.media:
             return self
         turns = []
@@ -202,7 +202,7 @@ class Conversation:
         return replace(self, messages=tuple(turns))
 
     def as_record(self) -> dict[str, Any]:
-        """Return a record of the schema `messages` (or `text`) that is parsed into this conversation again."""
+        """Return a record in the `messages` (or `text`) schema that parses back into this conversation."""
         if self.text is not None:
             return {"text": self.text}
         record: dict[str, Any] = {"messages": [_weighted_turn(message) for message in self.messages]}
@@ -213,14 +213,14 @@ class Conversation:
         return record
 
     def hash(self) -> int:
-        """Return 64 bits of xxh3 over everything that the model may see; `where` does not count."""
+        """Return the 64-bit xxh3 hash of everything that the model may see; `where` does not count."""
         digest = xxhash.xxh3_64()
         for message in self.messages:
             content = message.text.encode()
             # Lengths keep ("ab", "c") and ("a", "bc") apart.
             digest.update(f"{message.role} {len(content)} ".encode())
             digest.update(content)
-        # Only where there is any: a plain chat keeps its hash, and with it its split.
+        # Only if there is more than that: a plain chat keeps its hash, and with it its split.
         if self.tools or self.template_kwargs or self.text is not None or not all(map(_is_plain, self.messages)):
             digest.update(json.dumps(self.without_data().as_record(), default=str).encode())
         for part in self.media:
@@ -240,9 +240,9 @@ class BadRecord:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """One form of chat records: `parse` makes the conversation of one and its place; raises BadRecordError.
+    """One form of chat records; `parse` makes a conversation from a record and its place, or raises BadRecordError.
 
-    It is used where it is `detected`; `last`, where no other schema fits; or where it is `asked` for by name.
+    `use` is `detected` (automatically), `last` (if no other schema fits) or `asked` (only if it is set by name).
     """
 
     fields: frozenset[str]

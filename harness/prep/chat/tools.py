@@ -1,7 +1,7 @@
-"""Descriptions of tools in the form that templates take, with their parameters as JSON Schema.
+"""Convert tool descriptions to the form that templates expect, with parameters as JSON Schema.
 
-Data sets describe parameters in other ways, too: `{"city": {"type": "str", "default": "Paris"}}` (xLAM),
-`input_schema` (Anthropic), and Python's names of types. Templates write nothing of what they do not know.
+Datasets also describe parameters in other ways: `{"city": {"type": "str", "default": "Paris"}}` (xLAM), `input_schema`
+(Anthropic), and Python's type names. Templates leave out anything that they do not know.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _NAMES = {
 }
 _TYPES = {name: kind for kind, names in _NAMES.items() for name in names}
 _MAX_DEPTH = 16
-# Keywords of JSON Schema: of schemas by name, and of a schema or a list of these.
+# Keywords of JSON Schema whose value is a mapping of names to schemas, and those for a schema or a list of schemas.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 _INSIDE = (
     *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "anyOf", "oneOf", "allOf", "not"),
     *("if", "then", "else", "additionalProperties", "unevaluatedProperties", "propertyNames"),
 )
-# Of OpenAI, Anthropic, MCP, Google and Cohere.
+# Names of the parameters in descriptions for OpenAI, Anthropic, MCP, Google and Cohere.
 _PARAMETERS = (
     *("parameters", "input_schema", "inputSchema", "parametersJsonSchema", "parameters_json_schema"),
     "parameter_definitions",
@@ -50,10 +50,10 @@ _PARAMETERS = (
 
 
 def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return descriptions of tools in the form that templates take, with JSON Schema as their parameters.
+    """Return tool descriptions in the form that templates expect, with parameters as JSON Schema.
 
     `value` is a list, or its JSON text, of `{"type": "function", "function": {...}}` or of the functions themselves;
-    each of them may be JSON text too.
+    each of them may also be JSON text.
     """
     items = decoded_list(value, "`tools`")
     try:
@@ -63,7 +63,7 @@ def parse_tools(value: object) -> tuple[Mapping[str, Any], ...]:
     return _parse_text(text)
 
 
-# Most records of a source have the same tools: checked once.
+# Most records of a source have the same tools, which are checked once.
 @lru_cache(maxsize=64)
 def _parse_text(text: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(map(_parse_tool, json.loads(text), count(1)))
@@ -88,13 +88,13 @@ def _parse_tool(value: object, number: int) -> Mapping[str, Any]:
 
 
 def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-    """Return the description of a function with JSON Schema as its `parameters`."""
+    """Return a function's description with its parameters as JSON Schema in `parameters`."""
     name = next((key for key in _PARAMETERS if not is_empty(function.get(key))), "")
     if not name:
         return function
     place = f"the {name} of {what} ({show(function['name'])})"
     given = decoded_object(function[name], place, BadReason.BAD_TOOLS)
-    check_json(given, place, BadReason.BAD_TOOLS)  # of JSON text, the caller has checked the text
+    check_json(given, place, BadReason.BAD_TOOLS)  # the caller has checked JSON text only as a string
     if _is_schema(given):
         schema = _as_json_schema(given)
     else:
@@ -116,13 +116,13 @@ def _with_parameters(function: Mapping[str, Any], what: str) -> Mapping[str, Any
 
 
 def refuse_hidden_parameters(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> None:
-    """Raise BadRecordError for a call with arguments of a tool that may describe them in another field."""
+    """Raise BadRecordError for a call with arguments if its tool may describe them in a field that is not read."""
     for function in (tool["function"] for tool in tools):
         schema = function.get("parameters")
         others = [name for name in function if name not in ("name", "description", "strict", "parameters")]
         if not any(map(function.get, others)) and not (schema or {}).get("required"):
             continue
-        # An object without a word about what is in it may hold anything.
+        # An object whose properties are not described may contain anything.
         if schema and ("properties" not in schema or any(map(schema.get, ("$ref", *_BY_NAME, *_INSIDE)))):
             continue
         calls = (call for message in messages for call in message.tool_calls if call.name == function["name"])
@@ -135,7 +135,7 @@ def refuse_hidden_parameters(tools: Sequence[Mapping[str, Any]], messages: Seque
 
 
 def _is_schema(given: Mapping[str, Any]) -> bool:
-    """Return False for xLAM's parameters by name, which may be called `type` or `properties`."""
+    """Return True for JSON Schema; False for xLAM's parameters by name, which may be called `type` or `properties`."""
     properties = given.get("properties")
     if isinstance(properties, Mapping):
         return isinstance(given.get("type"), str) or not isinstance(properties.get("type"), str)
@@ -144,7 +144,7 @@ def _is_schema(given: Mapping[str, Any]) -> bool:
 
 
 def _as_json_schema(given: Any) -> Any:
-    """Return a schema with types of JSON in place of Python's: the same object where it has none of these."""
+    """Return a schema with JSON type names in place of Python's; the same object if it has none of them."""
     if not isinstance(given, Mapping):
         return given
     made, kind = dict(given), given.get("type")
@@ -156,9 +156,9 @@ def _as_json_schema(given: Any) -> Any:
 
 
 def map_schemas(schema: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return a schema with what `change` makes of each one inside it, given its name there or "".
+    """Return a schema with `change` applied to each schema inside it, given that schema's name or "".
 
-    What `$ref` points to is inside `$defs` or `definitions`, so that a cycle of these ends.
+    The target of a `$ref` is inside `$defs` or `definitions` and visited there, so that cyclic references end.
     """
     made = dict(schema)
     for key, value in schema.items():
@@ -170,7 +170,7 @@ def map_schemas(schema: Mapping[str, Any], change: Callable[[str, Any], Any]) ->
 
 
 def _of_type(spelled: str) -> dict[str, Any]:
-    """Return the schema of a type such as `str, optional` or `List[int]`; one that JSON does not have may be any."""
+    """Return the schema of a type such as `str, optional` or `List[int]`; a type that JSON lacks allows any value."""
     if spelled.count("[") > _MAX_DEPTH:
         return {}
     parts = [part for part in _split(spelled, ",") if part.lower() not in ("optional", "")]
@@ -190,7 +190,7 @@ def _of_type(spelled: str) -> dict[str, Any]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split a text at the separators that are inside no brackets."""
+    """Split a text at the separators that are outside brackets."""
     edges, depth = [-1], 0
     for place, character in enumerate(text):
         depth += (character == "[") - (character == "]")

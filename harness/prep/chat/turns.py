@@ -1,4 +1,4 @@
-"""Turns in the form of OpenAI and Hugging Face (`role`, `content`, ...), and the conversation that they make."""
+"""Parse turns in the form of OpenAI and Hugging Face (`role`, `content`, ...) into a conversation."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from harness.prep.chat.values import (
 from harness.printing import count_of
 from harness.records import HUNDREDTHS
 
-# Fields of a record that every schema of turns reads beside the turns.
+# Record fields that every schema with turns reads in addition to the turns.
 CHAT_FIELDS = frozenset(("system", "system_prompt", "tools", "chat_template_kwargs"))
-# Beside an answer that is a text; `reasoning` is not among them, because records say `on` or `off` in it.
+# Fields next to a text answer; `reasoning` is not among them, because records contain `on` or `off` in it.
 ANSWER_FIELDS = ("reasoning_content", "thinking")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 WEIGHT_FIELDS = ("weight", "train", "trainable")
 TURN_FIELDS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_FIELDS, *WEIGHT_FIELDS)
 )
-# Lists of turns or items in whose place there may be a text, also one that looks like JSON.
+# Fields with lists of turns or items, or with text instead, even text that looks like JSON.
 LISTS_OR_TEXTS = ("prompt", "completion", "chosen", "input", "output")
 LISTS_OF_TURNS = ("messages", "conversations", "conversation", "contents", *LISTS_OR_TEXTS)
 TEXT_ALONE = "only text can be trained on (source.drop_media=true)"
 
-# Columns beside the turns that hold or name media, such as `image_path`, `audioUrl` and `files`; no counts and flags.
+# Columns next to turns that contain or name media, such as `image_path`, `audioUrl` and `files`; no counts or flags.
 _MEDIA_COLUMN = re.compile(
     r"(?!(?:num|n|has|is|with|count)_)(?:[a-z0-9]+_)*(?:image|img|picture|photo|audio|video|media|attachment)s?"
     r"(?:_(?:path|url|uri|file|filename|name|id|bytes|b64|base64|data|list|token)s?)*|files"
@@ -51,18 +51,18 @@ _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _ROLES = frozenset(ROLES)
 _SHAREGPT_ROLES = ("human", "gpt", "model", "function_call", "tool_call", "observation", "tool_response")
 _REASONING, _CALLS, _WEIGHTS = map(frozenset, (REASONING_FIELDS, ("tool_calls", "function_call"), WEIGHT_FIELDS))
-# Fields that turns of one role only may have.
+# Fields that only turns of one role may have.
 _OWNED_FIELDS = (("assistant", _REASONING | _CALLS), ("tool", frozenset(("tool_call_id",))))
 
 
 @lru_cache(maxsize=4096)
 def is_media_column(name: str) -> bool:
-    """Return whether a column's name says that it holds media or where they are: `MEDIA_FIELDS` and names like them."""
+    """Return True if a column's name indicates media or their location: `MEDIA_FIELDS` and similar names."""
     return _MEDIA_COLUMN.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-. ]", "_", name).lower()) is not None
 
 
 def is_media_part(part: Mapping[str, Any]) -> bool:
-    """Return whether a part of a turn holds media: by its type, or by the fields of a part without text."""
+    """Return True if a part of a turn contains media: by its type, or by the fields of a part without text."""
     kind = part.get("type")
     if isinstance(kind, str) and _MEDIA_PART.search(kind):
         return True
@@ -71,12 +71,12 @@ def is_media_part(part: Mapping[str, Any]) -> bool:
 
 
 def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conversation:
-    """Return the conversation of some turns, with the record's system prompt, tools and template variables."""
+    """Return the conversation made of turns, with the record's system prompt, tools and template variables."""
     messages = [parse_turn(turn, number) for number, turn in enumerate(turns, start=1)]
     tools: tuple[Mapping[str, Any], ...] = ()
     kwargs: Mapping[str, Any] = {}
     if not CHAT_FIELDS.isdisjoint(record):
-        # Anthropic's may be parts of text.
+        # Anthropic system prompts may be text parts.
         contents = {name: _parse_content(record.get(name), f"`{name}`") for name in ("system", "system_prompt")}
         texts = {name: Message("system", content).text for name, content in contents.items()}
         held = {name: text for name, text in texts.items() if text.strip()}
@@ -100,7 +100,7 @@ def chat(record: Mapping[str, Any], turns: Sequence[object], where: str) -> Conv
 
 
 def list_of_turns(record: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a field that holds turns, as a list or as its JSON text; raise BadRecordError if there are none."""
+    """Return the turns in a field, given as a list or as its JSON text; raise BadRecordError if there are none."""
     turns = as_list(decoded(record.get(name), f"`{name}`", BadReason.NO_MESSAGES))
     if not isinstance(turns, list) or not turns:
         kind = "an empty list" if turns == [] else "nothing" if turns is None else f"a {type(turns).__name__}"
@@ -109,7 +109,7 @@ def list_of_turns(record: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def as_list(turns: object) -> object:
-    """Return the turns of an object of lists of equal length, as `datasets` stores a sequence; else the same value."""
+    """Return an object of equally long lists, as `datasets` stores a sequence, as a list of turns; else the value."""
     if isinstance(turns, list) or not isinstance(turns, Mapping):
         return turns
     if not all(isinstance(values, list) for values in turns.values()) or len(set(map(len, turns.values()))) != 1:
@@ -127,20 +127,20 @@ def first_turn(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def turns_or_text(record: Mapping[str, Any], name: str, role: str) -> list[Any]:
-    """Return the turns of a field that holds turns, or one text of that role."""
+    """Return the turns in a field, or its text as one turn of the given role."""
     if isinstance(record.get(name), list):
         return list_of_turns(record, name)
     return [{"role": role, "content": text_field(record, name)}]
 
 
 def answer_turn(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the assistant's turn of a text field, with the record's reasoning."""
+    """Return a text field as an assistant turn, with the record's reasoning."""
     reasoning = {field: record[field] for field in ANSWER_FIELDS if not is_empty(record.get(field))}
     return {"role": "assistant", "content": text_field(record, name), **reasoning}
 
 
 def history_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the turns of `history`, the pairs of question and answer before the last one."""
+    """Return the turns of `history`, the earlier pairs of question and answer."""
     history = decoded(record.get("history"), "`history`", BadReason.BAD_TURN)
     pairs = [] if is_empty(history) else history
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
@@ -150,7 +150,7 @@ def history_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def train_only_answer(conversation: Conversation, num_answer: int) -> Conversation:
-    """Return the conversation with the assistant's turns among the last `num_answer` trained, and earlier ones not."""
+    """Return the conversation with assistant turns trained only if among the last `num_answer`; given weights stay."""
     first = len(conversation.messages) - num_answer
     if any(message.role == "assistant" and message.weight for message in conversation.messages[:first]):
         raise BadRecordError(BadReason.BAD_WEIGHT, "a turn of the prompt has a weight above 0")
@@ -164,11 +164,11 @@ def train_only_answer(conversation: Conversation, num_answer: int) -> Conversati
 
 
 def parse_turn(turn: object, number: int) -> Message:
-    """Check one turn; raise BadRecordError with its number."""
+    """Parse and check one turn; raise BadRecordError with its number."""
     if not isinstance(turn, Mapping):
         raise BadRecordError(BadReason.BAD_TURN, f"turn {number} is a {type(turn).__name__}, expected an object")
     role, content = turn.get("role"), turn.get("content")
-    # Nearly every turn of nearly every dataset.
+    # Fast path for nearly every turn of nearly every dataset.
     if len(turn) == 2 and type(content) is str and type(role) is str and role in _ROLES and content.strip():
         return Message(role, content if content.isascii() else check_text(content, f"turn {number} ({role})"))
     what = f"turn {number}"
@@ -204,7 +204,7 @@ def parse_turn(turn: object, number: int) -> Message:
     if message.media and role == "assistant":
         detail = f"{what} has an {message.media[0].kind}, and only text that the assistant writes can be trained on"
         raise BadRecordError(BadReason.MEDIA, detail)
-    # A tool may return nothing, and records of some sources have a system turn even where they have no system prompt.
+    # A tool may return nothing, and some sources write a system turn even if there is no system prompt.
     if role in ("tool", "system", "developer"):
         return message if message.content is not None else replace(message, content="")
     if message.text.strip() or message.tool_calls or message.reasoning.strip() or message.media:
@@ -217,7 +217,7 @@ def _refuse_unknown(held: Mapping[str, Any], what: str) -> None:
         raise BadRecordError(BadReason.MEDIA, f"{what} has `{media[0]}`; {TEXT_ALONE}")
     names = sorted(map(str, held.keys() - TURN_FIELDS))
     fields = ("the field " if len(names) == 1 else "the fields ") + ", ".join(map(show, names))
-    ignored = ignoring(*(name.partition(" beside ")[0] for name in names))  # as `sharegpt` calls a second content
+    ignored = ignoring(*(name.partition(" beside ")[0] for name in names))  # as `sharegpt` names a second content
     detail = f"{what} has {fields}, which no schema reads; to leave out: {ignored}"
     raise BadRecordError(BadReason.UNKNOWN_FIELD, detail)
 
@@ -238,7 +238,7 @@ def _parse_part(part: object, what: str) -> str | MediaPart:
     if not isinstance(part, Mapping):
         raise BadRecordError(BadReason.NOT_TEXT, f"{what} is of type {type(part).__name__}, expected text")
     kind = part.get("type")
-    # Where a request may be cached changes nothing that the model sees.
+    # `cache_control` does not affect what the model sees.
     others = [key for key in part if key not in ("type", "text", "cache_control") and not is_empty(part[key])]
     if isinstance(kind, str) and _MEDIA_PART.search(kind):
         raise BadRecordError(BadReason.MEDIA, f"{what} is of type {show(kind)}; {TEXT_ALONE}")
@@ -270,7 +270,7 @@ def _parse_tool_calls(turn: Mapping[str, Any], what: str) -> tuple[ToolCall, ...
 
 
 def _parse_weight(turn: Mapping[str, Any], what: str) -> int:
-    """Return the weight of a turn in hundredths; all of its fields must agree whether it is trained."""
+    """Return the weight of a turn in hundredths; its weight fields must agree on whether it is trained."""
     given = {field: turn[field] for field in WEIGHT_FIELDS if field in turn}
     for field, value in given.items():
         if field != "weight" and not isinstance(value, bool):
@@ -282,7 +282,7 @@ def _parse_weight(turn: Mapping[str, Any], what: str) -> int:
 
 
 def _part_weights(content: list[Any], role: str, what: str) -> tuple[tuple[int | None, ...], list[Any]]:
-    """Return the weights of a turn's parts in hundredths, empty if none has one, and the parts without them."""
+    """Return the weights of a turn's parts in hundredths, empty if no part has one, and the parts without weights."""
     found = [part.get("weight") if isinstance(part, Mapping) else None for part in content]
     if all(weight is None for weight in found):
         return (), content

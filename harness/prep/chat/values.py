@@ -1,4 +1,4 @@
-"""Checks of the values in a chat record: each returns the value in the form of `records`, or names what is wrong."""
+"""Check the values in a chat record: functions return a value in the form of `records`, or raise with the problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_DEPTH = 64
 # Python converts integers of up to 4,300 digits to text.
 _MAX_BITS = 14_000
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
-# What a chat template gets from elsewhere, or what decides how it is run.
+# Variables that a chat template gets from elsewhere, or that control how it is run.
 _RESERVED_KWARGS = {"messages", "conversation", "conversations", "tools", "chat_template", "tokenize", "return_dict"}
 _RESERVED_KWARGS |= {"add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
 
@@ -29,7 +29,7 @@ _CALL_FIELDS, _FUNCTION_FIELDS = frozenset(("id", "type", "function")), frozense
 
 
 class BadRecordError(Exception):
-    """Stops the parsing or rendering of a record; its reason and detail become those of a BadRecord."""
+    """Raised to stop parsing or rendering a record; its reason and detail become those of a BadRecord."""
 
     def __init__(self, reason: BadReason, detail: str) -> None:
         super().__init__(reason, detail)
@@ -69,7 +69,7 @@ def optional_text(value: object, what: str) -> str:
 
 
 def text_field(record: Mapping[str, Any], name: str) -> str:
-    """Return a record's field that must be a text with something in it."""
+    """Return a record field that must contain text; raise BadRecordError if it is blank or not text."""
     text = optional_text(record.get(name), f"`{name}`")
     if not text.strip():
         raise BadRecordError(BadReason.EMPTY_TURN, f"`{name}` is empty")
@@ -77,12 +77,12 @@ def text_field(record: Mapping[str, Any], name: str) -> str:
 
 
 def load_json(text: str) -> Any:
-    """Decode JSON; raise ValueError, as for other text that is not JSON, where an object has a key twice."""
+    """Decode JSON; raise ValueError for text that is not JSON, or if an object contains a key twice."""
     return _DECODER.decode(text)
 
 
 def json_or(text: str | bytes, default: Any) -> Any:
-    """Decode JSON that may have keys twice; return another value for text that is none."""
+    """Decode JSON, allowing duplicate keys; return `default` for text that is not JSON."""
     try:
         return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except (ValueError, RecursionError):
@@ -101,7 +101,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
 def decoded(value: object, what: str, reason: BadReason) -> object:
-    """Return a value that may be given as JSON text; an empty text is None."""
+    """Return a value, decoded if it is JSON text; blank text becomes None."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -115,7 +115,7 @@ def decoded(value: object, what: str, reason: BadReason) -> object:
 
 
 def decoded_object(value: object, what: str, reason: BadReason) -> Mapping[str, Any]:
-    """Return an object that may be given as JSON text; raise BadRecordError for anything else."""
+    """Return an object, decoded if it is JSON text; raise BadRecordError for anything else."""
     item = decoded(value, what, reason)
     if not isinstance(item, Mapping):
         raise BadRecordError(reason, f"{what}: a value of type {type(item).__name__}, expected an object")
@@ -123,7 +123,7 @@ def decoded_object(value: object, what: str, reason: BadReason) -> Mapping[str, 
 
 
 def decoded_list(value: object, what: str) -> list[Any]:
-    """Return a list of tools or calls that may be given as JSON text, and be omitted."""
+    """Return a list of tools or calls, which may be given as JSON text or omitted."""
     items = decoded(value, what, BadReason.BAD_TOOLS)
     if not is_empty(items) and not isinstance(items, list):
         raise BadRecordError(BadReason.BAD_TOOLS, f"{what} is of type {type(items).__name__}, expected a list")
@@ -131,13 +131,13 @@ def decoded_list(value: object, what: str) -> list[Any]:
 
 
 def check_json(value: object, what: str, reason: BadReason) -> None:
-    """Raise BadRecordError for a value that JSON cannot hold, or that is nested more than 64 levels deep."""
+    """Raise BadRecordError for a value that JSON cannot represent, or that is nested more than 64 levels deep."""
     if problem := _problem_of(value, 0):
         raise BadRecordError(reason, f"in {what} there is {problem}")
 
 
 def _problem_of(value: object, depth: int) -> str:
-    """Return what JSON cannot hold of a value, in words; empty if it holds all of it."""
+    """Describe the part of a value that JSON cannot represent; empty if there is none."""
     if isinstance(value, str):
         return "half a surrogate pair" if not value.isascii() and _SURROGATE.search(value) else ""
     if isinstance(value, (Mapping, list)):
@@ -153,16 +153,16 @@ def _problem_of(value: object, depth: int) -> str:
 
 
 def parse_calls(value: object, what: str) -> tuple[ToolCall, ...]:
-    """Return the calls of a list, or of its JSON text.
+    """Return the calls in a list, or in its JSON text.
 
-    Each is a `{"function": {"name", "arguments"}}`, or flat without `function`, or JSON text of it.
+    Each call is `{"function": {"name", "arguments"}}`, or the same without `function`, or JSON text of either.
     """
     items = decoded_list(value, what)
     return tuple(parse_call(item, f"call {number} of {what}") for number, item in enumerate(items, start=1))
 
 
 def parse_call(value: object, what: str) -> ToolCall:
-    """Return one tool call, given as an element of the list that `parse_calls` takes."""
+    """Return one tool call, given in the form of an element in the list of `parse_calls`."""
     call = decoded_object(value, what, BadReason.BAD_TOOLS)
     function = call.get("function")
     is_flat = function is None
@@ -188,7 +188,7 @@ def parse_call(value: object, what: str) -> ToolCall:
 
 
 def ignoring(*names: str) -> str:
-    """Return the setting that leaves fields out, as a shell and Hydra take it."""
+    """Return the setting that leaves out fields, quoted for a shell and Hydra."""
     if all(re.fullmatch(r"[A-Za-z_][\w.-]*", name) for name in names):
         return f"source.ignore_fields=[{','.join(names)}]"
     return shlex.quote(f"source.ignore_fields=[{','.join(json.dumps(name, ensure_ascii=False) for name in names)}]")

@@ -1,9 +1,9 @@
-"""Images and sounds of chats: read and bounded, their placeholder tokens counted from headers, and their features.
+"""Read images and sounds of chats within limits, count their placeholder tokens, and compute their features.
 
     data = read_medium("audio/hello.wav", folder="data")          base64, data URIs, bytes, paths and URIs
-    rules = MediaRules.of("Qwen2-Audio-7B-Instruct")              None for a model of text
+    rules = MediaRules.of("Qwen2-Audio-7B-Instruct")              None for a text-only model
     rules.count_tokens("audio", measure("audio", data))           750 for 30 seconds
-    rules.features(media)                                         what the model's encoder takes, as its processor gives
+    rules.features(media)                                         inputs of the model's encoder, as from its processor
 
 Pillow, soundfile and soxr (the extra `media`) and transformers are imported when they are first needed.
 """

@@ -1,4 +1,4 @@
-"""The files of media: read within limits, recognized by their first bytes, measured by their headers, decoded."""
+"""Read media files within limits, recognize them by their first bytes, measure them by their headers, and decode."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from harness.storage.bucket import MISSING_OBJECT
 from harness.storage.inputs import open_stream
 
 _IMAGES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_ORIENTATION = 0x0112  # in EXIF data; with 5 to 8, width and height change places
-# Compared with the first 12 bytes.
+_ORIENTATION = 0x0112  # EXIF tag; for values 5 to 8, width and height are swapped
+# Matched against the first 12 bytes.
 _MAGIC = (
     *((re.compile(magic, re.DOTALL), "audio") for magic in (rb"RIFF....WAVE", rb"fLaC", rb"OggS", rb"ID3")),
     (re.compile(rb"\xff[\xe2\xe3\xf2\xf3\xfa\xfb]"), "audio"),  # MP3 without tags
@@ -34,9 +34,9 @@ _MAGIC = (
     *((re.compile(magic, re.DOTALL), "image") for magic in (rb"GIF8[79]a", rb"BM....\0\0\0\0")),
 )
 _FORMATS = "WAV, FLAC, Ogg, MP3, PNG, JPEG, WebP, GIF and BMP"
-# Samples a second that are resampled, and samples of all channels that are decoded: a gigabyte.
+# Supported samples per second, and maximum number of samples of all channels to decode: 1 GiB.
 _RATES, _MAX_SAMPLES = (4_000, 384_000), 1 << 28
-# Kilobits a second of MP3 by the bits of a frame's header, of MPEG 1 and of MPEG 2 and 2.5; and samples a second.
+# Kilobits per second of MP3 frames by header bits, for MPEG 1 (True) and MPEG 2 and 2.5; and samples per second.
 _BIT_RATES = {
     True: (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
     False: (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
@@ -48,7 +48,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/]{16}[A-Za-z0-9+/=\s]*")
 
 @dataclass
 class MediaLimits(CheckedSettings, section="source.media"):
-    """Bounds of one image or sound, checked before it is decoded.
+    """Limits on one image or sound, checked before it is decoded.
 
     Attributes:
         num_bytes: maximum size of a media file in bytes.
@@ -61,35 +61,35 @@ class MediaLimits(CheckedSettings, section="source.media"):
     seconds: float = bounded(1800.0, above=0, highest=86400)
 
 
-# Of media that were checked before, by limits that may be higher than the usual ones.
+# Limits for media that were checked before, possibly with limits above the defaults.
 _HIGHEST = MediaLimits(num_bytes=2**31, num_pixels=2**31, seconds=86400.0)
 
 
 @dataclass(frozen=True, slots=True)
 class AudioSize:
-    """Samples of one channel and samples a second, by the header of a sound."""
+    """Number of samples per channel and per second, from the header of a sound."""
 
     num_samples: int
     rate: int
 
     def samples_at(self, rate: int) -> int:
-        """Return the samples of one channel at another rate: what soxr makes of them."""
+        """Return the number of samples per channel at another rate, equal to soxr's output."""
         return (2 * self.num_samples * rate + self.rate) // (2 * self.rate)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSize:
-    """Pixels of an image as it is shown, by its header."""
+    """Width and height of an image as it is displayed, in pixels, from its header."""
 
     width: int
     height: int
 
 
 def read_medium(source: object, folder: str | None = "", limits: MediaLimits | None = None) -> bytes:
-    """Return the bytes of a medium: of bytes, base64, a data URI, a path, `file://` or the URI of an object.
+    """Return the bytes of a medium given as bytes, base64, a data URI, a path, `file://` or the URI of an object.
 
-    Relative paths are in `folder`; None refuses all paths and URIs. Raises PrepError if it is none of these, cannot be
-    read, or exceeds the limit on bytes, and FormatError if its store does not answer, or refuses.
+    Relative paths refer to `folder`; None refuses all paths and URIs. Raises PrepError if the source is none of these,
+    cannot be read, or exceeds the limit on bytes, and FormatError if object storage does not answer or refuses.
     """
     most = (limits or MediaLimits()).num_bytes
     if isinstance(source, (bytes, bytearray, memoryview)):
@@ -107,7 +107,7 @@ def read_medium(source: object, folder: str | None = "", limits: MediaLimits | N
     if folder is None and len(source) <= 4096:
         raise _problem("is not in the record itself, as base64")
     if source[:7].lower() == "file://":
-        # Not cut at ? or #, which names of files have: what is left would be another file.
+        # Not cut at ? or #, which file names may contain: the rest would be the name of another file.
         source = unquote(source[7:].removeprefix("localhost"))
         if not source.startswith("/"):
             raise _problem(f"is on the host {source.partition('/')[0]}; specify its path on this one")
@@ -135,7 +135,7 @@ def _read_file(path: str, folder: str, most: int) -> bytes:
         raise _problem(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except HarnessError as error:
         if isinstance(error, FormatError) and error.what != MISSING_OBJECT:
-            raise  # a store that does not answer says nothing of a record
+            raise  # object storage that does not answer is no problem of the record
         raise _problem(error.what if path in error.what else f"{path}: {error.what}") from error
 
 
@@ -163,7 +163,7 @@ def _bounded(data: bytes, most: int) -> bytes:
 
 
 def kind_of(data: bytes) -> str | None:
-    """Return the kind of a file by its first bytes, one of `MEDIA_KINDS`; None for a format that is not read."""
+    """Return the kind of a file (one of `MEDIA_KINDS`) by its first bytes; None for an unsupported format."""
     return next((kind for magic, kind in _MAGIC if magic.match(data[:12])), None)
 
 
@@ -176,7 +176,7 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
     if kind == "image":
         with _opened_image(data) as image:
             size = ImageSize(*image.size)
-            # Of a PNG, Pillow's own would decode the image before its size is checked.
+            # For a PNG, Pillow's override would decode the image before its size is checked.
             if _library("PIL.Image").Image.getexif(image).get(_ORIENTATION) in (5, 6, 7, 8):
                 size = ImageSize(size.height, size.width)
         if size.width * size.height > limits.num_pixels:
@@ -191,7 +191,7 @@ def measure(kind: str, data: bytes, limits: MediaLimits | None = None) -> AudioS
         raise _problem(f"is damaged: {error}") from error
     if info.frames < 1:
         raise _problem("has no samples")
-    # A program that did not know the length wrote about 2 or 4 GB.
+    # A program that does not know the length in advance declares about 2 or 4 GB.
     if (cut := re.search(r"\ndata : (\d+) \(should be", info.extra_info)) and int(cut[1]) < 0x7FFF0000:
         raise _problem(f"is damaged: its samples have fewer than the {int(cut[1]):,} bytes of its header")
     if not _RATES[0] <= info.samplerate <= _RATES[1]:
@@ -214,7 +214,7 @@ def check_medium(kind: str, data: bytes, limits: MediaLimits | None = None) -> A
 
 
 def decode_image(data: bytes) -> Any:
-    """Return an image as Pillow has it, in RGB and turned as its EXIF data say."""
+    """Return a Pillow image in RGB, rotated according to its EXIF data."""
     from PIL import ImageOps
 
     with _opened_image(data) as image:
@@ -222,7 +222,7 @@ def decode_image(data: bytes) -> Any:
 
 
 def draw_medium(kind: str, data: bytes) -> str:
-    """Return a small picture of a medium as a data URI: of an image itself, of a sound its loudness over time."""
+    """Return a small picture of a medium as a data URI: a thumbnail of an image, or a sound's loudness over time."""
     if kind == "image":
         image, file = decode_image(data), io.BytesIO()
         image.thumbnail((160, 96))
@@ -237,7 +237,7 @@ def draw_medium(kind: str, data: bytes) -> str:
 
 
 def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
-    """Return a sound as float32 [samples], its channels averaged, at `rate` samples a second; 0 for its own rate."""
+    """Return a sound as float32 [samples], with channels averaged, at `rate` samples per second; 0 keeps its rate."""
     soundfile = _library("soundfile")
     try:
         with soundfile.SoundFile(io.BytesIO(_with_length(data))) as file:
@@ -258,9 +258,9 @@ def decode_audio(data: bytes, rate: int = 0) -> npt.NDArray[np.float32]:
 
 
 def _with_length(data: bytes, seconds: float = math.inf) -> bytes:
-    """Return a sound whose header has its length: soundfile guesses that of an MP3, and has none of some FLAC files.
+    """Return a sound with its length in the header: soundfile guesses it for MP3, and lacks it for some FLAC files.
 
-    Raises PrepError if an MP3 has other bytes between its frames, or a FLAC is longer than `seconds`.
+    Raises PrepError if an MP3 has other bytes between its frames, or a FLAC is damaged or longer than `seconds`.
     """
     if data[:4] == b"fLaC" and len(data) > 26 and not data[21] & 15 and not any(data[22:26]):
         count = _count_flac(data, seconds)
@@ -283,19 +283,19 @@ def _with_length(data: bytes, seconds: float = math.inf) -> bytes:
         name, flags, number = (data[named[0] + by : named[0] + by + 4] for by in (0, 4, 8))
         has_count = name != b"VBRI" and int.from_bytes(flags, "big") & 1
         count = int.from_bytes(number, "big") if has_count else frames
-        if frames > count + 2:  # that one, and one that some encoders leave out
+        if frames > count + 2:  # the header's own frame, and one that some encoders leave out
             raise _problem(f"has {frames - 1:,} MP3 frames, and counts {count:,}; divide it into several files")
         return data
     if not size and not _AFTER_MP3.match(data, end):
         raise _problem(f"is damaged: there is no MP3 frame at byte {end:,}")
-    # The frame that other programs write, of 64 kilobits a second without padding.
+    # The header frame that other programs write: 64 kilobits per second, without padding.
     head = bytes([data[at], data[at + 1] | 1, (0x50 if is_version_1 else 0x80) | data[at + 2] & 12, data[at + 3]])
     tag = head + bytes(side) + b"Xing\0\0\0\1" + frames.to_bytes(4, "big")
     return tag.ljust(_mp3_frame(head, 0) or 0, b"\0") + data[at:end]
 
 
 def _check_pages(data: bytes) -> None:
-    """Raise PrepError for an Ogg that was cut or has a second stream, neither of which soundfile reads to its end."""
+    """Raise PrepError for an Ogg that is truncated or has a second stream, which soundfile does not read to the end."""
     at, has_ended = 0, False
     while data[at : at + 4] == b"OggS" and len(data) > at + 27:
         if has_ended and data[at + 5] & 2:
@@ -308,7 +308,7 @@ def _check_pages(data: bytes) -> None:
 
 
 def _mp3_frame(data: bytes, at: int) -> int | None:
-    """Return the bytes of the MP3 frame at a place, by its header; None if there is none."""
+    """Return the size in bytes of the MP3 frame at offset `at`, from its header; None if there is none."""
     head = data[at : at + 4]
     if len(head) < 4 or head[0] != 255 or head[1] & 0xE6 != 0xE2:
         return None
@@ -320,11 +320,11 @@ def _mp3_frame(data: bytes, at: int) -> int | None:
 
 
 def _count_flac(data: bytes, seconds: float) -> int:
-    """Return the samples of one channel of a FLAC without their number, a block at a time; 0 if it is damaged."""
+    """Count the samples per channel of a FLAC whose header lacks the number; raise PrepError if it is damaged."""
     soundfile, count = _library("soundfile"), 0
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            file.seekable = lambda: False  # or it seeks to where it is after each block, which fails without a number
+            file.seekable = lambda: False  # else it seeks after each block, which fails without the number
             while found := len(file.read(1 << 16, dtype="int16")):
                 count += found
                 if count > seconds * file.samplerate or count * file.channels > _MAX_SAMPLES:
@@ -342,7 +342,7 @@ def _opened_image(data: bytes) -> Iterator[Any]:
             yield image
     except pillow.DecompressionBombError as error:
         raise _problem(f"has too many pixels: {error}") from error
-    except Exception as error:  # EXIF data of strangers raise struct.error, TypeError and others
+    except Exception as error:  # untrusted EXIF data raise struct.error, TypeError and others
         what = f"is damaged: {error}".replace(" <_io.BytesIO object", " the image").split(" at 0x")[0]
         raise _problem(what) from error
 

@@ -1,7 +1,7 @@
-"""Placeholder tokens and features of media for the model families that are trained with them.
+"""Placeholder tokens and features of media, for the model families that support media.
 
-Counts come from the size in a file's header and the numbers of the model's processor; features from the processor's own
-extractor, of each medium alone, so that they do not depend on which media are in a batch.
+Counts come from the size in a file's header and the settings of the model's processor. Features come from the
+processor's own extractor, one medium at a time, so that they do not depend on the other media in a batch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from harness.errors import ConfigError, FormatError, PrepError
 from harness.prep.media.files import AudioSize, ImageSize, decode_audio, decode_image, measure
 from harness.records import Medium
 
-# Beside a tokenizer that was saved with a dataset.
+# Saved next to the tokenizer of a dataset.
 RULES_FILE = "media_rules.json"
-# What a family raises for numbers that are not its own.
+# Errors that a family raises for numbers of another family.
 _NOT_RULES = (ArithmeticError, LookupError, TypeError, ValueError)
 _AUDIO_NUMBERS = ("feature_size", "sampling_rate", "hop_length", "chunk_length", "n_fft", "padding_value")
 _IMAGE_PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "Qwen2VLImageProcessor")
@@ -36,7 +36,7 @@ _IMAGE_NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
-    """Numbers by which one model takes media, and the ids of placeholder tokens by kind of media; plain values."""
+    """Processor settings of one model, and its placeholder token ids by kind of media; plain values."""
 
     family: str
     tokens: Mapping[str, int]
@@ -44,10 +44,10 @@ class MediaRules:
 
     @classmethod
     def of(cls, name: str) -> MediaRules | None:
-        """Return the rules of a folder or hub id of a model, or of a tokenizer that was saved with a dataset.
+        """Return the rules of a model's folder or hub id, or of a tokenizer that was saved with a dataset.
 
-        None for a model that takes no media, or of a family that is not trained with them; ConfigError if the
-        processor's files are missing or damaged, or have numbers that are not supported.
+        Returns None for a model without media or of an unsupported family. Raises ConfigError if the processor's files
+        are missing or damaged, or contain unsupported settings.
         """
         if saved := _read_json(name, RULES_FILE):
             return cls.from_text(json.dumps(saved), where=f"{name}/{RULES_FILE}")
@@ -64,7 +64,7 @@ class MediaRules:
 
     @classmethod
     def from_text(cls, text: str, where: str = "manifest.json, mask, media") -> MediaRules:
-        """Return the rules of a text of `to_text`; raise FormatError for any other, which may be a stranger's."""
+        """Return the rules written by `to_text`; raise FormatError for any other text, which may be untrusted."""
         try:
             values = json.loads(text)
             numbers = values["numbers"]
@@ -85,7 +85,7 @@ class MediaRules:
         return json.dumps(asdict(self), sort_keys=True)
 
     def save(self, folder: Path, name: str) -> None:
-        """Write the rules, and the model's processor for programs that generate with it, of a folder or hub id."""
+        """Write the rules, and the processor of `name` (a folder or hub id) for programs that generate text."""
         (folder / RULES_FILE).write_text(self.to_text())
         for file in (f"{kind}processor_config.json" for kind in ("pre", "", "video_pre")):
             if values := _read_json(name, file):
@@ -106,12 +106,12 @@ class MediaRules:
         return count
 
     def features(self, media: Sequence[Medium]) -> dict[str, npt.NDArray[Any]]:
-        """Return what the model's encoder takes for some media, in their order; PrepError for a damaged one.
+        """Return the inputs of the model's encoder for media, in their order; PrepError for a damaged medium.
 
-        Of sounds, `input_features` float32 [n, mel, frames] and `feature_attention_mask` int32 [n, frames], frames
-        being those of the longest unless the model's are fixed; of images, `pixel_values` float32 [n, 3, H, W], or
-        [patches of all, numbers of one] and `image_grid_thw` int64 [n, 3], the patches in time, height and width.
-        Nothing for none.
+        For sounds: `input_features` float32 [n, mel, frames] and `feature_attention_mask` int32 [n, frames], with the
+        number of frames of the longest sound unless the model fixes it. For images: `pixel_values` float32
+        [n, 3, H, W]; or [patches of all images, values per patch] and `image_grid_thw` int64 [n, 3], the number of
+        patches in time, height and width. Empty without media.
         """
         return FAMILIES[self.family].features(self, media) if media else {}
 
@@ -121,20 +121,20 @@ class MediaRules:
         return "merge_size" in self.numbers
 
     def features_at(self, *, is_first_stage: bool) -> Callable[[Sequence[Medium]], dict[str, npt.NDArray[Any]]] | None:
-        """Return what makes the arrays of media on a stage of a pipeline; None for a stage that needs none."""
+        """Return the function that computes media arrays on a pipeline stage; None for a stage that needs none."""
         if is_first_stage:
             return self.features
         return self.grids if self.has_grids else None
 
     def grids(self, media: Sequence[Medium]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the `image_grid_thw` of `features`, by the headers of images alone."""
+        """Return the `image_grid_thw` of `features` from only the headers of images."""
         sides = [_patches(self.numbers, measure(one.kind, one.data)) for one in media]
         return {"image_grid_thw": np.array([(1, *pair) for pair in sides], np.int64).reshape(-1, 3)}
 
 
 @dataclass(frozen=True, slots=True)
 class MediaFamily:
-    """A family of models: reads its rules from a folder, counts tokens and makes features."""
+    """Functions of a model family: read its rules from a folder, count tokens, and compute features."""
 
     read: Callable[[str, Mapping[str, Any]], MediaRules]
     count: Callable[[Mapping[str, Any], Any], int]
@@ -142,7 +142,7 @@ class MediaFamily:
 
 
 def _read_json(name: str, file: str) -> dict[str, Any]:
-    """Return a JSON object in a folder or a hub id; empty if there is no such file."""
+    """Return the JSON object in a file of a folder or hub id; empty if there is no such file."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         path = folder / file
@@ -151,11 +151,11 @@ def _read_json(name: str, file: str) -> dict[str, Any]:
 
         try:
             cached = try_to_load_from_cache(name, file)
-            # A tokenizer of text costs no more requests: its config.json is in the cache once it was loaded.
+            # No more requests for a text-only tokenizer: its config.json is in the cache once it is loaded.
             if not isinstance(cached, str) and file in (RULES_FILE, "config.json"):
                 return {}
             path = Path(cached if isinstance(cached, str) else hf_hub_download(name, file))
-        except Exception:  # also of the network below it, whose library differs between versions
+        except Exception:  # also network errors, from a library that differs between versions
             return {}
     if not path.is_file():
         return {}
@@ -167,7 +167,7 @@ def _read_json(name: str, file: str) -> dict[str, Any]:
 
 
 def _processor(name: str, part: str) -> dict[str, Any]:
-    """Return the values of a processor: of its part alone, over those of the whole."""
+    """Return the settings of a processor; settings of `part` override the common ones."""
     whole = _read_json(name, "processor_config.json")
     return {**whole, **_read_json(name, "preprocessor_config.json"), **(whole.get(part) or {})}
 
@@ -186,7 +186,7 @@ def _read_audio(name: str, config: Mapping[str, Any], family: str, n_window: int
 
 
 def _count_qwen2_audio(numbers: Mapping[str, Any], size: AudioSize) -> int:
-    """Count as Qwen2AudioProcessor: two layers of stride 2 over the frames, which are cut after `chunk_length`."""
+    """Count tokens as Qwen2AudioProcessor does, but refuse sounds that it would cut at `chunk_length`."""
     samples = size.samples_at(numbers["sampling_rate"])
     if samples > numbers["chunk_length"] * numbers["sampling_rate"]:
         what = f"has {samples / numbers['sampling_rate']:,.2f} s, more than the {numbers['chunk_length']} s that a "
@@ -196,7 +196,7 @@ def _count_qwen2_audio(numbers: Mapping[str, Any], size: AudioSize) -> int:
 
 
 def _count_qwen3_omni(numbers: Mapping[str, Any], size: AudioSize) -> int:
-    """Count as Qwen3OmniMoeProcessor does for a sound alone: 13 tokens for each window of 100 frames."""
+    """Count tokens as Qwen3OmniMoeProcessor does for a single sound: 13 tokens per window of 100 frames."""
     samples = size.samples_at(numbers["sampling_rate"])
     frames = samples // int(numbers["hop_length"])
     if frames < 1 or samples <= numbers["n_fft"] // 2:  # the transform reflects half a window at the ends
@@ -222,7 +222,7 @@ def _audio_features(rules: MediaRules, media: Sequence[Medium]) -> dict[str, npt
 
 
 def _image_numbers(name: str, known: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return all values of an image processor, and those of its rules."""
+    """Return all settings of an image processor, and the settings for its rules."""
     found = _processor(name, "image_processor")
     kind = str(found.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
     if kind not in known:
@@ -236,7 +236,7 @@ def _read_llava(name: str, config: Mapping[str, Any]) -> MediaRules:
     size = numbers["crop_size" if has_crop else "size"]
     square = {"height": size, "width": size} if isinstance(size, int) else size
     patch = found.get("patch_size") or vision["patch_size"]
-    # Older processors leave these to the model's configuration, and its tower's class token to the model.
+    # Older processors lack these: take them from the model's configuration, and count the class token of a CLIP tower.
     extra = found.get("num_additional_image_tokens", int(vision.get("model_type") == "clip_vision_model"))
     select = found.get("vision_feature_select_strategy") or config["vision_feature_select_strategy"]
     tokens = (int(square["height"]) // patch) * (int(square["width"]) // patch) + extra - (select == "default")
@@ -256,7 +256,7 @@ def _read_qwen_vl(name: str, config: Mapping[str, Any], family: str) -> MediaRul
 
 
 def _patches(numbers: Mapping[str, Any], size: Any) -> tuple[int, int]:
-    """Return the patches in height and width of an image, as transformers' `smart_resize` does."""
+    """Return the number of patches in height and width of an image, as transformers' `smart_resize` does."""
     factor, edges = numbers["patch_size"] * numbers["merge_size"], numbers["size"]
     sides, pixels = (size.height, size.width), size.height * size.width
     if max(sides) > 200 * min(sides):
@@ -283,7 +283,7 @@ def _image_features(rules: MediaRules, media: Sequence[Medium]) -> dict[str, npt
 
 @lru_cache(maxsize=4)
 def _extractor(kind: str, numbers: str) -> Any:
-    """Return an extractor of transformers; images by Pillow, whose results do not depend on what is installed."""
+    """Return a transformers extractor; images use Pillow, so that results do not depend on other installed packages."""
     import transformers
 
     return (getattr(transformers, f"{kind}Pil", None) or getattr(transformers, kind))(**json.loads(numbers))

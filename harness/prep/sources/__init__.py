@@ -1,5 +1,5 @@
-"""Chat files: find those that a source names, cut them into shards, and read their records in a stream.
+"""Find the chat files of a source, cut them into shards, and stream their records.
 
-Read `finding` first (files on a disk, in a bucket, of the hub), then `reading`; `text` and `tables` know the kinds of
+Read `finding` first (files on a disk, in a bucket, on the hub), then `reading`; `text` and `tables` read the kinds of
 files. Nothing is imported here: the settings are part of every command line, which must not wait for pyarrow.
 """

@@ -33,7 +33,7 @@ class MixedSource(CheckedSettings, section="source.mix[]"):
     epochs: float = bounded(1.0, above=0, highest=1000)
 
 
-# Settings that each source of a mix has for itself.
+# Settings that each source of a mix sets separately.
 _OF_EACH = ("path", "split", "subset", "schema", "columns", "limit")
 
 
@@ -86,7 +86,7 @@ class SourceConfig(CheckedSettings, section="source"):
         super().__post_init__()
         if self.kind:
             require_choice(self.kind, SOURCE_KINDS, setting="source.kind")
-        # An unset variable of a shell must not prepare the built-in corpus.
+        # An unset shell variable must not prepare the built-in corpus.
         paths = {"path": self.path} if self.path is not None or (self.kind == "files" and not self.mix) else {}
         paths |= {f"mix[{number}].path": one.path for number, one in enumerate(self.mix)}
         for name, path in paths.items():
@@ -109,10 +109,10 @@ class SourceConfig(CheckedSettings, section="source"):
         return self if self.kind else replace(self, kind="files" if self.path or self.mix else "pydoc")
 
     def each(self) -> list[SourceConfig]:
-        """Return the settings of each source of the mix; these settings without one."""
+        """Return the settings of each source of the mix, or these settings if there is no mix."""
         return [replace(self, mix=[], **{name: getattr(one, name) for name in _OF_EACH}) for one in self.mix] or [self]
 
     @property
     def name(self) -> str:
-        """The source in words."""
+        """Description of the source in messages."""
         return ", ".join(one.path for one in self.mix) or self.path or "the built-in corpus, Python's documentation"

@@ -46,7 +46,7 @@ Show = Callable[[str], None]
 
 @dataclass
 class PreparedSource:
-    """One source of a preparation; `name` is its row of the report, empty for a row for each file."""
+    """One source of a preparation; `name` is the title of its row in the report, empty for one row per file."""
 
     config: SourceConfig
     found: SourceFiles
@@ -55,7 +55,7 @@ class PreparedSource:
     reader: RecordReader = field(default_factory=RecordReader)
 
     def chunks(self, limit: int) -> Iterator[SourceChunk]:
-        """Yield the records, at most `limit` and as many as the settings allow; 0 for all of these."""
+        """Yield the records, at most `limit` (0 for no limit) and at most as many as the settings allow."""
         most = min(filter(None, (limit, self.config.limit)), default=0)
         return read_chunks(self.found.files, limit=most, reader=self.reader)
 
@@ -79,15 +79,15 @@ def find_sources(source: SourceConfig, show: Show) -> list[PreparedSource]:
 
 
 def list_files(path: str) -> list[Place]:
-    """Return the chat files that `path` names, as `find_files` does, in natural order (`part-2` before `part-10`)."""
+    """Return the chat files that `path` selects, as in `find_files`, in natural order (`part-2` before `part-10`)."""
     return list(find_files(SourceConfig(path=path)).files)
 
 
 def find_files(source: SourceConfig, *, show: Show = lambda line: None) -> SourceFiles:
     """Find the files of a source, and download those of a dataset on the hub.
 
-    Raises PrepError if there are no files, a file has a compression that is not supported, or what to read is
-    ambiguous, and FormatError if object storage refuses the request.
+    Raises PrepError if there are no files, a file's compression is not supported, or the selection is ambiguous,
+    ConfigError if a setting would not be used, and FormatError if object storage refuses the request.
     """
     if not source.path:
         return SourceFiles((), ())
@@ -138,11 +138,11 @@ def _find_local(path: str, source: SourceConfig) -> SourceFiles:
 
 
 def _names_below(folder: Path) -> list[str]:
-    """Return the names of all files below a folder; raise PrepError where one inside it cannot be listed."""
+    """Return the names of all files below a folder; raise PrepError if a folder inside it cannot be listed."""
 
     def refuse(error: OSError) -> None:
         if error.errno == errno.ENOENT or Path(error.filename).name.startswith((".", "_", "lost+found")):
-            return  # of no data, or gone
+            return  # it contains no data, or is gone
         fix = "check its permissions, or select files with a glob"
         raise PrepError(f"the folder cannot be listed: {error.strerror}", where=str(error.filename), fix=fix) from error
 
@@ -178,7 +178,7 @@ def _choose(root: Place, names: Sequence[str], source: SourceConfig, stamp: Call
     data = _without_caches(root, names, data_files(names, (*SUFFIXES, *COMPRESSED, *_UNREAD_SUFFIXES)))
     unsure = [name for name in data if suffix_of(Path(name)) in (JSON, *SEPARATORS)]
     others = {name for name in unsure if not holds_chats(root / name, source)}
-    # A folder of CSV files alone is refused with the names of their columns.
+    # A folder with only CSV files is refused with the names of their columns.
     tables = [name for name in data if suffix_of(Path(name)) in SEPARATORS]
     data = [name for name in data if name not in others] or tables
     facts = {}
@@ -200,7 +200,7 @@ def _is_below(name: str, folder: PurePosixPath) -> bool:
 
 
 def _without_caches(root: Place, names: Iterable[str], data: list[str]) -> list[str]:
-    """Leave out files that `datasets` cached beside a saved dataset, whose state lists its own files."""
+    """Leave out files that `datasets` cached next to a saved dataset, whose state lists the dataset's own files."""
     for name in names:
         if PurePosixPath(name).name != STATE_FILE:
             continue
@@ -210,7 +210,7 @@ def _without_caches(root: Place, names: Iterable[str], data: list[str]) -> list[
         try:
             own = {str(above / entry["filename"]) for entry in json.loads(text)["_data_files"]}
         except (ValueError, TypeError, KeyError, RecursionError):
-            continue  # of another tool
+            continue  # a file of another tool
         missing = sorted(own - set(names))
         if missing:
             what = f"the saved dataset lacks {missing[0]}, which its {STATE_FILE} lists"
@@ -224,7 +224,7 @@ def _reader(source: SourceConfig) -> RecordReader:
 
 
 def find_schema(files: Iterable[Place], source: SourceConfig) -> tuple[RecordReader, list[str]]:
-    """Return the parser of the records of files, the same for all, and the fields that it does not read, in order."""
+    """Return the parser for the records of all files, and the names of the fields that it does not read, in order."""
     reader = _reader(source)
     found: dict[str, str] = {}
     unused: dict[str, None] = {}
@@ -244,20 +244,20 @@ def find_schema(files: Iterable[Place], source: SourceConfig) -> tuple[RecordRea
 
 
 def unread_columns(names: list[str], reader: RecordReader) -> list[str]:
-    """Return those of a table's columns that are neither read nor ignored."""
+    """Return the names of a table's columns that are neither read nor ignored."""
     used = {*reader.columns_to_read(names), *reader.ignore_fields}
     return [name for name in names if name not in used]
 
 
 def _sample(file: Place, reader: RecordReader) -> tuple[str, str, list[Any], list[str]]:
-    """Return place and schema of a file's first records, the records, and the names of its columns if it is a table."""
+    """Return the place and schema of a file's first records, the records, and the column names if it is a table."""
     first = _first_chunk(file, reader, NUM_DETECTION_RECORDS)
     if first is None:
         return str(file), "", [], []
     records = [record for raw in first.records if (record := _decoded(raw)) is not None]
     names = columns_of(file)
     if records and names:
-        # Columns that no schema reads are not in the rows, and belong in the list of what is there.
+        # Columns that no schema reads are missing from the rows; add them, since messages list all fields.
         records[0] = {**dict.fromkeys(names), **records[0]}
     schema = reader.schema or detect_schema(
         records, columns=reader.columns, ignore_fields=reader.ignore_fields, where=str(file)
@@ -266,14 +266,14 @@ def _sample(file: Place, reader: RecordReader) -> tuple[str, str, list[Any], lis
 
 
 def holds_chats(file: Place, source: SourceConfig) -> bool:
-    """Return whether a `.json` or `.csv` file of a folder seems to hold chats, by the fields of its first record."""
+    """Return True if a `.json` or `.csv` file in a folder seems to contain chats, by its first record's fields."""
     reader = _reader(source)
     try:
         first = _first_chunk(file, reader, 1)
     except PrepError as error:
-        # A list that is broken in its first item is not passed over, nor is a file that cannot be read.
+        # A list that is broken in its first item is not skipped, nor is a file that cannot be read.
         return ", item 0" in error.where or error.__cause__ is not None
-    # Blank lines come before it.
+    # Blank lines may come before it.
     record = _decoded(first.records[-1]) if first is not None else None
     return isinstance(record, Mapping) and bool(reader.columns_to_read(map(str, record)))
 
@@ -283,7 +283,7 @@ def _first_chunk(file: Place, reader: RecordReader, limit: int) -> SourceChunk |
 
 
 def _decoded(raw: Any) -> Any:
-    """Return a record as an object; None for what is not JSON."""
+    """Return a decoded record; None if it is not JSON."""
     if isinstance(raw, bytes):
         return json_or(raw, None)
     return record_of_row(raw) if isinstance(raw, Mapping) else None

@@ -1,6 +1,6 @@
-"""Datasets and their splits, by the names of their files; those of the Hugging Face hub are read from its own cache.
+"""Select the files and splits of datasets by name, and read datasets of the Hugging Face hub through its cache.
 
-HF_ENDPOINT, HF_HOME and HF_TOKEN count as for Hugging Face's own tools. huggingface_hub is imported when it is used.
+HF_ENDPOINT, HF_HOME and HF_TOKEN work as with Hugging Face's own tools. huggingface_hub is imported when it is used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-# Written by `save_to_disk` of Hugging Face's datasets: of several splits, and of one.
+# Files written by `save_to_disk` of Hugging Face's datasets, for several splits and for one.
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
-# Descriptions beside data, which are JSON themselves.
+# Descriptions next to data that are also JSON files.
 DESCRIPTIONS = (SPLITS_FILE, STATE_FILE, "dataset_info.json", "dataset_infos.json")
 # As in `train-00000-of-00005-1a2b3c.parquet`.
 _PART = re.compile(r"(.+?)[-_.]\d+-of-\d+.*")
@@ -40,7 +40,7 @@ _NAME = r"[A-Za-z0-9][\w.-]*"
 _REVISION = r"(?:@(?P<revision>refs/(?:convert|pr)/[^/@]+|[^/@]+))?"
 _URI = re.compile(rf"hf://datasets/(?P<name>{_NAME}(?:/{_NAME})?){_REVISION}(?:/(?P<inner>.*))?")
 _ID = re.compile(rf"(?P<name>{_NAME}/{_NAME}){_REVISION}(?P<inner>)")
-# For the list of files, and for the facts of one.
+# Timeouts for the list of files, and for the metadata of one file.
 _LISTING_S, _ANSWER_S = 60, 10
 _FIX_OFFLINE = "download it where there is a network (`hf download NAME --repo-type dataset --local-dir DIR`), "
 _FIX_OFFLINE += "and set source.path to the folder"
@@ -50,8 +50,8 @@ _FIX_OFFLINE += "and set source.path to the folder"
 class HubName:
     """A dataset of the hub, `ORG/NAME`, or a part of it.
 
-    Its `revision` is a branch, tag or commit, empty for the newest; `inner` a file, folder, glob or split in it, empty
-    for all. `is_id`: it was written without `hf://`, and may have been meant as a local path.
+    `revision` is a branch, tag or commit, empty for the newest; `inner` is a file, folder, glob or split, empty for
+    all. `is_id` is true if the name was given without `hf://`, and may have been meant as a local path.
     """
 
     name: str
@@ -65,9 +65,9 @@ class HubName:
 
 
 def parse_name(path: str) -> HubName | None:
-    """Return the dataset of the hub that a path names; None for a path of another kind.
+    """Return the hub dataset that a path names; None for any other path.
 
-    `ORG/NAME` is one where neither it nor a folder `ORG` exists here.
+    `ORG/NAME` names a dataset if neither that path nor a folder `ORG` exists locally.
     """
     if path.startswith(_SCHEME):
         match = _URI.fullmatch(path)
@@ -87,8 +87,8 @@ def parse_name(path: str) -> HubName | None:
 def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None]) -> SourceFiles:
     """Choose the data files of one split, and download those that are not in the cache.
 
-    Raises PrepError if there is no such dataset, the hub cannot be reached, or what to read is ambiguous, and
-    ConfigError without huggingface_hub.
+    Raises PrepError if the dataset does not exist, the hub cannot be reached, or the selection is ambiguous, and
+    ConfigError if huggingface_hub is not installed.
     """
     try:
         import huggingface_hub
@@ -97,7 +97,7 @@ def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None
         what = "there is no such local path, and " * place.is_id + f"{error.name} is not installed"
         fix = "check the path, or pip install 'megatron-sft-harness[tokenize]'"
         raise ConfigError(what, where=str(place), fix=fix) from error
-    # Read by huggingface_hub when it is first imported, which may have been before it was set.
+    # huggingface_hub reads HF_ENDPOINT on its first import, which may have been before the variable was set.
     api = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     with _errors(place):
         revision = place.revision or None
@@ -116,7 +116,7 @@ def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None
     parts = "".join(f", {key} {named[key]}" for key in ("subset", "split") if key in named)
     size = f"{count_of(len(chosen), 'file')}, {total / 1e6:,.1f} MB"
     show(f"dataset {place.name} of the hub at {revision[:12]}{parts}: {size}")
-    # The stage has lines of its own.
+    # No progress bars: files are announced by `show`.
     settings: dict[str, Any] = {
         "endpoint": api.endpoint,
         "etag_timeout": _ANSWER_S,
@@ -133,9 +133,9 @@ def fetch(place: HubName, *, split: str, subset: str, show: Callable[[str], None
 
 
 def _choose(place: HubName, data: list[str], info: Any, split: str, subset: str) -> tuple[list[str], dict[str, str]]:
-    """Return the files to read, and the subset and split that they are if there are several.
+    """Return the files to read, and their subset and split if there are several.
 
-    These are what the address names, or else a split: of a subset of the dataset's card, or by the names of files.
+    The address selects the files, or else a split does: a split of a subset in the dataset's card, or by file names.
     """
     where, inner, below, config = str(place), place.inner, data, None
     facts: dict[str, str] = {}
@@ -158,7 +158,7 @@ def _choose(place: HubName, data: list[str], info: Any, split: str, subset: str)
 
 
 def _config_of(info: Any, subset: str, where: str) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
-    """Return a subset of the dataset's card, None if it defines none and none is wanted, with its name if several."""
+    """Return a subset in the dataset's card (None if it defines none), and its name if there are several."""
     card = getattr(info, "card_data", None)
     listed = card.get("configs") if card is not None else None
     configs = [one for one in listed or [] if isinstance(one, dict) and "config_name" in one]
@@ -204,7 +204,7 @@ def _matching(patterns: Any, folder: str, data: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _errors(place: HubName, file: str = "") -> Iterator[None]:
-    """Turn the errors of huggingface_hub, and of the network below it, into ours."""
+    """Convert the errors of huggingface_hub, and of the network below it, to PrepError."""
     try:
         yield
     except HarnessError:
@@ -239,15 +239,15 @@ def data_files(names: Iterable[str], suffixes: tuple[str, ...]) -> list[str]:
         for name in sorted(names, key=natural_key)
         if name.lower().endswith(suffixes)
         and PurePosixPath(name).name not in DESCRIPTIONS
-        # As Spark does: `_SUCCESS` and the like are not data.
+        # As in Spark, `_SUCCESS` and similar files are not data.
         and not any(part[0] in "._" for part in PurePosixPath(name).parts)
     ]
 
 
 def split_of(name: str, *, loosely: bool = False) -> str | None:
-    """Return the split that a file's name, or one of the folders that it is in, stands for; None if none.
+    """Return the split indicated by a file's name or by one of its folders; None if there is none.
 
-    If `loosely`, the split's name may be a part of the file's: `train_sft-00000-of-00002.parquet`, `chat-test.jsonl`.
+    If `loosely`, the split may be a part of the file's name: `train_sft-00000-of-00002.parquet`, `chat-test.jsonl`.
     """
     path = PurePosixPath(name.lower())
     part = _PART.fullmatch(path.name)
@@ -255,28 +255,28 @@ def split_of(name: str, *, loosely: bool = False) -> str | None:
     if stem in _SPLITS:
         return _SPLITS[stem]
     if loosely and (words := [word for word in re.split(r"[-_ ]", stem) if word in _SPLITS]):
-        # Of numbered parts the whole name is the split's: train_sft and train_gen are two.
+        # For numbered parts, the whole name is the split: train_sft and train_gen are two splits.
         return stem if part else _SPLITS[words[0]]
     return next((_SPLITS[folder] for folder in reversed(path.parts[:-1]) if folder in _SPLITS), None)
 
 
 def choose_split(names: Sequence[str], split: str, *, where: str, loosely: bool = False) -> tuple[list[str], str]:
-    """Return the names of a split, and its name; an empty split chooses `train`, or the only one that there is."""
+    """Return the files of a split, and its name; an empty split selects `train`, or the only split that exists."""
     splits: dict[str, list[str]] = {}
     for name in names:
         splits.setdefault(split_of(name, loosely=loosely) or "", []).append(name)
-    # Files without a split are read where no file has one.
+    # Files without a split are read if no file has one.
     if not split and len(splits) == 1:
         return list(names), next(iter(splits))
     named = {name: splits[name] for name in sorted(splits) if name}
-    # Beside files without a split, the only other one may be what must not be trained on.
+    # Next to files without a split, the only named split may be one that must not be trained on.
     wanted = split or (TRAIN if len(named) == 1 else "")
     other = _SPLITS.get(wanted.lower(), "")
     return choose_named(named, other if wanted not in named and other in named else wanted, where=where)
 
 
 def choose_named(splits: Mapping[str, list[str]], split: str, *, where: str) -> tuple[list[str], str]:
-    """Return the files of one of several splits, and its name; raises PrepError as `choose_split` does."""
+    """Return the files of one of several splits, and its name; raise PrepError if it is missing or ambiguous."""
     found = {name: files for name, files in splits.items() if files}
     known = ", ".join(found)
     wanted = split or (next(iter(found)) if len(found) == 1 else TRAIN)

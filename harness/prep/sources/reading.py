@@ -23,18 +23,18 @@ from harness.storage import ObjectPath, Place, parse_place, stamp_of
 from harness.storage.files import Stamp
 from harness.storage.inputs import open_stream
 
-# Of JSON one record a line, or one list of records; of Arrow as `save_to_disk` of Hugging Face's datasets writes it.
+# JSON: one record per line, or one list of records. Arrow: as `save_to_disk` of Hugging Face's datasets writes it.
 JSON, PARQUET, ARROW = ".json", ".parquet", ".arrow"
 TEXT_SUFFIXES = (".jsonl", ".ndjson", JSON, *SEPARATORS)
 SUFFIXES = (*TEXT_SUFFIXES, PARQUET, ARROW)
-# Read at once of lines; and of one, which is longer than any that is read.
+# Bytes of lines to scan at once, and maximum bytes of one line, more than any line that is read.
 _SCAN_BYTES, _LINE_BYTES = 8 << 20, 33 << 20
 _THREADS = 16
 T = TypeVar("T")
 
 
 def for_each_file(work: Callable[[Place], T], files: Iterable[Place]) -> Iterator[T]:
-    """Yield the results of `work` on files in order; for objects, whose requests take time, from several threads."""
+    """Yield the results of `work` on files in order, with several threads for objects, whose requests take time."""
     files = list(files)
     if not any(isinstance(file, ObjectPath) for file in files):
         yield from map(work, files)
@@ -44,14 +44,14 @@ def for_each_file(work: Callable[[Place], T], files: Iterable[Place]) -> Iterato
 
 
 def suffix_of(file: Place) -> str:
-    """Return a file's suffix in lower case, without that of its compression."""
+    """Return a file's suffix in lower case, ignoring the suffix of its compression."""
     path = PurePosixPath(str(file))
     suffix = path.suffix.lower()
     return PurePosixPath(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 def columns_of(file: Place) -> list[str]:
-    """Return the columns of a table; none of another file."""
+    """Return the column names of a table; empty for any other file."""
     if suffix_of(file) == PARQUET:
         with open_parquet(file) as parquet:
             return list(parquet.schema_arrow.names)
@@ -62,16 +62,16 @@ def columns_of(file: Place) -> list[str]:
 
 
 def is_compressed(file: Place) -> bool:
-    """Return whether a file's name says that it is compressed."""
+    """Return True if a file's name indicates that it is compressed."""
     return PurePosixPath(str(file)).suffix.lower() in COMPRESSED
 
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Files of a source, and those beside them that are not read, `skipped`.
+    """Files of a source; `skipped` are the files next to them that are not read.
 
-    `facts` are their origin where the path does not show it: dataset, revision and split. By `names`, the source is
-    recognized on another machine; empty for the places of the files.
+    `facts` describe the origin if the path does not show it: dataset, revision and split. `names` identify the source
+    on every machine; if empty, the places of the files do.
     """
 
     files: tuple[Place, ...]
@@ -86,7 +86,7 @@ class SourceFiles:
 
     @property
     def digest(self) -> str:
-        """Hash that changes with a file's name, size or version; of the hub, with the revision and the names."""
+        """Hash that changes with a file's name, size or version; for the hub, with the revision and the names."""
         values: list[Any] = [dict(self.facts)]
         if self.names:
             values += self.names
@@ -100,9 +100,9 @@ class SourceFiles:
 class SourceChunk:
     """Consecutive records of one file, not yet parsed.
 
-    Their unit is `line` (from 1), `row` of a table or `item` of a list (from 0). Lines and items are bytes, and rows
-    decoded; a line of a CSV file that begins no row is blank. `num_bytes` is their size in the file, for progress; rows
-    share the size of their file evenly.
+    `unit` is `line` (from 1), `row` of a table or `item` of a list (from 0). Lines and items are bytes, and rows are
+    decoded; a line of a CSV file on which no row starts is blank. `num_bytes` is the size in the file, for progress;
+    rows share the size of their file evenly.
     """
 
     path: str
@@ -113,7 +113,7 @@ class SourceChunk:
     reader: RecordReader = field(default_factory=RecordReader)
 
     def parse(self, *, is_whole: bool = False) -> Iterator[Conversation | BadRecord]:
-        """Yield every record in order; blank lines are skipped. Media are in the records themselves if `is_whole`."""
+        """Yield every record in order, without blank lines. If `is_whole`, records must contain their media."""
         folder = None if is_whole else self.path.rpartition("/")[0] or "."
         for number, record in enumerate(self.records, start=self.first):
             where = f"{self.path}, {self.unit} {number}"
@@ -133,12 +133,12 @@ class SourceShard:
 
     Attributes:
         first: number of the first record, as in `SourceChunk`.
-        start, end: byte range of the file that holds the records; of a piece of a compressed file, where the reading
-            of its beginning and its end came to, for progress.
+        start, end: byte range of the file that contains the records; for a piece of a compressed file, the positions
+            reached when reading its start and its end, for progress.
         row_groups: first and past-the-end row group of a Parquet file; None for other files.
-        limit: maximum number of records, blank lines not counted; None for all.
-        records: number of records of a piece of a compressed file, blank ones counted; None for all that follow.
-        reader: parser of the records, which also says what columns of a table are read.
+        limit: maximum number of records, not counting blank lines; None for all.
+        records: number of records in a piece of a compressed file, including blank ones; None for all that follow.
+        reader: parser of the records, which also selects the columns to read from a table.
     """
 
     path: str
@@ -157,17 +157,17 @@ class SourceShard:
 
     @property
     def is_piece(self) -> bool:
-        """The shard is a part of a compressed file."""
+        """True if the shard is a part of a compressed file."""
         return self.records is not None or (self.start > 0 and is_compressed(parse_place(self.path)))
 
 
 def cut_shards(
     files: Iterable[Place], *, shard_bytes: int, limit: int = 0, reader: RecordReader | None = None
 ) -> Iterator[SourceShard]:
-    """Divide files into shards of about `shard_bytes`, in order, as they are asked for; Arrow files are one shard each.
+    """Divide files lazily into shards of about `shard_bytes`, in order; each Arrow file is one shard.
 
     Scans large JSONL files for line ends and JSON lists for items, so that each shard knows the number of its first
-    record. Compressed files are divided by the bytes of their text. A `limit` counts the records of all shards.
+    record. Compressed files are divided by the bytes of their text. `limit` is for the records of all shards.
     """
     reader = reader or RecordReader()
     cut = for_each_file(lambda file: list(_cut(file, shard_bytes)), files)
@@ -185,9 +185,9 @@ def cut_shards(
 
 
 def _pieces(whole: SourceShard, shard_bytes: int) -> Iterator[tuple[SourceShard, int | None]]:
-    """Divide a compressed file into pieces, with the number of records of each that are not blank, if it is known.
+    """Divide a compressed file into pieces, each with its number of nonblank records if known.
 
-    A file that cannot be read to its end has a last piece that cannot either, which is where the error belongs.
+    If the file cannot be read to its end, reading its last piece raises the error, with the right place.
     """
     piece, size, counted = whole, 0, 0
     try:
@@ -223,7 +223,7 @@ def _cut(file: Place, shard_bytes: int) -> Iterator[SourceShard]:
             yield from _cut_records(file, size, shard_bytes, unit)
         else:
             yield from _cut_lines(file, size, shard_bytes)
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # names of columns too
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # also for column names
         raise _unreadable(str(file), error) from error
 
 
@@ -265,7 +265,7 @@ def read_shard(shard: SourceShard) -> Iterator[SourceChunk]:
 
 
 def read_chunks(files: Iterable[Place], *, limit: int = 0, reader: RecordReader | None = None) -> Iterator[SourceChunk]:
-    """Yield the records of whole files in order, like `read_shard`; at most `limit` without blank lines, 0 for all."""
+    """Yield the records of whole files in order, like `read_shard`; at most `limit` nonblank records, 0 for all."""
     reader = reader or RecordReader()
     shards = (shard for file in files for shard in _cut(file, 1 << 62))
     return _limited((chunk for shard in shards for chunk in _read(replace(shard, reader=reader))), limit or None)
@@ -286,7 +286,7 @@ def _limited(chunks: Iterator[SourceChunk], left: int | None) -> Iterator[Source
 
 
 def is_blank(record: object) -> bool:
-    """Return whether a record is a line of white space, which counts as none."""
+    """Return True if a record is a line of white space, which does not count as a record."""
     return isinstance(record, bytes) and not record.strip()
 
 
@@ -327,7 +327,7 @@ def _open(shard: SourceShard) -> Iterator[SourceChunk]:
     else:
         read = _read_text(file, shard.unit, shard.first, shard.start, shard.end)
     for first, lines, position in read:
-        # A list is read ahead of its items, beyond the end of the shard.
+        # A JSON list is read ahead, beyond the end of the shard.
         at = max(before, min(position, shard.end))
         yield SourceChunk(path, shard.unit, first, lines, at - before)
         before = at
@@ -336,7 +336,7 @@ def _open(shard: SourceShard) -> Iterator[SourceChunk]:
 def _read_text(
     file: Place, unit: str, first: int | None = None, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, list[Any], int]]:
-    """Yield first numbers and records of a file, or of its bytes `start:end`, and how far the file was read."""
+    """Yield first number, records and position in the file for groups of records in a file or its bytes `start:end`."""
     first = (0 if unit == ITEM else 1) if first is None else first
     with text.open_text(file) as (stream, source):
         if start:
@@ -359,7 +359,7 @@ def _read_text(
 
 
 class _PackedFile:
-    """A compressed file whose pieces are read one after the other: its stream cannot be entered in the middle."""
+    """A compressed file whose pieces are read one after another: its stream cannot be read from the middle."""
 
     def __init__(self, path: str, stamp: Stamp, unit: str) -> None:
         self._begin = partial(_read_text, parse_place(path), unit)
@@ -367,12 +367,12 @@ class _PackedFile:
         self._at: float = math.inf
 
     def read(self, first: int, count: int | None) -> Iterator[tuple[int, list[Any], int]]:
-        """Yield the records from number `first` on; an earlier one than those that follow begins at the start again."""
+        """Yield `count` records from number `first`; start over if it comes before the current position."""
         if first < self._at:
             self._groups, self._at = self._begin(), 0
         end = None if count is None else first + count
         while end is None or self._at < end:
-            self._at = math.inf  # after an error or the end, every number is an earlier one
+            self._at = math.inf  # after an error or the end, the next read starts over
             if (group := next(self._groups, None)) is None:
                 return
             number, records, position = group
@@ -382,5 +382,5 @@ class _PackedFile:
                 yield max(first, number), kept, position
 
 
-# The one that this process reads piece after piece; another stamp opens a file that was written again.
+# The file that this process is reading piece by piece; a new stamp reopens a file that was rewritten.
 _packed_file = lru_cache(maxsize=1)(_PackedFile)

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files: their columns, and their rows as plain values in a stream of bounded memory."""
+"""Read the columns of Parquet and Arrow files, and stream their rows as plain values in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from harness.storage.inputs import open_source, open_stream
 
 ROW = "row"
 _CHUNK_ROWS = 1024
-# Decoded at once; rows with long texts come in smaller batches.
+# Bytes decoded at once; rows with long texts are read in smaller batches.
 _CHUNK_BYTES = 32 << 20
-# Read at once of a column; otherwise that is all of it in a row group.
+# Bytes of a column read at once; otherwise the whole column of a row group is.
 _BUFFER_BYTES = 4 << 20
-# Values of a column in one row group: always accepted, and for each compressed byte of the group.
+# Maximum values of a column in one row group: always accepted, and accepted per compressed byte of the group.
 _FREE_VALUES, _VALUES_PER_BYTE = 1 << 22, 16
-# Of one page, decompressed. Writers keep dictionaries below 1 or 2 MB.
+# Maximum bytes of one decompressed page. Writers keep dictionaries below 1 or 2 MB.
 _MAX_PAGE_BYTES, _MAX_DICTIONARY_BYTES = 256 << 20, 32 << 20
-# Of one batch of an Arrow file with the dictionaries before it. Writers put 64k rows or more into one.
+# Maximum bytes of one Arrow batch with the dictionaries before it. Writers put 64k rows or more into a batch.
 _MAX_BATCH_BYTES = 1 << 30
-# Read at once as a dictionary, which Arrow copies for each batch.
+# Rows read at once as a dictionary, which Arrow copies for each batch.
 _MEASURED_ROWS = 1 << 14
-# Bytes of a value of fixed length, such as a UUID: no option reads such columns as dictionaries.
+# Maximum bytes of a fixed-length value, such as a UUID: no option reads such columns as dictionaries.
 _MAX_FIXED_BYTES = 64
-# With its own type for JSON, Arrow would not read such a column as a dictionary.
+# With its JSON extension type, Arrow would not read such a column as a dictionary.
 _OPTIONS = dict.fromkeys({"arrow_extensions_enabled"} & set(inspect.signature(pq.ParquetFile).parameters), False)
 
 
 @contextlib.contextmanager
 def open_parquet(place: Place, *, as_dictionaries: Sequence[str] = ()) -> Iterator[Any]:
-    """Open a Parquet file; raises OSError, FormatError or pyarrow.ArrowException.
+    """Open a Parquet file; raise OSError, FormatError or pyarrow.ArrowException.
 
-    Leaf columns `as_dictionaries` are read one row group at a time: Arrow cannot join those of several inside lists.
+    Read the leaf columns `as_dictionaries` one row group at a time: Arrow cannot join dictionaries inside lists.
     """
     with (
         contextlib.closing(open_source(place)) as source,
@@ -65,10 +65,10 @@ def open_parquet(place: Place, *, as_dictionaries: Sequence[str] = ()) -> Iterat
 
 @contextlib.contextmanager
 def open_arrow(place: Place) -> Iterator[tuple[Any, Iterator[Any], Any]]:
-    """Open an Arrow stream or file: its schema, its batches, and the stream whose position counts as progress."""
+    """Open an Arrow stream or file; yield its schema, its batches, and the stream whose position measures progress."""
     mapped = pa.memory_map(str(place)) if isinstance(place, Path) else pa.PythonFile(open_stream(place), "r")
     with mapped as source:
-        # A file is a stream between two marks.
+        # A file is a stream between two magic strings.
         count = pa.ipc.open_file(source).num_record_batches if source.read(6) == b"ARROW1" else None
         source.seek(0 if count is None else 8)
         stream = pa.ipc.open_stream(source)
@@ -76,7 +76,7 @@ def open_arrow(place: Place) -> Iterator[tuple[Any, Iterator[Any], Any]]:
 
 
 def _batches(stream: Any, source: Any, where: str, count: int | None) -> Iterator[Any]:
-    """Yield the batches of a stream, of which a file counts some; raise PrepError before one takes gigabytes."""
+    """Yield the batches of a stream, `count` of them in a file; raise PrepError before a batch takes gigabytes."""
     dictionaries = number = 0
 
     def refuse_large(num_bytes: int) -> None:
@@ -98,7 +98,7 @@ def _batches(stream: Any, source: Any, where: str, count: int | None) -> Iterato
             raise pa.ArrowInvalid(f"batch {number} declares {batch.num_rows:,} rows in {source.tell() - at:,} bytes")
         batch.validate()
         refuse_large(sum(map(_view_bytes, batch.columns)))
-        batch.validate(full=True)  # offsets of a damaged file can lead outside its memory
+        batch.validate(full=True)  # offsets in a damaged file can point outside its memory
         yield batch
         number += 1
     if count not in (None, number):
@@ -106,7 +106,7 @@ def _batches(stream: Any, source: Any, where: str, count: int | None) -> Iterato
 
 
 def _decompressed_bytes(message: Any) -> int:
-    """Return the bytes that the compressed buffers of an Arrow message, whose metadata is a flatbuffer, declare."""
+    """Return the decompressed bytes that an Arrow message declares for its buffers; its metadata is a flatbuffer."""
     data, body = memoryview(message.metadata), memoryview(message.body)
 
     def number(at: int, size: int = 4, of: memoryview = data) -> int:
@@ -133,7 +133,7 @@ def _decompressed_bytes(message: Any) -> int:
 
 
 def cut_parquet(place: Place, size: int, shard_bytes: int) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
-    """Yield first row, byte range and range of row groups of shards of about `shard_bytes`."""
+    """Yield the first row, byte range and range of row groups of each shard of about `shard_bytes`."""
     with open_parquet(place) as parquet:
         metadata = parquet.metadata
         group, first, row, start = 0, 0, 0, 0
@@ -157,9 +157,9 @@ def _start_of(column: Any) -> int:
 def read_parquet(
     place: Place, size: int, reader: RecordReader, groups: tuple[int, int] | None, first: int
 ) -> Iterator[tuple[int, list[Any], int]]:
-    """Yield number of the first row, rows, and their even share of the file's bytes.
+    """Yield the number of the first row, the rows, and their even share of the file's bytes.
 
-    `groups` are the first and past-the-end row group, None for all, and `first` is the number of their first row.
+    `groups` are the first and past-the-end row groups, or None for all; `first` is the number of their first row.
     """
     with open_parquet(place) as parquet:
         schema, metadata = parquet.schema_arrow, parquet.metadata
@@ -169,7 +169,7 @@ def read_parquet(
         costs = Counter[str]()
         for column in (column for number in numbers for column in _columns_of(metadata.row_group(number))):
             costs[column.path_in_schema] += column.total_uncompressed_size
-        # The cheapest leaf: of images that is their path, which is null where there is no image.
+        # The cheapest leaf: for images, that is their path, which is null if there is no image.
         leaves = [
             min((one for one in costs if _is_in(one, name)), key=costs.__getitem__, default=name) for name in presence
         ]
@@ -184,7 +184,7 @@ def read_parquet(
                 if isinstance(place, Path):  # in object storage each header would be a request
                     rows = check_pages(place, metadata, number, columns, rows)
             except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-                # Raised once the groups before it are read.
+                # Raised after the groups before it are read.
                 numbers, failed = numbers[:at], error
                 break
         for batch in parquet.iter_batches(batch_size=rows, row_groups=numbers, columns=columns):
@@ -197,7 +197,7 @@ def read_parquet(
 
 
 def read_arrow(place: Place, size: int, reader: RecordReader) -> Iterator[tuple[int, list[Any], int]]:
-    """Yield number of the first row, rows, and the bytes of the file that they took."""
+    """Yield the number of the first row, the rows, and the bytes of the file that they took."""
     with open_arrow(place) as (schema, batches, source):
         values, presence = _present(schema.names, reader)
         first, before = 0, 0
@@ -211,11 +211,11 @@ def read_arrow(place: Place, size: int, reader: RecordReader) -> Iterator[tuple[
 
 
 def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str], rows: int) -> int:
-    """Refuse a row group that expands to gigabytes; return how many rows, at most `rows`, can be decoded at once.
+    """Refuse a row group that expands to gigabytes; return the number of rows, at most `rows`, to decode at once.
 
-    A few bytes can name a text of the dictionary of their column a million times. Such columns are read as dictionaries
-    first, as far as pages refer to one. Raises PrepError for a page or a row of texts that is larger than it may be,
-    and for pages with more values than the footer says.
+    A few bytes can refer to a text in their column's dictionary a million times. Such columns are first read as
+    dictionaries, up to the last page that refers to one. Raises PrepError if a page or a row of texts exceeds its
+    limit, or if pages have more values than the footer declares.
     """
     group, where = metadata.row_group(number), f"{place}, row group {number}"
     with contextlib.closing(open_source(place)) as source:
@@ -223,7 +223,7 @@ def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str],
             path = column.path_in_schema
             if not any(_is_in(path, name) for name in columns):
                 continue
-            if not group.num_rows:  # which has no pages
+            if not group.num_rows:  # then it has no pages
                 if column.num_values:
                     what = f"the column {path} has {column.num_values:,} values in a row group without rows"
                     raise PrepError(what, where=where, fix="write the file again")
@@ -246,7 +246,7 @@ def check_pages(place: Path, metadata: Any, number: int, columns: Sequence[str],
 
 
 def _rows_at_once(place: Path, group: int, path: str, coded: int, rows: int) -> int:
-    """Return how many rows of a column of texts can be decoded at once, from its first `coded` values."""
+    """Return the number of rows of a text column that can be decoded at once, from its first `coded` values."""
     largest = seen = 0
     with open_parquet(place, as_dictionaries=[path]) as parquet:
         for batch in parquet.iter_batches(batch_size=_MEASURED_ROWS, row_groups=[group], columns=[path]):
@@ -267,7 +267,7 @@ def _rows_at_once(place: Path, group: int, path: str, coded: int, rows: int) -> 
 
 
 def _pieces(batch: Any, values: Sequence[str], where: str, first: int) -> Iterator[Any]:
-    """Yield a batch, whose first row is number `first`, in pieces of bounded size; raise PrepError for a larger row."""
+    """Yield a batch, starting at row number `first`, in pieces of bounded size; raise PrepError for a larger row."""
     num_bytes = decoded_bytes(batch.select(list(values)))
     if batch.num_rows > 1 and num_bytes > _CHUNK_BYTES:
         half = batch.num_rows // 2
@@ -281,7 +281,7 @@ def _pieces(batch: Any, values: Sequence[str], where: str, first: int) -> Iterat
 
 
 def decoded_bytes(column: Any) -> int:
-    """Return the bytes of a batch or column with each text written out where a dictionary only names it."""
+    """Return the bytes of a batch or column, counting a text of a dictionary each time it is used."""
     if isinstance(column, pa.RecordBatch):
         return sum(map(decoded_bytes, column.columns))
     kind = column.type
@@ -292,7 +292,7 @@ def decoded_bytes(column: Any) -> int:
             return int(len(column) * 8)
         return int(pc.sum(lengths.take(column.indices)).as_py() or 0)
     if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        # Lists may overlap: the bytes of their values count for each.
+        # Lists may overlap: the bytes of their values count for each list.
         places = zip(column.offsets.to_pylist(), column.sizes.to_pylist(), strict=True)
         return sum(decoded_bytes(column.values.slice(*place)) for place in places)
     if children := _children(column):
@@ -303,7 +303,7 @@ def decoded_bytes(column: Any) -> int:
 
 
 def _view_bytes(column: Any) -> int:
-    """Return the bytes of views of texts, which may overlap, in a column whose offsets need not be valid."""
+    """Return the bytes of text views, which may overlap, in a column whose offsets may be invalid."""
     kind = column.type
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         lengths = np.frombuffer(column.buffers()[1], np.int32)[::4][column.offset :][: len(column)]
@@ -326,9 +326,9 @@ def _children(column: Any) -> list[Any]:
 
 
 def _present(names: Sequence[str], reader: RecordReader) -> tuple[list[str], list[str]]:
-    """Return the columns to decode, and those, such as images, of which only whether a row has any is read."""
+    """Return the columns to decode, and the columns, such as images, that are only checked for values."""
     needed = reader.columns_to_read(dict.fromkeys(names))
-    # Read to be refused: a schema of tables lists a column even where no row has a value.
+    # Read in order to refuse rows with values: a table's schema lists a column even if no row has a value.
     refused = [name for name in dict.fromkeys(names) if is_media_column(name) and name not in reader.ignore_fields]
     needed += [name for name in refused if name not in needed]
     if repeated := [name for name in needed if list(names).count(name) > 1]:
@@ -342,10 +342,10 @@ def _is_in(path: str, name: str) -> bool:
 
 
 def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Sequence[str], where: str) -> None:
-    """Refuse lists that a few bytes of run lengths expand to gigabytes, and long values that no text can be.
+    """Refuse lists that a few bytes of run lengths expand to gigabytes, and long values that cannot be text.
 
     Raises PrepError if one of the top-level `columns` has more values in one of `groups` than the bytes of that row
-    group justify, or is of long binary numbers. `size` is that of the file, of which its footer can claim more.
+    group justify, or contains long binary numbers. `size` is the size of the file; its footer can declare more.
     """
     schema = parquet.schema
     for leaf in map(schema.column, range(len(schema))):
@@ -355,7 +355,7 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
             raise PrepError(what, where=where, fix="write text, or ignore the column with source.ignore_fields")
     for number in groups:
         group = _columns_of(parquet.metadata.row_group(number))
-        # Of all columns: the roles of regular conversations, and fields that are null in all, take next to nothing.
+        # Bytes of all columns: the roles of regular conversations, and fields that are always null, take almost none.
         num_bytes = min(size, sum(column.total_compressed_size for column in group))
         most = max(_FREE_VALUES, _VALUES_PER_BYTE * num_bytes)
         for column in group:
@@ -367,7 +367,7 @@ def check_expansion(parquet: Any, size: int, groups: Sequence[int], columns: Seq
 
 
 def _rows(batch: Any, values: Sequence[str], presence: Sequence[str]) -> list[Any]:
-    """Return the rows of a batch as dicts; a column of `presence` holds True where the row has something there."""
+    """Return the rows of a batch as dicts; a column in `presence` is True if the row has a value there."""
     chosen = batch.select(list(values))
     try:
         rows: list[Any] = chosen.to_pylist() if values else [{} for _ in range(batch.num_rows)]
@@ -380,7 +380,7 @@ def _rows(batch: Any, values: Sequence[str], presence: Sequence[str]) -> list[An
         if isinstance(row, dict):
             row.update({field.name: _plain(row[field.name], field.type) for field in coded})
     for name, column in ((name, batch.column(name)) for name in presence):
-        # A value is there and, if a list, has items.
+        # The value is valid and, if a list, has items.
         found = pc.list_value_length(column) if _is_list(column.type) else column.is_valid()
         for row, has_any in zip(rows, found.to_pylist(), strict=True):
             if has_any and isinstance(row, dict):
@@ -393,7 +393,7 @@ def _row(row: Any) -> Any:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
         return BadRecord("", BadReason.NOT_UTF8, f"byte {error.start} of a text is not UTF-8")
-    except (ValueError, OverflowError, LookupError) as error:  # times that Python does not have
+    except (ValueError, OverflowError, LookupError) as error:  # such as times that Python does not support
         return BadRecord("", BadReason.BAD_ROW, f"a value cannot be read: {error}")
 
 
@@ -403,7 +403,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _is_coded(kind: Any) -> bool:
-    """Return whether values contain maps or JSON, which pyarrow gives as lists of pairs and as text."""
+    """Return True if values contain maps or JSON, which pyarrow returns as lists of pairs and as text."""
     if pa.types.is_map(kind) or _is_json(kind):
         return True
     if pa.types.is_struct(kind):
@@ -412,12 +412,12 @@ def _is_coded(kind: Any) -> bool:
 
 
 def _is_json(kind: Any) -> bool:
-    # So Hugging Face's datasets store values whose fields differ from row to row.
+    # This is how Hugging Face's datasets store values whose fields differ from row to row.
     return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Return a value with its maps as dicts, and with its JSON parsed; text that is no JSON is kept."""
+    """Return a value with its maps as dicts, and with its JSON parsed; text that is not JSON is kept."""
     if value is None or not _is_coded(kind):
         return value
     if _is_json(kind):

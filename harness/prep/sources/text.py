@@ -1,4 +1,4 @@
-"""JSON Lines, lists of JSON objects and CSV, plain or compressed: their records, in a stream of bounded memory."""
+"""Stream the records of JSON Lines, lists of JSON objects and CSV, plain or compressed, in bounded memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from harness.storage.inputs import open_stream
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 LINE, ITEM = "line", "item"
-# A longer line or item is a file of another kind, or a damaged one. Parsed it can take 35 times its size: `[],[],...`.
+# A longer line or item means another kind of file, or damage. Parsed, it can take 35 times its size: `[],[],...`.
 MAX_RECORD_BYTES = 32 << 20
 
 _CHUNK_BYTES = 1 << 18
 _HEAD_BYTES = 1 << 16
 _WINDOW_BYTES = 1 << 20
 BOM = b"\xef\xbb\xbf"
-# Near the end of the window, an error may be due to what is still to come: the longest literal is -Infinity.
+# An error near the end of the window may be due to text not read yet: the longest literal is -Infinity.
 _MARGIN = 16
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _MAGIC = {
@@ -52,7 +52,7 @@ _TO_LINES = "jq -c '.[]' FILE.json > FILE.jsonl"
 
 @contextlib.contextmanager
 def open_text(place: Place) -> Iterator[tuple[BinaryIO, Any]]:
-    """Open a text file, decompressed; also yields the stream whose position counts as progress."""
+    """Open a text file, decompressed; also yield the stream whose position measures progress."""
     codec = COMPRESSED.get(PurePosixPath(str(place)).suffix.lower())
     if codec is None:
         with open_stream(place) as raw:
@@ -64,7 +64,7 @@ def open_text(place: Place) -> Iterator[tuple[BinaryIO, Any]]:
 
 
 def find_unit(place: Place, *, is_json: bool) -> str:
-    """Return whether a text file contains one record per line or one JSON list; `.json` is used for both."""
+    """Return `LINE` or `ITEM`, for one record per line or one JSON list; `.json` is used for both."""
     with open_text(place) as (stream, _):
         head = stream.read(_HEAD_BYTES)
         for magic, kind in _MAGIC.items():
@@ -97,9 +97,9 @@ def find_unit(place: Place, *, is_json: bool) -> str:
 
 
 def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield lines without their ends, about 256 KiB at a time, with the number of the first of them.
+    """Yield lines without line ends, about 256 KiB at a time, with the number of the first line.
 
-    `end` is the position of the end of a line, to stop at; None for the end of the file.
+    `end` is the offset of a line's end to stop at; None for the end of the file.
     """
     left = end - stream.tell() if end is not None else None
     while data := stream.read(_CHUNK_BYTES if left is None else min(left, _CHUNK_BYTES)):
@@ -111,7 +111,7 @@ def read_lines(place: Place, stream: BinaryIO, first: int, end: int | None) -> I
                 fix = "write one record per line; a JSON list requires a file name that ends in .json"
                 raise PrepError(what, where=f"{place}, {LINE} {number}", fix=fix)
         if left is not None:
-            left = max(0, left - len(data))  # of a file that changed, a line may end elsewhere
+            left = max(0, left - len(data))  # in a changed file, a line may end elsewhere
         lines = (data.removeprefix(BOM) if first == 1 else data).split(b"\n")
         if not lines[-1]:
             lines.pop()
@@ -137,17 +137,17 @@ def read_items(
 
 
 class _ItemScanner:
-    """Finds the bounds of items with Python's own JSON decoder, in a window that grows with the longest item.
+    """Scanner for the bounds of items, with Python's JSON decoder and a window that grows with the longest item.
 
-    The bytes are decoded as Latin-1, in which every byte is one character: positions are then those of the file, and
-    no window ends inside a character. The items' text is decoded where they are parsed.
+    The bytes are decoded as Latin-1, in which every byte is one character: positions then equal file offsets, and no
+    window ends inside a character. The items' text is decoded when they are parsed.
     """
 
     def __init__(self, place: Place, stream: BinaryIO, first: int, end: int | None) -> None:
         self._place, self._stream, self._number, self._end = place, stream, first, end
         self._base = stream.tell() if end is not None or first else 0
         self._window, self._at, self._is_whole = "", 0, False
-        # Numbers stay text: Python refuses to convert those of more than 4,300 digits.
+        # Numbers stay text: Python refuses to convert numbers of more than 4,300 digits.
         self._decode = json.JSONDecoder(strict=False, parse_int=str, parse_float=str).raw_decode
 
     def scan(self) -> Iterator[tuple[int, bytes]]:
@@ -178,7 +178,7 @@ class _ItemScanner:
             raise self._broken("text follows the end of the list")
 
     def _find_item(self) -> tuple[int, int]:
-        """Return the bounds, in the window, of the item at the current place, and move past it."""
+        """Return the bounds, in the window, of the item at the current position, and move past it."""
         while True:
             self._next()
             try:
@@ -208,13 +208,13 @@ class _ItemScanner:
                 return ""
 
     def _fill(self) -> bool:
-        """Read more and forget what was scanned; return whether there was more."""
+        """Read more and discard scanned text; return False at the end of the file."""
         if self._is_whole:
             return False
         kept = self._window[self._at :]
         if len(kept) > MAX_RECORD_BYTES:
             raise self._broken(f"the item is longer than {MAX_RECORD_BYTES >> 20} MiB")
-        # Doubled, so that a long item is decoded few times.
+        # Double the window, so that a long item is decoded only a few times.
         block = self._stream.read(max(_WINDOW_BYTES, len(kept)))
         self._base, self._window, self._at = self._base + self._at, kept + block.decode("latin-1"), 0
         self._is_whole = not block
@@ -230,7 +230,7 @@ class _ItemScanner:
 
 @dataclass(frozen=True, slots=True)
 class BadRow(BadRecord):
-    """Lines that are no row of their file, as they are in it."""
+    """Lines that do not form a row, with their original bytes."""
 
     text: bytes
 
@@ -238,12 +238,12 @@ class BadRow(BadRecord):
 class DelimitedReader:
     """Reader of the rows of one file, from its line `first` (1 is the header) to the row at the offset `end`.
 
-    A row counts as the line on which it begins; quoted texts may have line ends. Reading raises PrepError where a row
+    A row has the number of its first line; quoted texts may contain line ends. Reading raises PrepError if a row
     is longer than 32 MiB, or a quote is not closed.
     """
 
     def __init__(self, place: Place, stream: BinaryIO, separator: str, first: int = 1, end: int | None = None) -> None:
-        # 128 KiB by default, for the whole process; another thread may be reading, so it only grows.
+        # The limit is 128 KiB by default, for the whole process; another thread may be reading, so only raise it.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD_BYTES))
         self._place, self._stream, self._end = place, stream, end
         self._line, self._offset = first, stream.tell() if first > 1 else 0
@@ -273,7 +273,7 @@ class DelimitedReader:
         return PrepError(what, where=f"{self._place}, {LINE} {self._row_line}", fix=fix)
 
     def _next(self) -> list[str] | BadRow | None:
-        """Return the next row, or the reason why it is none; None at the end."""
+        """Return the next row, or a `BadRow` with the reason why there is none; None at the end."""
         self._row_line, self._row_offset, self._problem, self._text = self._line, self._offset, "", []
         try:
             row = next(self._rows, None)
@@ -302,10 +302,10 @@ class DelimitedReader:
         return names
 
     def rows(self, names: Sequence[str]) -> Iterator[tuple[int, int, list[Any]]]:
-        """Yield number and offset of a first line, and records, one per line, about 256 KiB at a time.
+        """Yield the number and offset of a first line, and one record per line, about 256 KiB at a time.
 
-        The record of a line is a row by the names of its columns, every value a text, or a `BadRow` without a
-        place; of a line on which no row begins it is blank.
+        A record is a row as a dict of texts by column name, a `BadRow` without a place, or blank for a line on which no
+        row starts.
         """
         first, start = self._line, self._offset
         records: list[Any] = []

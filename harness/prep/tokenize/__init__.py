@@ -1,10 +1,10 @@
-"""Conversations to sequences: chat template, token ids, and the mask of trained tokens.
+"""Convert conversations to sequences: chat template, token ids, and the mask of trained tokens.
 
     tokenizer = ChatTokenizer(TokenizerConfig(name="folder or hub id"))
     tokenizer.encode([conversation])        # [SequenceView(input_ids, loss_mask)] or [BadRecord]
 
 Read `masks` first: it finds the text to train; `rendering` runs the template. `train_bpe` trains a tokenizer on the
-conversations themselves. The libraries (transformers, tokenizers, jinja2) are imported when a tokenizer is loaded.
+conversations. The libraries (transformers, tokenizers, jinja2) are imported when a tokenizer is loaded.
 """
 
 from harness.prep.tokenize.bpe import CHAT_TEMPLATE, train_bpe

@@ -17,9 +17,9 @@ CHAT_TEMPLATE = load_template("chatml")
 def train_bpe(texts: Iterable[str], folder: Path, *, vocab_size: int, chat_template: str = "chatml") -> None:
     """Train a tokenizer and save it as a Hugging Face tokenizer folder; the same texts give the same tokenizer.
 
-    It has `vocab_size` tokens, including the special ones, or fewer for a small text. Special tokens are those of a
-    built-in chat template, or those that the text of a Jinja file spells, such as `<|user|>`, or those of `chatml` if
-    it spells none. Raises PrepError without texts.
+    The tokenizer has `vocab_size` tokens, including special tokens, or fewer for a small text. Special tokens come from
+    a built-in chat template, or from the text of a Jinja file that spells them, such as `<|user|>`, or else from
+    `chatml`. Raises PrepError if there are no texts.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 

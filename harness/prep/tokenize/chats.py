@@ -1,4 +1,4 @@
-"""The renderings of one conversation in one form: the whole of it, each of its beginnings, and the prompts between."""
+"""Renderings of one conversation in one form: in whole, up to each turn, and the generation prompts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from harness.prep.tokenize.offsets import Span
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
 
-# Variables by which templates switch a model's thinking on and off.
+# Variables that switch a model's thinking on and off in templates.
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 _OTHER_ANSWER = Message("assistant", "zq0wz")
 
-# Renderings of one conversation that are kept; a turn needs fewer.
+# Maximum number of cached renderings of a conversation; one turn needs fewer.
 _MAX_KEPT = 32
 
 Turns = Sequence[Mapping[str, Any]]
@@ -30,10 +30,10 @@ Turns = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to hand conversations to a template.
+    """One way to pass conversations to a template.
 
-    Content is `given`, `text` (parts joined, nothing as empty text), `null` (empty content of tool calls as null) or
-    `parts`; arguments of tool calls are `given`, `object` or `text`.
+    `content` is `given`, `text` (parts joined, no content as empty text), `null` (empty content of tool calls as null)
+    or `parts`; `arguments` of tool calls are `given`, `object` or `text`.
     """
 
     content: str = "given"
@@ -72,7 +72,7 @@ def _as_text(arguments: str | Mapping[str, Any]) -> str:
 
 
 class RenderedChat:
-    """One conversation in one form; renders each of its beginnings once. `variables` are those beside the record's."""
+    """One conversation in one form, with cached renderings; `variables` are added to the record's own."""
 
     def __init__(
         self, template: Template, conversation: Conversation, form: Form, variables: Mapping[str, Any]
@@ -80,11 +80,11 @@ class RenderedChat:
         self._template, self.conversation, self.form = template, conversation, form
         self._variables = {**variables, **conversation.template_kwargs}
         self.messages: list[dict[str, Any]] = [form.turn(message) for message in conversation.messages]
-        # Renderings by kind and turn, those asked for last at the end.
+        # Renderings by kind and turn, least recently used first.
         self._kept: dict[tuple[str, int], Any] = {}
-        # Of the turn that was begun last as it is served: that beginning, and the length of what it replaces.
+        # For the turn last started as it is served: its new start, and the length of the text replaced by it.
         self._beginnings: dict[int, tuple[str, int]] = {}
-        # End tokens of turns after which the template writes none.
+        # End tokens for turns that the template writes without one.
         self.added_ends: dict[int, str] = {}
 
     @property
@@ -92,11 +92,11 @@ class RenderedChat:
         return self.upto(len(self.messages) - 1)
 
     def upto(self, turn: int) -> str:
-        """Return the text of the conversation up to and with a turn."""
+        """Return the text of the conversation up to and including a turn."""
         return str(self._once("text", turn, lambda: self._render(self.messages[: turn + 1])))
 
     def _once(self, kind: str, turn: int, make: Callable[[], Any]) -> Any:
-        """Return what `make` returns, or has returned for a turn lately; each is as long as the conversation."""
+        """Return the result of `make`, cached for recent turns only, since each is as long as the conversation."""
         made = self._kept.pop((kind, turn), None)
         self._kept[kind, turn] = made = make() if made is None else made
         while len(self._kept) > _MAX_KEPT:
@@ -108,50 +108,50 @@ class RenderedChat:
         return self._render([*self.messages[:turn], self.form.turn(message), *self.messages[turn + 1 : last + 1]])
 
     def served(self, turn: int, message: Message | None = None) -> str:
-        """Return the text up to and with a turn, or a message in its place, begun and ended as the turn is served."""
+        """Return the text up to and including a turn (or a message in its place), started and ended as it is served."""
         text = self.upto(turn) if message is None else self._with(turn, message, turn)
         beginning, replaced = self._beginnings.get(turn, ("", 0))
         end = self.added_ends.get(turn, "")
         return beginning + (text[replaced:].rstrip() + end if end else text[replaced:])
 
     def begin_as_served(self, turn: int) -> int | None:
-        """Begin a turn with its prompt where the template writes earlier turns differently once the turn follows.
+        """Start a turn with its prompt if the template writes earlier turns differently once the turn follows.
 
-        For example, Qwen3 writes the empty reasoning of the last answer alone, also in the prompt of a second answer.
-        Returns the first character of the turn in `served`; None if its text does not have the end of any prompt.
+        For example, Qwen3 writes empty reasoning only for the last answer, even in the prompt of a second answer.
+        Returns the first character of the turn in `served`; None if its text does not contain the end of any prompt.
         """
         before = self._render(self.messages[:turn])
         shared = shared_length(self.upto(turn), self._with(turn, _OTHER_ANSWER, turn))
         for prompt in self.prompts(turn):
             header = prompt[len(before) :] if prompt.startswith(before) else ""
             place = self.upto(turn).rfind(header, 0, shared) if header.strip() else -1
-            # A header with opened reasoning may stand at an earlier turn alone, whose header is then not the last.
+            # A header with an opened reasoning block may belong to an earlier turn: then it is not the last header.
             if place >= 0 and place == self.upto(turn).rfind(header.partition("<think>")[0], 0, shared):
                 self._beginnings = {turn: (prompt, place + len(header))}
                 return len(prompt)
         return None
 
     def begin_with_empty_reasoning(self, turn: int) -> int | None:
-        """Begin a turn without reasoning with its prompt, and close the reasoning that the prompt opens.
+        """Start a turn without reasoning with its prompt, and close the reasoning block that the prompt opens.
 
-        For example, MiniMax-M2's prompt ends in an opened block, and its turns without reasoning have none: a server
-        can only get such an answer from the model after the end of an empty block. Returns the first character that the
-        model generates in `served`; None if no prompt of the turn opens its reasoning.
+        For example, MiniMax-M2's prompt ends with an opened block, and its turns without reasoning have no block: a
+        server can get such an answer from the model only after the end of an empty block. Returns the first character
+        in `served` that the model generates; None if no prompt of the turn opens a reasoning block.
         """
         for prompt in self.prompts(turn):
             header, tag, space = prompt.rpartition("<think>")
             if tag and not space.strip() and self.upto(turn).startswith(header):
-                # As Qwen3 and MiniMax-M2 write a block of no reasoning, in lines of its own.
+                # Qwen3 and MiniMax-M2 write an empty reasoning block on separate lines.
                 begun = prompt + ("\n</think>\n\n" if space else "</think>")
                 self._beginnings = {turn: (begun, len(header))}
                 return len(prompt)
         return None
 
     def shared_after(self, turn: int, last: int) -> int:
-        """Return the number of characters that follow the answer of a turn in the text up to turn `last`."""
+        """Return the number of characters after the answer of a turn in the text up to turn `last`."""
         try:
             other = self._with(turn, _OTHER_ANSWER, last)
-        except BadRecordError:  # some templates refuse the result of a tool that nothing called
+        except BadRecordError:  # some templates refuse a tool result without a call
             calling = replace(_OTHER_ANSWER, tool_calls=self.conversation.messages[turn].tool_calls)
             other = self._with(turn, calling, last)
         return shared_length(self.upto(last)[::-1], other[::-1])
@@ -168,14 +168,14 @@ class RenderedChat:
             raise BadRecordError(BadReason.NOT_AS_SERVED, detail) from refused
 
     def prompts(self, turn: int) -> Iterator[str]:
-        """Yield the prompt of a turn as the record asks for it, then with thinking switched on and off."""
+        """Yield the prompt of a turn as the record requests it, then with thinking switched on and off."""
         yield self.prompt(turn)
         for name, value in product(_THINKING_SWITCHES, (True, False)):
             if name in self._template.reads:
                 yield self._render(self.messages[:turn], prompt=True, **{name: value})
 
     def bare_prompt(self, turn: int) -> str:
-        """Return the prompt of a turn as if earlier turns had not reasoned, nor spoken beside their tool calls."""
+        """Return the prompt of a turn, with earlier turns stripped of reasoning and of text next to tool calls."""
         bare = [
             replace(message, reasoning="", content="" if message.tool_calls else message.content)
             for message in self.conversation.messages[:turn]
@@ -207,7 +207,7 @@ def template_failure(error: Exception) -> BadRecordError:
 
 
 def shared_length(first: str, second: str) -> int:
-    """Return the number of characters with which both texts begin."""
+    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

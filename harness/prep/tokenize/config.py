@@ -1,4 +1,4 @@
-"""Settings of tokenizing."""
+"""Settings of tokenization."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from harness.errors import ConfigError
 MASK_RULES = ("auto", "generation", "assistant_turns", "all")
 HISTORY_RULES = ("as_served", "kept")
 TRAINED_TURNS = ("all_assistant", "last_turn", "marked", "weighted")
-# Every byte is a token of its own before any merge.
+# Every byte is a separate token before any merge.
 MIN_VOCAB_SIZE = 256 + 3
-# Of a rendered conversation.
+# Maximum length of a rendered conversation.
 MAX_CHARACTERS = 64 << 20
-# Exit codes of the process that renders.
+# Exit codes of the rendering process.
 OUT_OF_MEMORY, OUT_OF_CHARACTERS = 71, 72
 
 
@@ -77,7 +77,7 @@ class TokenizerConfig(CheckedSettings, section="tokenizer"):
 
 
 def refuse_weighted(config: TokenizerConfig, where: str) -> None:
-    """Raise ConfigError for settings, of the user or of the dataset of a tokenizer, that give weights to tokens."""
+    """Raise ConfigError if the settings, given by the user or by a tokenizer's dataset, give weights to tokens."""
     if config.train_on == "weighted":
         fix = "use stored data, or the tokenizer folder of a dataset without weights"
         raise ConfigError("train_on is weighted, but live data does not support token weights", where=where, fix=fix)

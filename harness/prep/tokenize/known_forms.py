@@ -1,10 +1,10 @@
-"""Find the form in which a template takes conversations, by trying.
+"""Find the form in which a template accepts conversations, by trying each form.
 
-Templates disagree on how they take a turn (text or parts, arguments as text or object), and drop what they do not
-know. Before a shape of conversation is rendered for the first time, the same shape is rendered with unique words in
-place of its texts, in each form, until every word is written; if none does, the conversation is refused by name. A few
-texts can still change what is written: a template may look for a word, cut at a length, or leave a value of one type
-out. So each rendered conversation is checked for the texts of its messages, too (`unwritten_text`).
+Templates expect turns in different forms (text or parts, arguments as text or object) and drop unknown fields. Before
+a conversation shape is rendered for the first time, the same shape is rendered with unique words in place of its texts,
+in each form, until every word is written; if no form works, the conversation is refused with a reason. The texts can
+still change the output: a template may look for a word, cut text at a length, or leave out values of one type. So each
+rendered conversation is also checked for the texts of its messages (`unwritten_text`).
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 _MAX_SHAPES = 8192
 _THINK_TAGS = re.compile(r"</?think>")
 _SHOWN_CHARACTERS = 40
-# What a conversation is still one without, and the fields of records that hold it.
+# Parts that a conversation can do without, and the record fields that contain them.
 _OPTIONAL = {"tools": ("tools",), "reasoning": REASONING_FIELDS}
-# A word of `with_unique_words`; after \" the template has written JSON text as a JSON string of that text.
+# A word of `with_unique_words`; a \" before it means that the template wrote JSON text as a JSON string.
 _WORD = re.compile(r'(\\")?(zq\d+wz)')
 
 
 @dataclass(frozen=True, slots=True)
 class KnownForm:
-    """The form in which a template takes the conversations of one shape, and what it makes of them."""
+    """The form in which a template accepts the conversations of one shape, and properties of its output."""
 
     form: Form
-    is_ordered: bool = False  # it writes the texts and arguments in the order of the turns
-    has_tags: bool = False  # their contents have marks that the template looks for
+    is_ordered: bool = False  # the template writes texts and arguments in the order of the turns
+    has_tags: bool = False  # the contents include marks that the template looks for
 
 
 class KnownForms:
-    """The forms in which one template takes conversations, by their shapes.
+    """The forms in which one template accepts conversations, by shape.
 
-    If it `trusts_plain`, conversations of nothing but roles and texts are handed to it as they are, even where it
-    leaves out one of the words that they are tried with.
+    If `trusts_plain`, conversations with only roles and texts are passed to the template unchanged, even if it leaves
+    out some of the words that it is tried with.
     """
 
     def __init__(self, template: Template, *, trusts_plain: bool) -> None:
         self._template, self._trusts_plain = template, trusts_plain
-        # By hashes: the shape of a long conversation, and the JSON of some tools, take many kilobytes.
+        # Keyed by hash: the shape of a long conversation, and the JSON of some tools, take many kilobytes.
         self._known: dict[int, KnownForm | BadRecordError] = {}
-        self._tried_tools: dict[int, BadRecordError | None] = {}  # what is left out of tools
-        self._tools: tuple[object, int] = None, 0  # the last ones, which many conversations share, and their hash
+        self._tried_tools: dict[int, BadRecordError | None] = {}  # None if all tools are written
+        self._tools: tuple[object, int] = None, 0  # the last tools, which many conversations share, and their hash
 
     def find(self, conversation: Conversation) -> KnownForm:
-        """Return how the template takes conversations of this shape."""
+        """Return the form for conversations of this shape; raise BadRecordError if the template accepts none."""
         tags = self._template.tags
         is_as_given = self._trusts_plain and _is_plain(conversation, tags)
         texts = ((turn.role, bool(turn.text.strip())) for turn in conversation.messages)
@@ -89,7 +89,7 @@ class KnownForms:
                 return BadRecordError(BadReason.NOT_WRITTEN, detail)
         first: BadRecordError | None = None
         probe, words = with_unique_words(conversation, self._template.tags)
-        words = [word for word in words if word[0] is not None]  # `find` tries these, which are of no shape
+        words = [word for word in words if word[0] is not None]  # tools are not part of a shape: `find` tries them
         tried = set()
         has_tags = _has_tags(conversation, self._template.tags)
         for form in FORMS:
@@ -101,14 +101,14 @@ class KnownForms:
             if refused is None:
                 is_ordered = not unwritten_text(chat.whole, probe.messages, chat.upto, is_ordered=True)
                 return KnownForm(form, is_ordered=is_ordered, has_tags=has_tags)
-            # What a template leaves out is more to the point than its failure on another form.
+            # Text that a template leaves out is a better reason than its failure on another form.
             if first is None or (first.reason == BadReason.TEMPLATE_FAILED != refused.reason):
                 first = refused
         assert first is not None
         return first
 
     def _try_form(self, chat: RenderedChat, words: list[tuple[int | None, str, str]]) -> BadRecordError | None:
-        """Return why a template cannot take a conversation in this form; None if it writes every word of it."""
+        """Return the reason why a template does not accept this form, or None if it writes every word."""
         try:
             text = chat.whole
             if any(message["content"] is None for message in chat.messages) and "None" in text:
@@ -122,7 +122,7 @@ class KnownForms:
                 if word in written:
                     continue
                 message = chat.messages[number] if number is not None else None
-                # Templates may leave the reasoning of earlier turns out, but not that of the turn being generated.
+                # Templates may omit the reasoning of earlier turns, but not the reasoning of the turn being generated.
                 if message is not None and message["role"] == "assistant" and number is not None:
                     if number not in answers:
                         answers[number] = _words_in(chat.upto(number))
@@ -143,7 +143,7 @@ def _keep(known: dict[int, Any], key: int, value: object) -> None:
 
 
 def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
-    """Return the error about a part that the template leaves out, which the `ignorable` fields of a record may hold."""
+    """Return the error for a part that the template leaves out; `ignorable` are the record fields that contain it."""
     detail = f"the chat template does not write {missing}; set one that does"
     if not ignorable:
         return BadRecordError(BadReason.NOT_WRITTEN, f"{detail} with tokenizer.chat_template")
@@ -152,13 +152,13 @@ def not_written(missing: str, ignorable: Sequence[str] = ()) -> BadRecordError:
 
 
 def _words_in(text: str) -> set[str]:
-    """Return the unique words of a rendering, without those that are written as JSON inside JSON."""
+    """Return the unique words of a rendering, except words written as JSON inside JSON."""
     found = _WORD.findall(text)
     return {word for _, word in found} - {word for quoted, word in found if quoted}
 
 
 def _is_plain(conversation: Conversation, tags: tuple[str, ...]) -> bool:
-    """Return whether a conversation has nothing but roles and texts, no reasoning in these, and no template's tags."""
+    """Return True if a conversation has only roles and texts, without reasoning or the template's tags."""
     if conversation.tools or conversation.template_kwargs:
         return False
     turns = conversation.messages
@@ -171,7 +171,7 @@ def _has_tags(conversation: Conversation, tags: tuple[str, ...]) -> bool:
 
 
 def pieces_of(text: str, tags: tuple[str, ...]) -> list[str]:
-    """Split a content at the marks that a template looks for (`Template.tags`): text, mark, text, ..., text.
+    """Split content at the marks that a template looks for (`Template.tags`): text, mark, text, ..., text.
 
     For Qwen3, a user's `<tool_response>...</tool_response>` is the result of a tool.
     """
@@ -183,12 +183,12 @@ def pieces_of(text: str, tags: tuple[str, ...]) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    # Longest first: a mark may begin with another.
+    # Longest first: a mark may start with another mark.
     return re.compile(f"({'|'.join(map(re.escape, sorted(tags, key=len, reverse=True)))})")
 
 
 def _kinds(message: Message, tags: tuple[str, ...]) -> tuple[tuple[bool | str | None, ...], ...]:
-    """Return what a template can tell of each part: its marks, and between them a text, white space or nothing."""
+    """Return the features of each part that a template can detect: marks, and text, white space or nothing between."""
     content = message.content
     return tuple(
         tuple(
@@ -202,7 +202,7 @@ def _kinds(message: Message, tags: tuple[str, ...]) -> tuple[tuple[bool | str | 
 
 
 def shape_of(conversation: Conversation, tags: tuple[str, ...] = ()) -> tuple[Any, ...]:
-    """Return what a template's treatment of fields can depend on, without the texts; `tags` as in `pieces_of`."""
+    """Return everything except texts that a template's use of fields can depend on; for `tags`, see `pieces_of`."""
     turns = tuple(
         (
             turn.role,
@@ -222,9 +222,9 @@ def shape_of(conversation: Conversation, tags: tuple[str, ...] = ()) -> tuple[An
 def with_unique_words(
     conversation: Conversation, tags: tuple[str, ...] = ()
 ) -> tuple[Conversation, list[tuple[int | None, str, str]]]:
-    """Return a conversation of the same shape whose texts are unique words, between the same marks.
+    """Return a conversation of the same shape with unique words as texts, between the same marks.
 
-    Also returns of each word the number of its message (None for tools), the word and its field's name.
+    Also returns, for each word, the index of its message (None for tools), the word, and the name of its field.
     """
     words: list[tuple[int | None, str, str]] = []
 
@@ -261,7 +261,7 @@ def with_unique_words(
 
 
 def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[str, Any]:
-    """Return a tool with unique words as its name and as the names of its parameters, one for each path."""
+    """Return a tool with unique words as its name and its parameters' names, one word per path."""
     of = f"of the tool {tool['function']['name']!r}"
     function = {**tool["function"], "name": word("tools")}
     if "parameters" in function:
@@ -270,7 +270,7 @@ def _with_words(tool: Mapping[str, Any], word: Callable[[str], str]) -> Mapping[
 
 
 def _renamed(schema: Any, word: Callable[[str], str], path: str = "") -> Any:
-    """Return a JSON Schema with other names of its properties, wherever they are inside it; `path` names them."""
+    """Return a JSON Schema with all properties renamed, at any depth; `path` is the path of the schema."""
     if not isinstance(schema, Mapping):
         return schema
     made = map_schemas(schema, lambda name, inner: _renamed(inner, word, f"{path}{name}." if name else path))
@@ -287,12 +287,12 @@ def _renamed(schema: Any, word: Callable[[str], str], path: str = "") -> Any:
 def unwritten_text(
     text: str, messages: Sequence[Message], upto: Callable[[int], str], *, is_ordered: bool = False
 ) -> str:
-    """Return what a rendered conversation leaves out, in words; empty if it holds every text.
+    """Describe the text that a rendered conversation leaves out; empty if it contains every text.
 
-    Texts have to be written one after another, each with its white space or other, also as JSON spells it; a short one
-    that is missing is thus not found inside another. The reasoning of a turn is checked where the turn is trained
-    (`unwritten_reasoning`). `upto` renders the conversation up to and with a turn, in which an answer may say what it
-    says no more later. If `is_ordered`, all texts are in the order of the turns, not questions and answers alone.
+    Texts must be written one after another, with any white space, possibly escaped as in JSON, so that a short missing
+    text is not found inside another. The reasoning of a turn is checked where the turn is trained
+    (`unwritten_reasoning`). `upto` renders the conversation up to and including a turn: an answer may be complete
+    there, and shortened later. If `is_ordered`, all texts are in the order of turns, not only questions and answers.
     """
     place = 0
     for number, message in enumerate(messages):
@@ -301,7 +301,7 @@ def unwritten_text(
         for piece in _contents(message):
             found = _find(text, piece, place if in_order else 0)
             if found < 0 and not (is_answer and _is_only_then(text, upto(number), piece)):
-                # It may stand where the search for an earlier text, which is missing, has found that.
+                # The search for an earlier, missing text may have matched this text.
                 turns = f"turns 1 to {number + 1}" if _find(text, piece, 0) >= 0 else f"turn {number + 1}"
                 return f"all of the content of {turns} ({message.role}): {_shown(piece)}"
             if in_order:
@@ -317,14 +317,14 @@ def unwritten_text(
 
 
 def _is_only_then(text: str, own: str, wanted: Any) -> bool:
-    """Return whether a turn has a content or arguments at the end of a conversation (`own`) and no more in `text`."""
+    """Return True if a turn's content or arguments are written when the turn is last (`own`), but not in `text`."""
     if text.startswith(own.rstrip()):
         return False
     return _find(own, wanted, 0) >= 0 if isinstance(wanted, str) else not _find_arguments(own, wanted, 0)[1]
 
 
 def unwritten_reasoning(text: str, turn: int, message: Message) -> str:
-    """Return which reasoning of a turn the text up to it leaves out, in words; empty if it holds all of it."""
+    """Describe the reasoning of a turn that the text up to it leaves out; empty if all of it is written."""
     inside = [part for part in message.texts if "</think>" in part]
     pieces = [message.reasoning, *(piece for part in inside for piece in _THINK_TAGS.split(part))]
     for piece in pieces:
@@ -334,7 +334,7 @@ def unwritten_reasoning(text: str, turn: int, message: Message) -> str:
 
 
 def _contents(message: Message) -> Iterator[str]:
-    """Yield the pieces of a content that a template has to write, of an answer without the reasoning inside it."""
+    """Yield the pieces of content that a template has to write; an answer's inline reasoning is left out."""
     for part in message.texts or ("",):
         if message.role == "assistant" and "</think>" in part:
             yield from (piece.strip() for piece in _THINK_TAGS.split(part.partition("</think>")[2]))
@@ -343,9 +343,9 @@ def _contents(message: Message) -> Iterator[str]:
 
 
 def _find(text: str, piece: str, start: int) -> int:
-    """Return the first end of a piece in a text, from `start` on; -1 if it is not there."""
+    """Return the first end of a piece in a text, from `start`; -1 if it is not found."""
     plain = json.dumps(piece)[1:-1]
-    # Nearly every text is spelled in one way.
+    # Nearly every text has only one spelling.
     spelled = {piece} if plain == piece else {piece, plain, json.dumps(piece, ensure_ascii=False)[1:-1]}
     if ends := [found + len(form) for form in spelled if (found := text.find(form, start)) >= 0]:
         return min(ends)
@@ -358,7 +358,7 @@ def _find(text: str, piece: str, start: int) -> int:
 
 
 def _find_arguments(text: str, arguments: Any, start: int) -> tuple[int, str]:
-    """Return the end of a call's arguments in a text, from `start` on, and the first of them that is not there."""
+    """Return the end of a call's arguments in a text, from `start`, and the first argument that is not found."""
     if isinstance(arguments, str):
         if (found := text.find(arguments, start)) >= 0:
             return found + len(arguments), ""
@@ -373,7 +373,7 @@ def _find_arguments(text: str, arguments: Any, start: int) -> tuple[int, str]:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """Yield the names, texts and numbers inside a value of JSON; templates spell the other values in several ways."""
+    """Yield the names, texts and numbers inside a JSON value; templates spell other values in several ways."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,17 +1,17 @@
 """Find the text of a conversation that the model has to generate.
 
-A `Masker` renders a conversation by its chat template and returns one `Rendered` for each sequence to train on. Three
-rules, in this order of preference:
+A `Masker` renders a conversation with its chat template and returns one `Rendered` for each sequence to train on. It
+uses one of three rules, in this order of preference:
 
-- `marks`: what the template writes inside `{% generation %}`;
-- `stock`: for the published template of a model family, known by its hash: what follows the header of each turn
+- `marks`: the text that the template writes inside `{% generation %}`;
+- `stock`: for the published template of a model family, identified by hash, the text after the header of each turn
   (`harness.prep.tokenize.stock`);
-- `served`: what each turn adds to the generation prompt that a server renders for it. A turn whose text does not have
-  the end of that prompt is refused: the model would never generate it. Where the prompt opens the reasoning and the
-  turn has none, an empty block is closed and trained.
+- `served`: the text that each turn adds to the generation prompt that a server renders for it. A turn whose text does
+  not contain the end of that prompt is refused: the model would never generate it. If the prompt opens a reasoning
+  block and the turn has no reasoning, an empty block is closed and trained.
 
-Templates disagree on how they take a turn, and drop what they do not know: `harness.prep.tokenize.known_forms` finds
-the form in which one takes all of a conversation, or refuses it by name, and checks every rendering for its texts.
+Templates expect turns in different forms and drop unknown fields: `harness.prep.tokenize.known_forms` finds the form
+in which a template writes all of a conversation, or refuses it with a reason, and checks that each text was written.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from harness.records import HUNDREDTHS
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
 
-# Of the texts of all sequences of a conversation together.
+# Maximum number of characters in all sequences of a conversation together.
 _MAX_IN_ALL = 2 * MAX_CHARACTERS
 _INLINE_REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-# Variables by which templates keep the reasoning of earlier turns.
+# Variables that make templates keep the reasoning of earlier turns.
 _KEEPING_SWITCHES: tuple[tuple[str, bool], ...] = (
     ("preserve_thinking", True),
     ("keep_past_thinking", True),
@@ -46,7 +46,7 @@ _KEEPING_SWITCHES: tuple[tuple[str, bool], ...] = (
     ("truncate_history_thinking", False),
     ("drop_thinking", False),
 )
-# Conversations that templates are tried with.
+# Parts of the conversations that templates are tried with.
 _ASK, _ANSWER = Message("user", "a"), Message("assistant", "b")
 _CALL = (ToolCall("f", {"a": "b"}, id="call00001"),)
 _TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}},)
@@ -54,9 +54,9 @@ _TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "pa
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One sequence to train on: its text, and first and past-the-end character of each trained part, in order.
+    """One sequence to train on: its text, and the first and past-the-end characters of each trained part, in order.
 
-    `weights` are those of the parts in the loss, in hundredths; empty where `tokenizer.train_on` is not `weighted`.
+    `weights` are the loss weights of the parts, in hundredths; empty if `tokenizer.train_on` is not `weighted`.
     """
 
     text: str
@@ -65,7 +65,7 @@ class Rendered:
 
 
 class Masker:
-    """Renders conversations and finds their trained spans by one `rule`: those above, `assistant_turns` or `all`."""
+    """Renderer of conversations that finds trained spans by `rule`: a rule above, `assistant_turns` or `all`."""
 
     def __init__(self, template: Template, config: TokenizerConfig, special: Sequence[str], *, where: str) -> None:
         self._template, self._config = template, config
@@ -73,7 +73,7 @@ class Masker:
         self._special_texts = tuple(special)
         self._stock = stock_rule(template.text) or StockRule("")
         self.rule, self.why = self._choose(config.mask, where)
-        # A template with marks is used as it is.
+        # A template with marks is trusted with plain conversations.
         self._forms = KnownForms(template, trusts_plain=self.rule in ("marks", "assistant_turns", "all"))
         self._has_weights = config.train_on == "weighted"
         self._keeping = self._keeping_switch() if config.history == "kept" else {}
@@ -143,7 +143,7 @@ class Masker:
             return [number for number, weight in zip(turns, weights, strict=True) if weight]
         if self._config.train_on == "last_turn":
             turns = turns[-1:]
-        # A weight of 0 is the record's own word; a weight of 1 adds nothing to turns that are trained anyway.
+        # A weight of 0 in the record excludes a turn; a weight of 1 changes nothing for turns that are trained anyway.
         return [number for number in turns if conversation.messages[number].weight != 0]
 
     def _added_span(self, chat: RenderedChat, turn: int) -> Span:
@@ -160,7 +160,7 @@ class Masker:
         roles = [message.role for message in messages]
         every = len(trained) == roles.count("assistant")
         plain = every and config.train_reasoning and config.train_tool_calls and config.train_end_of_turn
-        # A template may write a system prompt that follows other turns before them.
+        # A template may move a later system prompt ahead of other turns.
         is_usual = {"system", "developer"}.isdisjoint(roles[1:]) and ("assistant", "assistant") not in pairwise(roles)
         is_usual &= not any(message.reasoning or "</think>" in message.text for message in messages)
         has_end = bool(spans) and self._has_end(text, *spans[-1])
@@ -170,7 +170,7 @@ class Masker:
 
     @cached_property
     def _keeps_turns(self) -> bool:
-        """A turn without reasoning is marked and written alike at the end of a conversation and inside it."""
+        """True if a turn without reasoning is marked and written alike at the end of a conversation and inside it."""
         called = Message("assistant", "", tool_calls=_CALL)
         result = Message("tool", "c", tool_call_id=_CALL[0].id, name="f")
         probes = [
@@ -191,7 +191,7 @@ class Masker:
         return True
 
     def _marked_turn(self, chat: RenderedChat, turn: int) -> list[Span]:
-        """Return the marked spans of one turn in the text of the conversation up to and with it."""
+        """Return the marked spans of one turn in the text of the conversation up to and including it."""
         text, spans = chat.marked(turn + 1)
         before = [number for number in range(turn) if chat.messages[number]["role"] == "assistant"]
         num_before = len(chat.marked(before[-1] + 1)[1]) if before else 0
@@ -201,7 +201,7 @@ class Masker:
         return [(start + moved, end + moved) for start, end in spans[num_before:]]
 
     def _served_turn(self, chat: RenderedChat, turn: int) -> Span:
-        """Return the span of one turn in the text as it is served, including its end of turn."""
+        """Return the span of one turn, including its end of turn, in the text as it is served."""
         text = chat.upto(turn)
         start = self._start_of_stock_turn(chat, turn) if self.rule == "stock" else None
         if start is None:
@@ -225,7 +225,7 @@ class Masker:
             start = self._stock.start(prompt)
             if start is not None and text.startswith(prompt[:start]):
                 return start
-        # The template continues the turn before, as after the result of a tool: what is new is what it adds.
+        # The template continues the previous turn, as after a tool result: the turn is the text that it adds.
         before = chat.upto(turn - 1)
         shared = shared_length(before, text)
         return shared if self._core_end(before, shared, len(before)) == shared else None
@@ -233,11 +233,11 @@ class Masker:
     def _sequences_of_turns(
         self, chat: RenderedChat, trained: list[int], spans_of: Callable[[int], list[Span]]
     ) -> list[Rendered]:
-        """Put turns into as few sequences as show each of them as it is served, the last turn first."""
+        """Put turns, last first, into the fewest sequences in which each turn is written as it is served."""
         text, found, in_all = chat.whole, [], 0
         spans: list[Span] = []
         weights: list[int] = []
-        # The beginning of the text is that of the conversation up to this turn.
+        # The text starts like the conversation up to this turn.
         shown_at = len(chat.messages) - 1
         for turn in reversed(trained):
             turn_spans = spans_of(turn)
@@ -276,7 +276,7 @@ class Masker:
         """Return a turn's spans in a longer text; None if the turn is written differently there."""
         if text is own or text.startswith(own):
             return spans
-        if text.startswith(shown := own.rstrip()):  # white space that the template writes after the last turn alone
+        if text.startswith(shown := own.rstrip()):  # white space that the template writes only after the last turn
             return [(start, min(end, len(shown))) for start, end in spans if start < len(shown)]
         *others, (start, end) = spans
         # The end of the last turn may differ: some templates close the conversation after it.
@@ -292,10 +292,10 @@ class Masker:
     def _kept(
         self, chat: RenderedChat, turn: int, spans: list[Span], text: str, shown_at: int
     ) -> tuple[str, list[Span], int]:
-        """Write a turn into a longer text as it is generated, in place of what the template makes of it there.
+        """Replace the template's version of a turn in a longer text with the turn as it is generated.
 
-        The beginning of `text` is rendered up to the turn `shown_at`, and the spans are those in the text up to the
-        turn. Returns the new text, the spans in it, and how far what follows has moved.
+        The start of `text` is the rendering up to the turn `shown_at`; `spans` refer to the text up to `turn`. Returns
+        the new text, the spans in it, and the number of characters that the following text has moved.
         """
         own, shown = chat.served(turn), chat.upto(shown_at)
         end = self._special.search(shown, len(shown) - chat.shared_after(turn, shown_at))
@@ -308,11 +308,11 @@ class Masker:
 
     def _has_end(self, text: str, start: int, end: int) -> bool:
         written = text[start:end].rstrip()
-        # A turn of nothing trains nothing.
+        # An empty turn trains nothing.
         return not written or written.endswith(self._special_texts)
 
     def _with_end(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
-        """Return the spans of a turn with the token that ends it, which is added where the template writes none."""
+        """Return the spans of a turn including its end token, which is added if the template writes none."""
         own, message = chat.served(turn), chat.conversation.messages[turn]
         *others, (start, end) = spans
         if self._has_end(own, start, end):
@@ -333,8 +333,8 @@ class Masker:
         return [*others, (start, len(chat.served(turn)))]
 
     def _switched(self, chat: RenderedChat, turn: int, spans: list[Span]) -> list[Span]:
-        """Take out of a turn's spans what the settings leave untrained."""
-        if not spans:  # a template with marks may leave a turn without
+        """Return a turn's spans without the parts that the settings leave untrained."""
+        if not spans:  # a template with marks may leave a turn without spans
             return []
         config, message, text = self._config, chat.conversation.messages[turn], chat.served(turn)
         left_out: list[Span] = []
@@ -348,17 +348,17 @@ class Masker:
             start, end = spans[-1]
             core = self._core_end(text, start, end)
             if message.tool_calls:
-                # The delimiters of a call may be special tokens too: only the last token ends the turn.
+                # The delimiters of a call may also be special tokens: only the last token ends the turn.
                 core = max((match.start() for match in self._special.finditer(text, core, end)), default=end)
             else:
-                # White space and other special tokens before it are the answer's own.
+                # White space and other special tokens before the end token belong to the answer.
                 found = self._special.finditer(text, core, end)
                 core = next((match.start() for match in found if match.group() in self.end_tokens), core)
             left_out.append((core, end))
         return _without(spans, left_out)
 
     def _weighed(self, text: str, chat: RenderedChat, turn: int, spans: list[Span]) -> tuple[list[Span], list[int]]:
-        """Divide a turn's spans at the parts that have a weight of their own; return them with their weights."""
+        """Divide a turn's spans at the parts with their own weights; return the spans and their weights."""
         message = chat.conversation.messages[turn]
         if not self._has_weights:
             return spans, []
@@ -372,7 +372,7 @@ class Masker:
             raise BadRecordError(BadReason.BAD_WEIGHT, f"{detail} one after the other")
         pieces: list[Span] = []
         weights: list[int] = []
-        # White space around the whole may not be written.
+        # White space around the whole text may be left out.
         unwritten = len(message.text) - len(message.text.lstrip())
         ends = accumulate(map(len, message.texts), initial=0)
         edges = [first, *(at + min(max(end - unwritten, 0), len(content)) for end in ends), last]
@@ -383,7 +383,7 @@ class Masker:
         return pieces, weights
 
     def _core_end(self, text: str, start: int, end: int) -> int:
-        """Return where the special tokens and white space at the end of `text[start:end]` begin."""
+        """Return the start of the special tokens and white space at the end of `text[start:end]`."""
         while True:
             while end > start and text[end - 1].isspace():
                 end -= 1
@@ -396,7 +396,7 @@ class Masker:
         """Return the span of `text` that `other` lacks."""
         start = shared_length(text, other)
         end = len(text) - shared_length(text[start:][::-1], other[start:][::-1])
-        # "<call>..</call><|end|>" without the call begins with "<", too: the span may as well begin one earlier.
+        # "<call>..</call><|end|>" without the call begins with "<", too: the span may as well start earlier.
         shift = 0
         while shift < start and text[start - shift - 1] == text[end - shift - 1]:
             shift += 1
@@ -405,9 +405,9 @@ class Masker:
         return start, end
 
     def _keeping_switch(self) -> dict[str, Any]:
-        """Return the variable that makes the template keep earlier reasoning; nothing if it keeps it anyway, or never.
+        """Return the variable that makes the template keep earlier reasoning; empty if it always or never keeps it.
 
-        Without one, turns are written into the rendering as they are generated (`_kept`).
+        If empty, turns are written into the rendering as they are generated (`_kept`).
         """
         reasoned = replace(_ANSWER, reasoning="earlierreasoning")
         probe = Conversation((_ASK, reasoned, _ASK, reasoned), "")
@@ -422,7 +422,7 @@ class Masker:
 
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:
-        """Special tokens that end a turn of the assistant, after an answer or a call, or else `StockRule.ends`."""
+        """Special tokens that end an assistant turn, after an answer or a call, or else `StockRule.ends`."""
         probes = [
             Conversation((_ASK, _ANSWER), ""),
             Conversation((_ASK, Message("assistant", None, tool_calls=_CALL)), "", tools=_TOOLS),
@@ -440,7 +440,7 @@ class Masker:
 
 
 def _part_before(text: str, other: str, start: int) -> Span:
-    """Return the span from `start` on that `other` lacks, where what follows it may begin like it."""
+    """Return the span from `start` that `other` lacks; the text after the span may begin like the span."""
     back = shared_length(text[start:][::-1], other[start:][::-1])
     end = len(text) - back
     return start + shared_length(text[start:end], other[start : len(other) - back]), end

@@ -1,4 +1,4 @@
-"""Masks of tokens from spans of characters."""
+"""Compute token masks from character spans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.records import Int32Array, UInt8Array
 # First and past-the-end character.
 Span = tuple[int, int]
 
-# A byte-level tokenizer spells a byte that prints as that character, and the others, in order, as those from 256 on.
+# A byte-level tokenizer spells a printing byte as its character, and all other bytes, in order, as characters from 256.
 _PRINTING = (*range(33, 127), *range(161, 173), *range(174, 256))
 _BYTE_OF = {
     **dict(zip(range(256, 512), sorted(set(range(256)) - set(_PRINTING)), strict=False)),
@@ -21,15 +21,15 @@ _BYTE_OF = {
 }
 
 
-# A tokenizer that writes this as it is leaves text of ASCII alone, but for white space around added tokens.
+# A tokenizer that reproduces this text does not change ASCII text, except white space around added tokens.
 _ASCII_PROBE = "a \n\t" + bytes(range(32, 127)).decode() + "  a\r\n B \n\n"
 
 
 class TokenBytes:
-    """The bytes of every token of a byte-level tokenizer, from which masks follow without the tokenizer's offsets.
+    """Bytes of every token of a byte-level tokenizer, to compute masks without the tokenizer's offsets.
 
-    The library takes a fifth less time where it need not find out the offsets. The vocabulary has the id of each token
-    as the tokenizer spells it; added tokens are spelled as they are.
+    The library takes a fifth less time if it does not compute offsets. The vocabulary maps each token, as the tokenizer
+    spells it, to its id; added tokens are spelled in plain text.
     """
 
     def __init__(self, vocabulary: Mapping[str, int], added: Mapping[int, str]) -> None:
@@ -45,7 +45,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: Any, added: Mapping[int, str]) -> TokenBytes | None:
-        """Return those of a tokenizer of the tokenizers library; None if its tokens are not the bytes of a text."""
+        """Return the token bytes of a tokenizer of the tokenizers library; None if its tokens are not bytes of text."""
         from tokenizers import decoders
 
         if not isinstance(tokenizer.decoder, decoders.ByteLevel):
@@ -56,9 +56,9 @@ class TokenBytes:
         return made if has_all_bytes and made._join(ids) == _ASCII_PROBE.encode() else None
 
     def mask(self, ids: Int32Array, text: str, spans: Sequence[Span], weights: Sequence[int] = ()) -> UInt8Array | None:
-        """Compute `token_mask` of a text's token ids; None where these are not the bytes of the text.
+        """Return the `token_mask` of a text's token ids, or None if their bytes differ from the text.
 
-        A tokenizer may write a character in its normal form, or leave the white space around an added token out.
+        A tokenizer may normalize characters, or leave out the white space around an added token.
         """
         lengths = self._lengths[ids]
         ends = np.cumsum(lengths)
@@ -79,7 +79,7 @@ class TokenBytes:
 
 
 def _byte_places(text: str, edges: Iterable[int]) -> Iterator[int]:
-    """Yield the places of characters as those of bytes; only what is between two edges is encoded."""
+    """Yield the byte offsets of character offsets, encoding only the text between two edges."""
     at = place = 0
     for edge in edges:
         num_bytes = len(text[min(at, edge) : max(at, edge)].encode())
@@ -88,13 +88,13 @@ def _byte_places(text: str, edges: Iterable[int]) -> Iterator[int]:
 
 
 def token_mask(offsets: Sequence[Span], spans: Sequence[Span], weights: Sequence[int] = ()) -> UInt8Array:
-    """Mask the tokens with characters inside the spans; one in several has the largest of their weights.
+    """Mask the tokens with characters inside the spans; a token in several spans gets the largest of their weights.
 
-    A token covers everything since the token before it, even if its own offsets leave white space out. The offsets [L]
-    are first and past-the-end character of each token, and weights the entries of the mask for each part, empty for 1.
-    Returns uint8 [L], token-aligned.
+    A token covers everything since the previous token, even if its own offsets leave out white space. `offsets` [L]
+    contains the first and past-the-end character of each token, and `weights` the mask value for each span; if empty,
+    all are 1. Returns uint8 [L], token-aligned.
     """
-    # Twice as fast as an array made of pairs.
+    # Twice as fast as building an array from pairs.
     starts, ends = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2).T
     starts = np.minimum(starts, np.concatenate([np.zeros(1, np.int64), np.maximum.accumulate(ends)])[: len(starts)])
     mask = np.zeros(len(starts), np.uint8)

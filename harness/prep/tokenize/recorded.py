@@ -1,4 +1,4 @@
-"""The tokens that end an answer and the settings of a mask, as a dataset records them for its tokenizer."""
+"""End-of-answer tokens and mask settings that a dataset records for its tokenizer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from harness.prep.tokenize.config import TokenizerConfig
 from harness.prep.tokenize.renderer import Renderer
 from harness.settings import load
 
-# Ends of published templates, for a template that cannot be asked because it refuses a plain question.
+# End tokens of published templates, for a template that cannot be tried because it refuses a plain question.
 _KNOWN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|return|>", "<|call|>", "</s>")
 _ANSWER = "qzjxkw"
-# Setting of each recorded rule that a template does not decide by itself.
+# Value of `tokenizer.mask` for each recorded rule that does not follow from the template.
 _RULES = {"marks": "generation", "assistant_turns": "assistant_turns", "all": "all"}
 PARTS = ("reasoning", "tool_calls", "end_of_turn")
 _TEXTS = ("history", "train_on", "end_of_last_turn")
@@ -27,8 +27,8 @@ _MASKING = ("mask", *_TEXTS, *(f"train_{part}" for part in PARTS))
 def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[int]:
     """Return the ids that end an answer, ascending; empty if none is known.
 
-    These are the end token of the tokenizer, and the tokens that end a turn: those that a `Provenance.mask` records, or
-    else what the chat template writes after an answer. (Data that records none was made without tools.)
+    These are the tokenizer's end-of-sequence token and the tokens that end a turn, as recorded in a `Provenance.mask`,
+    or else as the chat template writes them after an answer. (Data that records none was made without tools.)
     """
     recorded, where = (mask or {}).get("end_tokens", "[]"), "manifest.json, provenance.mask.end_tokens"
     what, fix = "the dataset records no list of end tokens", "copy the dataset again, or prepare it again"
@@ -45,7 +45,7 @@ def end_tokens(tokenizer: Any, mask: Mapping[str, str] | None = None) -> list[in
 
 
 def _template_ends(tokenizer: Any) -> list[str]:
-    """Return the special tokens that end a turn in the template, or else the one that begins the next question."""
+    """Return the special tokens that end a turn in the template, or else the token that starts the next question."""
     try:
         template = tokenizer.get_chat_template()
     except ValueError:
@@ -66,13 +66,13 @@ def _template_ends(tokenizer: Any) -> list[str]:
 
 
 def as_prepared(config: TokenizerConfig, folder: str = "") -> tuple[TokenizerConfig, Path | None]:
-    """Return settings that mask more conversations as those of the dataset beside a tokenizer were masked.
+    """Return settings that mask conversations in the same way as the dataset next to a tokenizer.
 
-    They stay as they are if one of them asks for another mask than the default or for another template, if the
-    tokenizer is not the one in the folder of a prepared dataset, or if that dataset does not record its mask. Also
-    returns the dataset; None if there is none.
+    Returns the given settings if they select a mask or a template other than the default, if the tokenizer is not in
+    the folder of a prepared dataset, or if that dataset does not record its mask. Also returns the dataset, or None.
+    Raises FormatError if the recorded mask is unknown.
     """
-    # Takes a while, which a tokenizer without a dataset does not need.
+    # Imported here because it takes time that a tokenizer without a dataset does not need.
     from harness.formats import load_manifest
 
     tokenizer = Path(folder or config.name)

@@ -1,8 +1,8 @@
-"""Render chat templates in a process beside this one, which has limits of processor time and memory.
+"""Render chat templates in a separate process with limits on processor time and memory.
 
-A template is a program of a stranger. Jinja's sandbox keeps it from the interpreter, but not from `3**60000000` or a
-list that grows without end: the system ends a process that does either. One process serves all tokenizers of this one;
-batches of conversations go to it pickled, and come back as JSON, of which nothing is executed.
+A template is an untrusted program. Jinja's sandbox keeps it away from the interpreter, but does not prevent
+`3**60000000` or an endlessly growing list: the system ends a process that does either. One process serves all the
+tokenizers of this one; it receives batches of conversations as pickles and answers in JSON, which is never executed.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from harness.prep.tokenize.masks import Masker, Rendered
 if TYPE_CHECKING:
     from harness.prep.tokenize.rendering import Template
 
-# Of one conversation of up to 64 turns, and in proportion of a longer one. A hundred turns take some milliseconds.
+# Limit per conversation of up to 64 turns, in proportion for longer ones. A hundred turns take some milliseconds.
 CPU_S = 10.0
-# Of address space, above that of the interpreter.
+# Limit on address space beyond the interpreter's.
 MEMORY_BYTES = 2 << 30
-# The text of a conversation may be some times as long as its record where that is short, and little longer where it is
-# long: tokenizing takes this process up to 600 bytes of memory a character.
+# The text of a conversation may be several times as long as a short record, but only a little longer than a long one:
+# tokenizing takes up to 600 bytes of memory per character in this process.
 _TIMES, _LONGER, _ALWAYS = 8, 4 << 20, 64 << 10
 _MAX_DETAIL = 1000
 _FIX = "set another template with tokenizer.chat_template, or remove the conversation"
-# numpy reports memory that it could not get as an ImportError; what is missing is missing in this process, too.
+# numpy reports a lack of memory as an ImportError; a missing module would be missing in this process, too.
 _SERVE = f"""import os
 try: from harness.prep.tokenize.renderer import serve; serve()
 except (MemoryError, ImportError, OSError) as error:
     if getattr(error, "errno", {errno.ENOMEM}) != {errno.ENOMEM}: raise
     os._exit({OUT_OF_MEMORY})
 """
-# The process ends with its standard input, not by signals to everything in the job.
+# The process ends when its standard input does, not by signals sent to all processes of the job.
 _NOT_FOR_IT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _StoppedError(Exception):
-    """The process was ended by its limits; the argument says by which."""
+    """The process was ended by one of its limits, named in the argument."""
 
 
 class Renderer:
-    """A chat template with a mask rule (`Masker`), in the process that renders.
+    """A chat template with a mask rule (`Masker`), run in the rendering process.
 
-    The template may read `variables`, such as `bos_token`, by name, and writes the date `today`, None for that of each
-    rendering; `special` are the texts of the tokenizer's special tokens.
+    The template may read `variables`, such as `bos_token`, by name, and writes the date `today`, or the current date if
+    None; `special` contains the texts of the tokenizer's special tokens.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Renderer:
         ]
 
     def prompt(self, turns: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of a conversation up to where the assistant's next turn begins."""
+        """Return the text of a conversation up to the start of the assistant's next turn."""
         return str(self._ask("prompt", list(turns)))
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         try:
             return _exchange((self._settings, name, *arguments))
         except _StoppedError as stopped:
-            # Not a ConfigError: memory may have run out here, and a tokenizer that does not fit is passed over.
+            # Not a ConfigError: callers skip a tokenizer after one, and here memory may just have run out.
             raise PrepError(f"the chat template {stopped}", where=self._where, fix=_FIX) from None
 
 
@@ -150,7 +150,7 @@ class _Process:
 
 @lru_cache(maxsize=2)
 def _process_of(pid: int, cpu_s: float, memory_bytes: int) -> _Process:
-    """Return the process that renders for the process `pid`: a fork shares no pipes with its parent."""
+    """Return the rendering process for the process `pid`: a fork does not share pipes with its parent."""
     return _Process(cpu_s, memory_bytes)
 
 
@@ -168,25 +168,25 @@ def _exchange(request: tuple[Any, ...]) -> Any:
     return answer["made"]
 
 
-# ---- in the process that renders -----------------------------------------------------------------------------------
+# ---- in the rendering process --------------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """Answer requests on standard input until it ends, within the limits that the arguments give."""
+    """Answer requests on standard input until it ends, within the limits given as arguments."""
     import resource
 
     cpu_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
     for number in _NOT_FOR_IT:
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing else is printed among them
-    from harness.prep.tokenize import rendering  # noqa: F401 - before its memory counts
+    os.dup2(2, 1)  # keep other output out of the answers
+    from harness.prep.tokenize import rendering  # noqa: F401 - before memory is limited
 
     if (sizes := Path("/proc/self/statm")).exists():  # on Linux; macOS does not enforce it
         limit = int(sizes.read_text().split()[0]) * resource.getpagesize() + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(EOFError, BrokenPipeError):  # of an asking process that ended, or was killed
+    with suppress(EOFError, BrokenPipeError):  # the asking process has ended or was killed
         while True:
             settings, name, *arguments = pickle.load(sys.stdin.buffer)
             answers.write(json.dumps(_answer(settings, name, arguments, cpu_s)).encode() + b"\n")
@@ -208,7 +208,7 @@ def _answer(settings: bytes, name: str, arguments: list[Any], cpu_s: float) -> d
         raise
     except HarnessError as error:
         return {"error": (type(error).__name__, *map(_cut, (error.what, error.where, error.fix)))}
-    except Exception as error:  # a template is a stranger's program and can raise anything
+    except Exception as error:  # a template is an untrusted program and can raise anything
         what = getattr(error, "detail", f"the chat template failed: {type(error).__name__}: {error}")
         return {"error": ("ConfigError", _cut(what), pickle.loads(settings)[5], _FIX)}
 
@@ -239,7 +239,7 @@ def _sequences(masker: Masker, conversation: Conversation, cpu_s: float) -> Any:
 
 
 def _check_texts(texts: Sequence[str], given: Conversation | Sequence[Any]) -> None:
-    """Raise BadRecordError for texts that cannot be encoded, or are much longer than what they are made of."""
+    """Raise BadRecordError for texts that cannot be encoded, or are much longer than their record."""
     for text in texts:
         check_text(text, "what the chat template writes")
     if (longest := max(map(len, texts), default=0)) <= _ALWAYS:

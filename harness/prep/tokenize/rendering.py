@@ -1,7 +1,7 @@
 """Render a chat template in Jinja's sandbox, inside the process of `harness.prep.tokenize.renderer`.
 
-The template sees what transformers shows it: `messages`, `tools`, `add_generation_prompt`, the special tokens, and
-`tojson`, `raise_exception`, `strftime_now`, loop controls and `{% generation %}`.
+The template can use the same names as in transformers: `messages`, `tools`, `add_generation_prompt`, the special
+tokens, `tojson`, `raise_exception`, `strftime_now`, loop controls and `{% generation %}`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from harness.prep.tokenize.config import MAX_CHARACTERS, OUT_OF_CHARACTERS, OUT_
 from harness.prep.tokenize.offsets import Span
 
 _DICT_METHODS = frozenset(dir(dict))
-# What loops and templates keep, and the values in it that are no functions.
+# Objects in which loops and templates keep state, and the types of their values that are not functions.
 _STATES = (jinja2.runtime.LoopContext, jinja2.utils.Namespace)
 _VALUES = frozenset((str, bool, int, list, tuple, dict))
 _JSON = json.JSONEncoder(ensure_ascii=False)
-# Methods of texts whose first argument a template looks for.
+# String methods that search a text for their first argument.
 _SEARCHING = {
     *("startswith", "endswith", "split", "rsplit", "partition", "rpartition"),
     *("find", "rfind", "replace", "count"),
 }
-# A text that is likely a mark inside a content, as `<tool_response>` and `/no_think` are, and no name of a field.
+# Text that is likely a mark inside content, such as `<tool_response>` and `/no_think`, and not a field name.
 _TAG = re.compile(r"(?=\S*[^\w\s])\S{2,}")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The names that templates use, with short ways for what they ask again and again."""
+    """Environment with the names that templates use, and shortcuts for frequent operations."""
 
     def __init__(self, now: datetime | None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        # First character and text of each marked part.
+        # Start and text of each marked part.
         self.marked: list[tuple[int, str]] = []
         self.written = 0
-        # Of each tool of the conversation in hand, by identity: its JSON once it was written.
+        # JSON of each tool of the current conversation, by identity; empty until it is written.
         self.tools: Sequence[Any] = ()
         self.tool_texts: dict[int, str] = {}
         self.filters["tojson"] = self._to_json
@@ -53,13 +53,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda form: datetime.strftime(now or datetime.now(), form)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        # The turns of a conversation, of which everything is asked again and again.
+        # Turns of a conversation, whose fields are read frequently.
         if type(obj) is dict:
             if attribute not in _DICT_METHODS:
                 return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         elif type(obj) in _STATES and attribute[:1] != "_":
             value = getattr(obj, attribute, None)
-            # The sandbox has nothing to check in these.
+            # The sandbox has nothing to check in such values.
             if type(value) in _VALUES:
                 return value
         return super().getattr(obj, attribute)
@@ -107,7 +107,7 @@ def _raise(message: str) -> None:
 
 
 def _looked_for(program: jinja2.nodes.Template) -> Iterator[str]:
-    """Yield the marks that a template compares texts with, searches them for, or gives a name."""
+    """Yield the marks that a template compares texts to, searches them for, or assigns to a name."""
     given: list[jinja2.nodes.Node] = [node.node for node in program.find_all(jinja2.nodes.Assign)]
     for call in program.find_all(jinja2.nodes.Call):
         if isinstance(call.node, jinja2.nodes.Getattr) and call.node.attr in _SEARCHING:
@@ -120,18 +120,18 @@ def _looked_for(program: jinja2.nodes.Template) -> Iterator[str]:
 
 
 class Template:
-    """A chat template, with texts that it may read by name, such as `bos_token`, and a date (None: the current one)."""
+    """A chat template, with variables that it may read, such as `bos_token`, and a date (None for the current date)."""
 
     def __init__(self, text: str, variables: Mapping[str, Any], *, today: date | None = None) -> None:
         self.text, self._variables = text, dict(variables)
-        # Token of that role in the tokenizer; empty if it has none.
+        # The tokenizer's end-of-sequence token; empty if it has none.
         self.end_of_sequence = str(variables.get("eos_token") or "")
         self.uses_date = "strftime_now" in text
         self._environment = _Environment(datetime(today.year, today.month, today.day) if today is not None else None)
         self._program = self._environment.from_string(text)
         program = self._environment.parse(text)
         self.reads = frozenset(jinja2.meta.find_undeclared_variables(program))
-        # Texts by which it may tell contents apart; reasoning is looked for everywhere.
+        # Marks that can change how it writes content; reasoning tags are always included.
         self.tags = tuple(sorted({"<think>", "</think>", *_looked_for(program)}))
         self.is_marked = "{% generation" in re.sub(r"\{%[-+]?\s*", "{% ", text)
 
@@ -156,7 +156,7 @@ class Template:
         variables: Mapping[str, Any] | None = None,
         prompt: bool = False,
     ) -> str:
-        """Return the text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
+        """Return the text of a conversation; with `prompt`, up to the start of the assistant's next turn."""
         environment, program = self._environment, self._program
         environment.written, environment.marked = 0, []
         if tools is not environment.tools:

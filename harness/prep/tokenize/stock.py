@@ -1,6 +1,6 @@
-"""Published chat templates of model families, known by their hash, and what is trained in them.
+"""Published chat templates of model families, identified by hash, and the parts of their text that are trained.
 
-The rules follow what TRL's training twins of the same templates mark; the tests compare them token by token.
+The rules match the marks in TRL's training variants of the same templates; the tests compare them token by token.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 class StockRule:
     """Trained parts of the turns of one published template.
 
-    A trained turn begins after one of the texts `opens` of the generation prompt, or with it if `inclusive`: what the
-    prompt has after it, such as an opened block of reasoning, is trained too; without any, the whole prompt is the
-    server's. `skips` are headers that the template repeats after a tool's result, where a server has none; not trained.
-    `ends` are tokens that end a turn beside those that the template writes last, and `last_ends` those of a last answer
-    and a last call of tools, of a template that writes none.
+    The trained part of a turn starts after one of the texts `opens` in the generation prompt, or with it if
+    `inclusive`: the rest of the prompt, such as an opened reasoning block, is trained, too. Without `opens`, the whole
+    prompt comes from the server. `skips` are headers that the template repeats after a tool's result and a server does
+    not; they are not trained. `ends` are tokens that end a turn in addition to those that the template writes last.
+    `last_ends` end a last answer and a last tool call if the template writes no end.
     """
 
     name: str
@@ -28,7 +28,7 @@ class StockRule:
     last_ends: tuple[str, ...] = ()
 
     def start(self, prompt: str) -> int | None:
-        """Return the character of a generation prompt from which on a turn is trained; None if it has no header."""
+        """Return the character of a generation prompt where the trained part starts; None if it has no header."""
         if not self.opens:
             return len(prompt)
         place, text = max(((prompt.rfind(text), text) for text in self.opens), default=(-1, ""))
@@ -39,7 +39,7 @@ _CHATML = ("<|im_start|>assistant\n",)
 _CHANNELS = ("<|start|>assistant",)
 _DEEPSEEK = ("<\uff5cAssistant\uff5c>", "<\uff5ctool\u2581outputs\u2581end\uff5c>")
 _GEMMA = ("<|turn>model\n",)
-# By the first 16 hex digits of the SHA-256 of the text, without white space around it.
+# Keyed by the first 16 hex digits of the SHA-256 of the text, without surrounding white space.
 _RULES: dict[str, StockRule] = {
     "90c33aee14aa2a22": StockRule("Cohere Aya Expanse"),
     "2147c474f41b522b": StockRule("Cohere 2"),

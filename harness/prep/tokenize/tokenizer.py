@@ -34,9 +34,9 @@ from harness.records import HUNDREDTHS, Int32Array, Medium, SequenceView, UInt8A
 from harness.storage.inputs import NO_MODEL, ask_hub
 
 _JSON = json.JSONEncoder(ensure_ascii=False)
-# Characters that are encoded at once: an encoding takes up to 600 bytes for each.
+# Characters encoded in one batch: an encoding takes up to 600 bytes per character.
 _TOGETHER = 1 << 20
-# Of one sequence, which is encoded at once: within 4 GB, and more than a million tokens.
+# Maximum length of one sequence, which is encoded as a whole: within 4 GB, and more than a million tokens.
 _MAX_CHARACTERS = 6 << 20
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -47,10 +47,10 @@ _FIX = "set tokenizer.name to a folder with tokenizer.json, or a hub id"
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One sequence of a conversation: input_ids int32 [L] and loss_mask uint8 [L], and what they are made of.
+    """One sequence of a conversation: input_ids int32 [L], loss_mask uint8 [L], and the text they are made from.
 
-    The mask is label-aligned: shifted left by one from the tokens of the trained parts of the text, whose first and
-    past-the-end characters are `spans`.
+    `spans` are the first and past-the-end characters of the trained parts of the text. The mask is label-aligned:
+    shifted left by one from the tokens of those parts.
     """
 
     view: SequenceView
@@ -62,27 +62,27 @@ class ChatTokenizer:
     """A tokenizer with its chat template and mask rule.
 
     Tokens equal those of `apply_chat_template(..., tokenize=True)`. The mask is computed here, from the characters of
-    each token: transformers looks up the token of a span's last character, finds none where a tokenizer leaves white
-    space out of its offsets, and then trains everything up to the end of the conversation.
+    each token: transformers looks up the token of a span's last character, finds none if a tokenizer leaves white space
+    out of its offsets, and then trains everything up to the end of the conversation.
 
-    `hf` is the tokenizer of transformers, whose own templates are never rendered in this process, and `media_rules` are
-    those of the model whose folder this is, None where it takes no media. `chat_template_hash` has 16 hex digits.
-    `mask_rule` finds trained tokens, for a reason in `mask_facts`; if `uses_date`, the text depends on the day.
+    `hf` is the transformers tokenizer; its templates are never rendered in this process. `media_rules` are the rules of
+    the tokenizer's model, or None if it does not support media. `chat_template_hash` has 16 hex digits. `mask_rule` is
+    the rule that selects trained tokens, explained in `mask_facts`. If `uses_date`, the text depends on the date.
     """
 
     def __init__(self, config: TokenizerConfig, folder: str = "", *, today: date | None = None) -> None:
         """Load from `folder` if given, or from `config.name`; `today` is for templates that write the date.
 
-        Raises ConfigError if it is not a fast tokenizer that loads, or has no valid Jinja that fits the mask rule.
+        Raises ConfigError if no fast tokenizer can be loaded, or if it has no valid template that fits the mask rule.
         """
         self.name = folder or config.name
         self._config = config
         self.hf = load_tokenizer(self.name)
         self.media_rules: MediaRules | None = None
-        with suppress(ConfigError, FormatError):  # of a processor that is not supported: records with media are refused
+        with suppress(ConfigError, FormatError):  # for an unsupported processor, records with media are refused
             self.media_rules = MediaRules.of(self.name)
         self._backend = self.hf.backend_tokenizer
-        # A tokenizer.json may carry settings of the program that wrote it.
+        # A tokenizer.json may contain settings of the program that wrote it.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = False
@@ -91,7 +91,7 @@ class ChatTokenizer:
         if config.chat_template:
             self.hf.chat_template = load_template(config.chat_template)
             tokens = BUILT_IN.get(config.chat_template)
-            # One that the tokenizer spells would not be in the models' format.
+            # If the tokenizer split such a token, the text would not be in the models' format.
             for token in (*tokens.ends, *tokens.marks) if tokens else ():
                 if len(self._backend.encode(token, add_special_tokens=False)) != 1:
                     what = f"the chat template {config.chat_template!r} writes {token}, which is not a token of the "
@@ -103,7 +103,7 @@ class ChatTokenizer:
             fix = f"set tokenizer.chat_template to a Jinja file, or to one of {', '.join(BUILT_IN)}"
             raise ConfigError("the tokenizer has no chat template", where=self.name, fix=fix) from error
         special_tokens = {token.content for token in self.hf.added_tokens_decoder.values() if token.special}
-        # Longest first, so that an error names the token that would be made.
+        # Longest first, so that an error names the token that the text would become.
         special = sorted(special_tokens | set(self.hf.all_special_tokens), key=lambda token: (-len(token), token))
         if config.end_of_last_turn not in ("", *special):
             what = f"{config.end_of_last_turn!r} is not a special token of the tokenizer"
@@ -117,7 +117,7 @@ class ChatTokenizer:
         self.mask_rule, self.uses_date = self._renderer.rule, self._renderer.uses_date
 
     def mask_facts(self, schema: str = "") -> dict[str, str]:
-        """Return how masks are made, for a dataset's manifest; of the schema `text`, everything is trained."""
+        """Return facts about the mask for a dataset's manifest; with the schema `text`, everything is trained."""
         config = self._config
         weights = {"weights": "hundredths"} if config.train_on == "weighted" else {}
         if schema == "text":
@@ -144,17 +144,17 @@ class ChatTokenizer:
 
     @property
     def tokenizer_hash(self) -> str:
-        """16 hex digits over every token with its id and the roles of special tokens."""
+        """Hash of all tokens with their ids and of the roles of special tokens, as 16 hex digits."""
         return _hash_tokens(self.hf)
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face tokenizer folder with the template in use, and the rules and the processor of media."""
+        """Write a Hugging Face tokenizer folder with the template in use, the media rules and the processor."""
         self.hf.save_pretrained(str(folder))
         if self.media_rules is not None:
             self.media_rules.save(folder, self.name)
 
     def prompt(self, *turns: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a conversation of these turns, up to where the answer begins."""
+        """Return the token ids of a conversation with these turns, up to the start of the answer."""
         return list(self._backend.encode(self._renderer.prompt(turns), add_special_tokens=False).ids)
 
     @property
@@ -163,7 +163,7 @@ class ChatTokenizer:
         return self.ends_of(self.mask_facts())
 
     def ends_of(self, mask: Mapping[str, str]) -> list[int]:
-        """Return the ids that end an answer of a model trained on data with this `Provenance.mask`."""
+        """Return the ids that end an answer, for a model trained on data with this `Provenance.mask`."""
         return end_tokens(self.hf, mask)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -171,10 +171,10 @@ class ChatTokenizer:
         return str(self._backend.decode(list(map(int, ids)), skip_special_tokens=False))
 
     def encode(self, conversations: Sequence[Conversation]) -> list[SequenceView | BadRecord]:
-        """Tokenize conversations; their sequences, or reasons why there are none, come in the same order.
+        """Tokenize conversations, and return their sequences, or the reasons why there are none, in the same order.
 
-        Most conversations make one sequence; `encode_each` keeps those of one conversation together. A sequence, as in
-        `Encoded`, has L of at least 2 and something to train.
+        Most conversations make one sequence; `encode_each` groups sequences by conversation. Each has at least 2 tokens
+        (L of `Encoded`) and at least one trained token.
         """
         results: list[SequenceView | BadRecord] = []
         for made in self.encode_each(conversations):
@@ -182,7 +182,7 @@ class ChatTokenizer:
         return results
 
     def encode_each(self, parsed: Sequence[Conversation | BadRecord]) -> list[list[Encoded] | BadRecord]:
-        """Tokenize parsed records in order: the sequences of each as in `encode`, or why it has none."""
+        """Tokenize parsed records in order, and return the sequences of each, or the reason why it has none."""
         rendered = self._render(parsed)
         texts = [sequence.text for made in rendered if not isinstance(made, BadRecord) for sequence in made]
         encodings, results = self._encodings(texts), list[list[Encoded] | BadRecord]()
@@ -192,11 +192,11 @@ class ChatTokenizer:
             else:
                 of_record = islice(encodings, len(made))
                 results.append(self._to_sequences(cast(Conversation, record), made, of_record))
-                deque(of_record, maxlen=0)  # of a record that is refused
+                deque(of_record, maxlen=0)  # skip the rest of a refused record
         return results
 
     def _encodings(self, texts: Iterable[str]) -> Iterator[Any]:
-        """Yield the encoding of each text; only texts of `_TOGETHER` characters in all, or one, are encoded at once."""
+        """Yield the encoding of each text, in batches of up to `_TOGETHER` characters, or of one longer text."""
         encode = self._backend.encode_batch_fast if self._token_bytes else self._backend.encode_batch
         waiting, size = list[str](), 0
         for text in texts:
@@ -234,7 +234,7 @@ class ChatTokenizer:
         return made
 
     def _token_mask(self, ids: Int32Array, encoding: Any, sequence: Rendered) -> UInt8Array:
-        """Mask the tokens of a sequence's trained parts, token-aligned; `encoding` is of its text."""
+        """Mask the tokens of a sequence's trained parts, token-aligned; `encoding` encodes its text."""
         text, spans = sequence.text, sequence.spans
         weights = sequence.weights or [HUNDREDTHS] * len(spans) if self._config.train_on == "weighted" else ()
         if self._token_bytes is not None:
@@ -245,7 +245,7 @@ class ChatTokenizer:
         return token_mask(encoding.offsets, spans, weights)
 
     def _render(self, parsed: Sequence[Conversation | BadRecord]) -> list[list[Rendered] | BadRecord]:
-        """Return the texts of each conversation's sequences with their trained spans."""
+        """Return the texts of each conversation's sequences, with their trained spans."""
         known = [record if isinstance(record, BadRecord) else self._known(record) for record in parsed]
         unknown = [
             cast(Conversation, one).without_data() for one, made in zip(parsed, known, strict=True) if made is None
@@ -262,7 +262,7 @@ class ChatTokenizer:
         return results
 
     def _known(self, conversation: Conversation) -> list[Rendered] | BadRecord | None:
-        """Return what does not depend on the template."""
+        """Return the result for a conversation that does not depend on the template; None if it does."""
         for place, text in texts_of(conversation, has_names=True):
             if found := self._control.search(text):
                 detail = f"{place} contains the control token {found.group()!r}"
@@ -287,7 +287,7 @@ class _Media:
                 except PrepError as error:
                     detail = f"the {part.kind} of turn {number} ({message.role}) {error.what}"
                     raise BadRecordError(BadReason.MEDIA, detail) from error
-        # A sequence shows the media up to a trained turn, the last one those up to the last of these, or all.
+        # A sequence contains the media up to a trained turn; the last, those up to the last trained turn, or all.
         upto = list(accumulate(len(message.media) for message in conversation.messages))
         is_marked = config.train_on == "marked"
         answers = (
@@ -298,7 +298,7 @@ class _Media:
         self._allowed = sorted({*answers, len(self._media)})
 
     def place(self, view: SequenceView, *, is_last: bool) -> SequenceView:
-        """Return a sequence with each placeholder as often as its medium has tokens, none of them trained."""
+        """Return a sequence with each placeholder repeated for each token of its medium; none of them are trained."""
         tokens = self._rules.tokens
         at = np.flatnonzero(np.isin(view.input_ids, list(tokens.values())))
         kinds = [tokens[part.kind] for part in self._media[: len(at)]]
@@ -310,7 +310,7 @@ class _Media:
             return view
         repeats = np.ones(len(view), np.int64)
         repeats[at] = self._counts[: len(at)]
-        # The label of the position before a token is that token.
+        # The label at a position is the next token.
         trained = np.roll(view.loss_mask, 1)
         trained[at] = 0
         starts = (np.cumsum(repeats) - repeats)[at].tolist()
@@ -324,7 +324,7 @@ class _Media:
 
 
 def texts_of(conversation: Conversation, *, has_names: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield every text of a conversation that a template may write, with its place in words.
+    """Yield every text of a conversation that a template may write, with a description of its place.
 
     `has_names` adds names, ids, decoded arguments and variables.
     """
@@ -339,7 +339,7 @@ def texts_of(conversation: Conversation, *, has_names: bool = False) -> Iterator
             arguments = call.arguments
             spelled = arguments if isinstance(arguments, str) else _JSON.encode(arguments)
             yield f"a tool call of {place}", f"{call.name} {spelled}"
-            if has_names and isinstance(arguments, str):  # which may spell a character by its number
+            if has_names and isinstance(arguments, str):  # JSON text may escape characters
                 yield f"a tool call of {place}", _JSON.encode(as_object(arguments))
             if has_names:
                 yield f"the id of a tool call of {place}", call.id
@@ -367,10 +367,10 @@ def _digest(text: str) -> str:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load from a folder or from the Hugging Face hub; a name that is neither is refused at once.
+    """Load a tokenizer from a folder or the Hugging Face hub; raise ConfigError at once if the name is neither.
 
-    transformers retries for many seconds where a hub does not answer, so the hub is asked once before it is loaded
-    from. HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE count as for Hugging Face's own tools.
+    transformers retries for many seconds if the hub does not answer, so the hub is queried once before loading.
+    HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE work as with Hugging Face's own tools.
     """
     try:
         with _without_advice():
@@ -384,7 +384,7 @@ def load_tokenizer(name: str) -> Any:
         raise ConfigError("the folder has no tokenizer", where=name, fix=fix)
     source = str(folder) if folder.is_dir() else _hub_source(name, folder)
     try:
-        # A folder's own code is never run. Left unset, the library would ask on standard input.
+        # A folder's code is never run. If this were unset, the library would ask on standard input.
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # the library raises almost anything for a damaged folder
         if reason_of_memory(error) is not None:
@@ -401,7 +401,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def _hub_source(name: str, folder: Path) -> str:
-    """Return a hub id, or its folder in the hub's cache where the hub does not answer; refuse any other name."""
+    """Return a hub id, or its folder in the hub cache if the hub does not answer; refuse any other name."""
     if folder.exists():
         fix = f"set tokenizer.name={folder.parent}" if "token" in folder.name else _FIX
         raise ConfigError("the tokenizer's name is a file, not a folder", where=name, fix=fix)
@@ -427,7 +427,7 @@ def _hub_source(name: str, folder: Path) -> str:
 
 
 def _fix(folder: Path) -> str:
-    """Return what to do, with the folder whose name is nearest if one is near."""
+    """Return how to fix the name, with the nearest existing folder if there is one."""
     return f"check tokenizer.name: {near_paths(folder) or _FIX}"
 
 

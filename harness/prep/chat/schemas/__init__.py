@@ -1,4 +1,4 @@
-"""Schemas of chat records: a schema is one file with one `Schema`, and one line in `SCHEMAS`."""
+"""Schemas of chat records: each is one file with one `Schema`, and one line in `SCHEMAS`."""
 
 from __future__ import annotations
 

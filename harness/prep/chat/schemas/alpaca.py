@@ -1,4 +1,4 @@
-"""Records of Alpaca: `{"instruction": ..., "input": ..., "output": ..., "history": [[question, answer], ...]}`."""
+"""Alpaca records: `{"instruction": ..., "input": ..., "output": ..., "history": [[question, answer], ...]}`."""
 
 from __future__ import annotations
 

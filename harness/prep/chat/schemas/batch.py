@@ -1,7 +1,7 @@
 """Lines of batch files of OpenAI (`body`), Anthropic (`params`) and Vertex AI (`request`), with or without an answer.
 
-They are no schema of their own: the record is the request with its answer, of the schema `messages`, `responses` or
-`gemini`.
+They are not a separate schema: the record is the request with its answer, in the `messages`, `responses` or `gemini`
+schema.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from harness.prep.chat.values import BadRecordError, decoded_object, is_empty, s
 _ODD = BadReason.NOT_AN_OBJECT
 REQUESTS = ("body", "params", "request")
 BATCH_FIELDS = frozenset((*REQUESTS, "response", "result", "custom_id", "method", "url", "error", "key", "status"))
-# Reasons for which an answer ends before the model has ended it.
+# Reasons why an answer ends before the model has finished it.
 _CUT = ("length", "content_filter", "max_tokens", "refusal", "pause_turn", "safety", "recitation", "prohibited_content")
 
 
 def unwrapped(record: Record) -> Mapping[str, Any]:
-    """Return the request of a line of a batch with its answer as the last turn; another record as it is."""
+    """Return the request of a batch line with its answer as the last turn; return other records unchanged."""
     name = next((name for name in REQUESTS if name in record and _is_request(record, name)), "")
     if not name:
         if "custom_id" in record and ("response" in record or "result" in record):
@@ -45,7 +45,7 @@ def unwrapped(record: Record) -> Mapping[str, Any]:
 
 
 def _is_request(record: Record, name: str) -> bool:
-    """Return whether this field is the request of a batch, and not one of a record of another kind."""
+    """Return True if this field is a batch request, rather than a field of another kind of record."""
     if name != "request":
         return "custom_id" in record or (name == "body" and "url" in record)
     inner = record[name]
@@ -53,13 +53,13 @@ def _is_request(record: Record, name: str) -> bool:
 
 
 def _with_answer(body: Mapping[str, Any], answer: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    if "output" in answer:  # of the Responses
+    if "output" in answer:  # OpenAI Responses
         return {**body, **{name: answer[name] for name in ("output", "status") if name in answer}}
     turns, kind, key = "messages", "choices", "message"
     if "contents" in body:
         turns, kind, key = "contents", "candidates", "content"
     choices = answer.get(kind)
-    if kind == "choices" and "content" in answer:  # a message of Anthropic
+    if kind == "choices" and "content" in answer:  # an Anthropic message
         message = {"role": answer.get("role"), "content": answer["content"]}
         choices = [{"message": message, "stop_reason": answer.get("stop_reason")}]
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):

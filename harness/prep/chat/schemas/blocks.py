@@ -1,7 +1,7 @@
-"""Blocks of a turn's content as Anthropic writes them, made into the fields of OpenAI's turns.
+"""Convert the content blocks of Anthropic's turns to the fields of OpenAI's turns.
 
-`thinking` becomes `reasoning_content`, `tool_use` a tool call, and `tool_result` a turn of the tool. Gemini's parts and
-the items of OpenAI's Responses are made into such blocks first.
+`thinking` becomes `reasoning_content`, `tool_use` a tool call, and `tool_result` a tool turn. Gemini's parts and the
+items of OpenAI's Responses are first converted to such blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from harness.prep.chat.records import BadReason
 from harness.prep.chat.values import BadRecordError, check_text, is_empty, refuse_others
 
-# Fields of each kind of block; those that the model neither sees nor writes are the second ones.
+# Fields of each kind of block: those that are read, and those that the model neither sees nor writes.
 _BLOCKS = {
     "thinking": (("thinking",), ("signature",)),
     "tool_use": (("id", "name", "input"), ("caller",)),
@@ -25,10 +25,10 @@ _ORDER = ("reasoning_content", "content", "tool_calls")
 
 
 def without_blocks(turns: Sequence[Any]) -> Sequence[Any]:
-    """Return turns with their blocks as fields of OpenAI's turns; the same object where there are none.
+    """Return turns with their blocks as fields of OpenAI's turns; the same object if there are none.
 
-    The blocks of an assistant that come in another order than reasoning, text, calls become several turns. Other parts,
-    such as text and media, stay in the content.
+    An assistant's blocks in an order other than reasoning, text, calls become several turns. Other parts, such as text
+    and media, stay in the content.
     """
     if not any(_has_blocks(turn) for turn in turns):
         return turns
@@ -49,9 +49,9 @@ def _kind_of(part: Mapping[str, Any]) -> str:
 
 
 def _divided(turn: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
-    """Return the turns that one turn's blocks make, in order."""
+    """Return the turns made from one turn's blocks, in order."""
     made: list[dict[str, Any]] = []
-    # A weight, a name and the like stay with the turns of the same role.
+    # Other fields, such as a weight or a name, stay with the turns of the same role.
     rest = {key: value for key, value in turn.items() if key not in _ORDER}
     for number, part in enumerate(turn["content"], start=1):
         kind = _kind_of(part) if isinstance(part, Mapping) else ""
@@ -85,7 +85,7 @@ def _divided(turn: Mapping[str, Any], what: str) -> list[dict[str, Any]]:
 
 
 def _add(made: list[dict[str, Any]], rest: Mapping[str, Any], field: str, value: object) -> None:
-    """Add a block to the last turn, or begin another one where it would come before what that turn has."""
+    """Add a block to the last turn, or start another turn if the block must come before parts of the last turn."""
     last = made[-1] if made else {}
     later = _ORDER[_ORDER.index(field) + 1 :]
     if last.get("role") != rest.get("role") or any(not is_empty(last.get(name)) for name in later):

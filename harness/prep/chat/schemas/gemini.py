@@ -1,4 +1,4 @@
-"""Records of Gemini: `{"contents": [{"role": "user", "parts": [{"text": "Hi"}]}, ...], "systemInstruction": ...}`.
+"""Gemini records: `{"contents": [{"role": "user", "parts": [{"text": "Hi"}]}, ...], "systemInstruction": ...}`.
 
 Fields may be written as in JSON (`functionCall`) or as in Python (`function_call`).
 """
@@ -23,12 +23,12 @@ _SPELLINGS = {
     "parametersJsonSchema": "parameters",
     "parameters_json_schema": "parameters",
 }
-# Of a part: an opaque proof of what the model thought.
+# Fields of a part that contain an opaque signature of the model's thoughts.
 _UNSEEN = ("thoughtSignature", "thought_signature")
 
 
 def _plain(item: object, what: str) -> dict[str, Any]:
-    """Return an object with the names of Python and without empty fields."""
+    """Return an object with Python's spelling of field names and without empty fields."""
     if not isinstance(item, Mapping):
         raise BadRecordError(BadReason.BAD_TURN, f"{what} is a {type(item).__name__}, expected an object")
     return {_SPELLINGS.get(str(key), str(key)): value for key, value in item.items() if not is_empty(value)}
@@ -62,7 +62,7 @@ def _turn(item: object, what: str) -> dict[str, Any]:
 
 
 def _block(part: object, what: str) -> dict[str, Any]:
-    """Return a part as a block of Anthropic; one of another kind keeps its name, under which it is refused."""
+    """Return a part as an Anthropic block; a part of another kind keeps its name, under which it is refused."""
     fields = {key: value for key, value in _plain(part, what).items() if key not in _UNSEEN}
     is_thought = fields.pop("thought", False)
     kinds = [key for key in fields if key in ("text", "function_call", "function_response")]

@@ -1,6 +1,6 @@
-"""Records of OpenAI and Hugging Face: `{"messages": [{"role": "user", "content": "Hi"}, ...], "tools": [...]}`.
+"""OpenAI and Hugging Face records: `{"messages": [{"role": "user", "content": "Hi"}, ...], "tools": [...]}`.
 
-Content may be blocks of Anthropic. Turns that are plain texts, as in LIMA, are those of user and assistant in turn.
+Content may be Anthropic blocks. Turns that are plain text, as in LIMA, alternate between user and assistant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIST_FIELDS = ("messages", "conversations", "conversation")
 
 
 def list_field(record: Record) -> str:
-    """Return the name under which a record holds its turns."""
+    """Return the name of the field that contains a record's turns."""
     held = [name for name in LIST_FIELDS if not is_empty(record.get(name))]
     if len(held) > 1:
         detail = f"`{held[0]}` and `{held[1]}` contain turns; to leave one out: source.ignore_fields=[{held[1]}]"
@@ -28,13 +28,13 @@ def list_field(record: Record) -> str:
 
 
 def pair_fields(item: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the names of the question and the answer of an item of a list of pairs; None if it is none."""
+    """Return the names of the question and the answer in an item of a list of pairs; None if it is not a pair."""
     pairs = (*PAIR_FIELDS, ("input", "output"), ("prompt", "completion"))
     return next((pair for pair in pairs if all(item.get(name) is not None for name in pair)), None)
 
 
 def holds_turns(record: Record, *, kind: str) -> bool:
-    """Tell if a record holds turns of a kind: `role`, `from` or `pair`; `role` where its `messages` show nothing."""
+    """Return True if a record contains turns of a kind: `role`, `from` or `pair`; unclear turns count as `role`."""
     for name in LIST_FIELDS:
         value = record.get(name)
         is_list = isinstance(as_list(value), list) or (isinstance(value, str) and value.lstrip().startswith("["))

@@ -1,6 +1,6 @@
-"""Questions and answers: lists of pairs as Capybara has them, `{"conversation": [{"input": ..., "output": ...}]}`.
+"""Question-answer records: lists of pairs, as in Capybara, `{"conversation": [{"input": ..., "output": ...}]}`.
 
-A record may also be one pair, `{"question": ..., "answer": ...}`, with the pairs before it in `history`.
+A record may also be one pair, `{"question": ..., "answer": ...}`, with earlier pairs in `history`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from harness.prep.chat.schemas.messages import LIST_FIELDS, PAIR_FIELDS, holds_t
 from harness.prep.chat.turns import ANSWER_FIELDS, CHAT_FIELDS, answer_turn, chat, history_turns, list_of_turns
 from harness.prep.chat.values import BadRecordError, is_empty, refuse_others, text_field
 
-# Beside one question they belong to it, and nothing says how.
+# Next to a single question, these fields belong to it, but nothing defines how.
 _CONTEXT = ("context", "input", "passage", "choices", "options")
 
 

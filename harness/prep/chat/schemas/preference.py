@@ -1,4 +1,4 @@
-"""The `chosen` answer of preference records, after their `prompt` or with it inside; read only when asked for."""
+"""Preference records: the `chosen` answer, which follows `prompt` or includes it; used only if set by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _parse(record: Record, where: str) -> Conversation:
 
 
 PREFERENCE = Schema(
-    # `rejected` shows what the records are.
+    # `rejected` identifies preference records.
     fields=frozenset(("prompt", "chosen", "rejected")) | CHAT_FIELDS,
     fits=lambda record: record.get("chosen") is not None and record.get("rejected") is not None,
     parse=_parse,

@@ -1,6 +1,6 @@
 """Records with `prompt` and `completion`, each a text or a list of turns; only the completion is trained.
 
-Records of unpaired preferences have a `label` too; completions that it calls bad are left out.
+Records of unpaired preferences also have a `label`; completions whose label is false are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from harness.prep.chat.values import BadRecordError, is_empty
 
 
 def _parse(record: Record, where: str) -> Conversation:
-    if record.get("label") is False or str(record.get("label")).lower() == "false":  # tables of text spell it
+    if record.get("label") is False or str(record.get("label")).lower() == "false":  # text tables spell out the value
         raise BadRecordError(BadReason.UNWANTED, "`label` is false: the completion is a negative example")
     prompt, completion = turns_or_text(record, "prompt", "user"), turns_or_text(record, "completion", "assistant")
     if isinstance(record["completion"], str):

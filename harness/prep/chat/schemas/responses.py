@@ -1,4 +1,4 @@
-"""Records of OpenAI's Responses: `input` and `output`, lists of items, or a text as `input`; and `instructions`.
+"""OpenAI Responses records: `input` and `output` as lists of items, or `input` as text, and `instructions`.
 
 {"input": [{"role": "user", "content": "Hi"}], "output": [{"type": "message", "role": "assistant", "content": ...}]}
 """
@@ -35,7 +35,7 @@ def _parse(record: Record, where: str) -> Conversation:
 
 
 def _add(turns: list[dict[str, Any]], item: object, what: str) -> None:
-    """Add an item to the turns: what the assistant thinks, writes and calls in this order is one turn."""
+    """Add an item to the turns; the assistant's reasoning, text and calls, in this order, form one turn."""
     if not isinstance(item, Mapping):
         raise BadRecordError(BadReason.BAD_TURN, f"{what} is a {type(item).__name__}, expected an object")
     kind = item.get("type") or "message"
@@ -47,7 +47,7 @@ def _add(turns: list[dict[str, Any]], item: object, what: str) -> None:
     refuse_others(item, _KNOWN[kind], what, can_be_ignored=True)
     role = "user" if kind == "function_call_output" else item.get("role") if kind == "message" else "assistant"
     last = turns[-1] if turns else {}
-    # A message follows reasoning in its turn, and begins a turn of its own after anything else.
+    # A message joins the turn of the reasoning before it, and starts a new turn after anything else.
     kinds = [block.get("type") if isinstance(block, Mapping) else "" for block in last.get("content", ())]
     is_begun = kind == "message" and any(before != "thinking" for before in kinds)
     if role != "assistant" or last.get("role") != role or is_begun:
@@ -58,7 +58,7 @@ def _add(turns: list[dict[str, Any]], item: object, what: str) -> None:
 
 
 def _blocks(item: Mapping[str, Any], kind: str, what: str) -> list[Any]:
-    """Return what an item holds as blocks of Anthropic."""
+    """Return the content of an item as Anthropic blocks."""
     if kind == "function_call":
         return [
             {"type": "tool_use", "id": item.get("call_id"), "name": item.get("name"), "input": item.get("arguments")}
@@ -68,7 +68,7 @@ def _blocks(item: Mapping[str, Any], kind: str, what: str) -> list[Any]:
     if kind == "message":
         content = item.get("content")
         return content if isinstance(content, list) else [{"type": "text", "text": content}]
-    # The summary is made of the reasoning, which is not always shown.
+    # The summary is made from the reasoning, which is not always included.
     parts = item.get("content") or item.get("summary") or []
     parts = parts if isinstance(parts, list) else [parts]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]

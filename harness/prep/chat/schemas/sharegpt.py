@@ -1,4 +1,4 @@
-"""Records of ShareGPT: `{"conversations": [{"from": "human", "value": "Hi"}, ...], "system": ..., "tools": ...}`."""
+"""ShareGPT records: `{"conversations": [{"from": "human", "value": "Hi"}, ...], "system": ..., "tools": ...}`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _parse(record: Record, where: str) -> Conversation:
 
 
 def _as_message(turn: object, number: int) -> object:
-    """Return a turn with the fields of OpenAI's; turns that have them already keep them, but for the role's name."""
+    """Return a turn with the fields of OpenAI's turns; turns that already use them change only the role's name."""
     if not isinstance(turn, Mapping):
         return turn
     fields = ("from", "value") if turn.get("from") is not None else ("role", "content")
@@ -37,7 +37,7 @@ def _as_message(turn: object, number: int) -> object:
     if speaker in CALL_ROLES:
         calls = decoded(value, f"turn {number} ({speaker})", BadReason.BAD_TOOLS)
         message |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
-    # Their own `role` or `content` beside these is refused as unknown, like any other field.
+    # An additional `role` or `content` is refused as unknown, like any other field.
     rest = {key: value for key, value in turn.items() if key not in fields}
     return message | {f"{key} beside {fields[0]}" if key in message else key: rest[key] for key in rest}
 

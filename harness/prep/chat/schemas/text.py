@@ -1,4 +1,4 @@
-"""Plain `text` for continued training: all of it is trained, without a chat template."""
+"""Plain `text` records for continued training: all of the text is trained, without a chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of single-turn function calling, as in xLAM: `query`, the `tools`, and the right calls as `answers`."""
+"""Records of single-turn function calling, as in xLAM: `query`, `tools`, and the correct calls as `answers`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Registry of built-in chat templates: the file of each, and its special tokens.
 
-The texts are those that the models of a family know. A turn that the format cannot hold (tools, reasoning) fails with
-words that say so, rather than be left out. The token that ends a turn is marked; the line break after it is not.
+The templates write the format that a family's models know. A turn that the format does not support (tools, reasoning)
+fails with a message instead of being left out. The token that ends a turn is marked; the line break after it is not.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from harness.settings import nearest_name
 
 @dataclass(frozen=True)
 class TemplateTokens:
-    """Special tokens of a built-in template: those that end a turn of the assistant, and the other `marks`.
+    """Special tokens of a built-in template: `ends`, which end an assistant turn, and `marks`, all others.
 
-    The last of `ends` is the tokenizer's own end-of-sequence token. For `begin`, the first token of a text, the
-    template writes the tokenizer's own; empty if it writes none.
+    The last of `ends` is the tokenizer's end-of-sequence token. `begin` is the first token of a text, which the
+    template writes as the tokenizer's own; empty if it writes none.
     """
 
     ends: tuple[str, ...]
@@ -47,7 +47,7 @@ BUILT_IN = {
         ),
         "<s>",
     ),
-    # Its bars are full-width.
+    # Its bars are full-width characters.
     "deepseek": TemplateTokens(
         ("<\uff5cend▁of▁sentence\uff5c>",),
         tuple(
@@ -70,7 +70,7 @@ _KNOWN_ENDS = frozenset(end for tokens in BUILT_IN.values() for end in tokens.en
 
 
 def spelled_tokens(template: str, *, end_of_text: str) -> TemplateTokens:
-    """Return the special tokens that a template spells, else those of `chatml`; `end_of_text` if it has no end."""
+    """Return the special tokens spelled in a template, else those of `chatml`; `end_of_text` if it has no end."""
     found = list(dict.fromkeys(_CONTROL.findall(template)))
     ends = [token for token in found if token in _KNOWN_ENDS]
     if not ends or "eos_token" in template:
@@ -81,7 +81,7 @@ def spelled_tokens(template: str, *, end_of_text: str) -> TemplateTokens:
 
 
 def load_template(name: str) -> str:
-    """Return the text of a built-in template, or of a file; a built-in name wins over a file of that name."""
+    """Return the text of a built-in template, or of a file; a built-in name takes precedence over a file."""
     if name in BUILT_IN:
         return files(__package__).joinpath(f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
     path = Path(name).expanduser()
