@@ -233,7 +233,7 @@ class MegatronStep:
             stages = parallel_state.get_pipeline_model_parallel_group()
             torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=stages)
         for router in routers(self.chunks):
-            router.token_weight = float(counts[0]) / max(float(counts[1]), 1.0)
+            router.token_weight = counts[0] / counts[1].clamp(min=1.0)
 
     def evaluate(self, batches: Iterable[RankBatch]) -> Evaluation:
         """Return the mean loss over `batches`, computed without gradients."""

@@ -1,9 +1,15 @@
-"""`python -m tests.benchmarks kernels`: kernels, copies and waits of one microbatch, counted without a GPU."""
+"""`python -m tests.benchmarks kernels`: kernels, copies and waits of microbatches and steps, counted without a GPU.
+
+A kernel is an operation that PyTorch dispatches and that returns no view, in this project's layers on a CPU. On a GPU,
+Transformer Engine's layers, grouped products and optimizer launch fewer. A wait is a call that reads a tensor's values
+on the host, masks that select rows included; those of PyTorch's optimizer are of numbers on the host.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +37,15 @@ _DEPTH, _MOST_ROTARY = 32, 1300
 # Operations that launch nothing, and calls that make the host wait for a GPU.
 _VIEWS = {"view", "_unsafe_view", "t", "transpose", "permute", "slice", "split", "split_with_sizes", "unsqueeze"}
 _VIEWS |= {"squeeze", "expand", "detach", "alias", "select", "as_strided", "unbind", "lift_fresh", "_reshape_alias"}
-_WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__"}
+_WAITS = {"item", "tolist", "cpu", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__"}
+_WAITS |= {"masked_select", "unique", "bincount"}
+# Models whose steps are counted, each with the most waits of its own: for the sums of the loss, and for its experts.
+_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 64, "aux_loss": 0.01}
+_STEPS: dict[str, tuple[dict[str, Any], int]] = {
+    "dense": ({}, 1),
+    "qwen3_moe": ({"family": "qwen3_moe", **_EXPERTS}, 2),
+    "gpt_oss": ({"family": "gpt_oss", "sliding_window": 8, "tie_embeddings": False, **_EXPERTS}, 2),
+}
 
 
 class _Counts(TorchDispatchMode):
@@ -54,13 +68,22 @@ class _Waits(TorchFunctionMode):
         self.ours, self.others, self.copied_bytes = 0, 0, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _WAITS:
-            is_ours = sys._getframe(1).f_globals.get("__name__", "").startswith("harness.")
-            self.ours, self.others = self.ours + is_ours, self.others + (not is_ours)
+        name, caller = getattr(func, "__name__", ""), sys._getframe(1).f_globals.get("__name__", "")
+        if name in _WAITS or _selects(name, *args[1:]):
+            is_ours = caller.startswith("harness.")
+            self.ours += is_ours
+            self.others += not is_ours and not caller.startswith("torch.optim.")
         elif name == "to" and len(args) > 1 and isinstance(args[1], torch.device):
             self.copied_bytes += args[0].nbytes
         return func(*args, **(kwargs or {}))
+
+
+def _selects(name: str, index: Any = None, value: Any = None, *_: Any) -> bool:
+    """Return True if an operation selects by a mask, whose true places are counted; one value fills any number."""
+    if name not in ("__getitem__", "__setitem__") or (name == "__setitem__" and torch.as_tensor(value).numel() == 1):
+        return False
+    parts = index if isinstance(index, tuple | list) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
 
 
 class _OneKernel(torch.nn.Module):
@@ -115,8 +138,49 @@ def bench_kernels(sizes: Sizes, workspace: Workspace, progress: Progress) -> Ben
         for number in sizes.sequences:
             progress(f"{number} sequences")
             _add_counts(report, f"{number} sequences", steps, _row_of(number, sizes.pack_size))
-    report.notes.append("one microbatch, forward and backward, of a dense model; no optimizer step")
+    for name in _STEPS:
+        progress(f"steps, {name}")
+        for stages in (1, 2):
+            _add_steps(report, name, ParallelConfig(pipeline_parallel_size=stages, static_rows=stages > 1), sizes)
+    report.notes += [
+        "by sequences: one microbatch, forward and backward, of a dense model; no optimizer step",
+        "steps: of two layers, on the last pipeline stage; experts one after another, as a CPU has no grouped ones",
+    ]
     return report
+
+
+def _add_steps(report: BenchReport, name: str, parallel: ParallelConfig, sizes: Sizes) -> None:
+    """Add counts of steps of two and four microbatches of the last stage's rank, whose partners do not exist."""
+    (settings, most), stages = _STEPS[name], parallel.pipeline_parallel_size
+    model = replace(small_model(2 * stages, sizes.hidden, _VOCABULARY), **settings)
+    row, counted = _row_of(2, sizes.pack_size), []
+    with runtime.start("cpu") if stages == 1 else runtime.alone(stages - 1, stages) as job:
+        layout, of = join(parallel, stages), dict[str, Any](vocab_size=_VOCABULARY, pad_rows_to=sizes.pack_size)
+        step = MegatronStep(model, parallel, layout, device=job.device, **of)
+        step.train([row] * 4)  # makes the optimizer's state
+        for number in (2, 4):
+            with _Waits() as waits, _Counts() as counts:
+                step.train([row] * number)
+            counted.append((counts.kernels, waits.ours, waits.others))
+        with _Counts() as counts:
+            step.optimizer.step()
+    (kernels, ours, others), more = counted[0], [(four - two) / 2 for two, four in zip(*counted, strict=True)]
+    name, theirs = f"{name}, {stages} stage{'s' * (stages > 1)}", "Megatron's and PyTorch's"
+    figures: list[tuple[str, float, str, int | None]] = [
+        ("waits of a step, ours", ours, "calls", most),
+        ("waits that a microbatch adds, ours", more[1], "calls", 0),
+        (f"waits of a step, {theirs}", others, "calls", None),
+        # Megatron's dispatcher tells the host how many tokens each expert has.
+        (f"waits that a microbatch adds, {theirs}", more[2], "calls", None if model.num_experts else 0),
+    ]
+    if stages == 1:  # nobody sends hidden states, by which tokens would go to experts
+        figures += [
+            ("a microbatch", more[0], "kernels", None),
+            ("a step without microbatches", kernels - 2 * more[0], "kernels", None),
+            ("the optimizer's step", counts.kernels, "kernels", None),
+        ]
+    for title, count, unit, limit in figures:
+        report.add(Figure(f"{name}, {title}", float(count), unit, None, limit))
 
 
 def _add_counts(report: BenchReport, name: str, steps: Sequence[MegatronStep], row: ThdBatch) -> None:

@@ -251,8 +251,8 @@ def measure_layouts(sizes: Sizes, workspace: Workspace, word: str) -> BenchRepor
     presets = {name: compose_config("sft", SftConfig, [f"parallel={name}"]).parallel.on(device) for name in names}
     # Rows that never change in shape are padded at their end.
     presets["static rows"] = ParallelConfig(static_rows=True)
-    if device == "cuda":
-        presets["CUDA graphs"] = ParallelConfig(static_rows=True, cuda_graphs=True)
+    presets |= {"CUDA graphs": ParallelConfig(static_rows=True, cuda_graphs=True)} if device == "cuda" else {}
+    presets |= {"uneven stages": replace(presets["pp2"], pipeline_layout="Et*5|t*3L")} if ranks == 2 else {}
     for has_experts in sorted({preset.expert_parallel_size > 1 for preset in presets.values()}):
         chosen = {name: one for name, one in presets.items() if (one.expert_parallel_size > 1) == has_experts}
         # Kernels that add in another order each time would look like leaks; those of routers have no other ones.

@@ -35,7 +35,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
 
     Attributes:
         layer: number of its layer, 0 for the model's first.
-        token_weight: weight of a real token in the losses, which Megatron divides by the divisor of the step's loss.
+        token_weight: float64, weight of a real token in the losses, which Megatron divides by the divisor of the loss.
         counts: float64 [experts], real tokens sent to each expert in this step, on this rank.
         row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
         source_counts: float64 [datasets, experts], as `counts`, of each dataset.
@@ -47,7 +47,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.layer = 0
-        self.token_weight = 1.0
+        self.token_weight = torch.ones((), dtype=torch.float64)
         self.shared_experts_ran = False
         self.balances_sequences = self.is_recomputed = False
         self.row: Any = None
@@ -85,10 +85,10 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
             padding_mask = own_tokens(whole, config)
         padding = None if padding_mask is None else padding_mask.reshape(-1)
         counted = self.training and torch.is_grad_enabled()  # once, also where activations are computed again
-        if counted and config.moe_z_loss_coeff:
+        if counted and (z_loss := config.moe_z_loss_coeff):
             squares = torch.logsumexp(logits, dim=-1).square()
             squares = squares if padding is None else squares.masked_fill(padding, 0.0)
-            logits = MoEAuxLossAutoScaler.apply(logits, squares.sum() * (config.moe_z_loss_coeff * self.token_weight))
+            logits = MoEAuxLossAutoScaler.apply(logits, squares.sum() * (z_loss * self.token_weight).float())
         weights, chosen = topk_routing_with_score_function(
             logits,
             self.topk,
@@ -155,9 +155,8 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         tokens = (sent.sum(dim=1) / self.topk).clamp(min=1)
         loss = ((summed * sent).sum(dim=1) * (scores.shape[1] / (self.topk * tokens))).sum()
         self.sums["aux_loss"] += loss.detach().double()
-        coefficient = self.get_aux_loss_coeff("aux_loss")
-        if coefficient:
-            weights = MoEAuxLossAutoScaler.apply(weights, loss * (coefficient * self.token_weight))
+        if coefficient := self.get_aux_loss_coeff("aux_loss"):
+            weights = MoEAuxLossAutoScaler.apply(weights, loss * (coefficient * self.token_weight).float())
         return weights
 
     @torch.no_grad()
@@ -283,14 +282,15 @@ def expert_metrics(
         router.reset()
     both = torch.cat([table.flatten(1), summed], dim=1)
     torch.distributed.all_reduce(both)
-    table, summed = both[:, : table[0].numel()].view_as(table), both[:, table[0].numel() :]
     torch.distributed.all_reduce(biases, op=torch.distributed.ReduceOp.MAX)
-    table, summed = table[summed[:, 0] > 0], summed[summed[:, 0] > 0]
-    if not len(table):
+    found, width = torch.cat([both, biases.unsqueeze(1)], dim=1).cpu().numpy(), table[0].numel()  # the only wait
+    bias, found = float(found[:, -1].sum()), found[found[:, width] > 0]
+    if not len(found):
         return {}, {}
-    sent, busiest, mean = table.sum(dim=2) > 0, table.max(dim=2).values, table.mean(dim=2)
-    loads = [(busiest[had, of] / mean[had, of]) for of, had in enumerate(sent.unbind(dim=1))]
-    sums = dict(zip(_SUMS, summed.sum(dim=0).tolist(), strict=True))
+    by_layer = found[:, :width].reshape(-1, *table.shape[1:])
+    busiest, mean = by_layer.max(axis=2), by_layer.mean(axis=2)
+    loads = [busiest[had, of] / mean[had, of] for of, had in enumerate(mean.T > 0)]
+    sums = dict(zip(_SUMS, found[:, width:-1].sum(axis=0).tolist(), strict=True))
     return {
         "routed_tokens": round(sums["tokens"]),
         "shared_tokens": round(sums["shared_tokens"]),
@@ -299,5 +299,5 @@ def expert_metrics(
         "worst_load": float(loads[0].max()),
         "entropy": sums["entropy"] / sums["tokens"],
         "aux_loss": sums["aux_loss"] / sums["tokens"],
-        "bias": float(biases.sum()) / len(table),
+        "bias": bias / len(found),
     }, {name: float(of.mean()) for name, of in zip(names, loads[1:], strict=True) if len(of)}
