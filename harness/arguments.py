@@ -1,4 +1,4 @@
-"""The one grammar of command lines: names and switches, flags of a recipe, and settings as `key=value`."""
+"""Command line grammar of all commands: names and switches, flags of a recipe, and settings as `key=value`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from harness.mistakes import SYNONYMS, word_of
 from harness.paths import explain_path, is_dataset, is_there
 
 _SETTING = re.compile(r"(\+{1,2}|~)?([A-Za-z_][\w.]*)(?:=(.*))?", re.DOTALL)
-# Flags of a recipe, as errors name them: of every recipe, and of some.
+# Flags listed in errors: for every recipe, and for some.
 _FLAGS = ("--cfg", "--help", "--info", "--config-dir", "--config-name", "--multirun")
 _FLAGS_OF = {"prepare": ("--preview", "--overwrite")}
-# Flags of a recipe that Hydra's own command line carries out, and the words that may follow two of them.
+# Flags handled by Hydra's own command line, and the words that may follow two of them.
 _HYDRA_FLAGS = ("--multirun", "-m", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _VIEWS = ("job", "hydra", "all")
@@ -23,15 +23,15 @@ _VIEWS = ("job", "hydra", "all")
 
 @dataclass
 class Options:
-    """A command line, divided.
+    """A parsed command line.
 
     Attributes:
-        overrides: `key=value` settings, as Hydra takes them.
-        config_dir: a user's own folder of YAML files, searched after `configs/`.
-        config_name: a file of either folder to compose in place of the recipe's own.
+        overrides: `key=value` settings in Hydra's syntax.
+        config_dir: user's folder of YAML files, searched after `configs/`.
+        config_name: file of either folder to compose instead of the recipe's own.
         show: print the settings instead of running.
         help: print how to change settings.
-        hydra_flags: flags that Hydra's own command line carries out, such as `--multirun` and `--cfg job`.
+        hydra_flags: flags handled by Hydra's own command line, such as `--multirun` and `--cfg job`.
         names: names, paths and switches of the command itself.
     """
 
@@ -47,15 +47,15 @@ class Options:
     def parse(
         cls, arguments: Sequence[str], *, where: str, switches: Collection[str] = (), num_names: int | None = 0
     ) -> Options:
-        """Divide the command line of a recipe, or of a command that has settings.
+        """Parse the command line of a recipe, or of a command with settings.
 
-        Raises ConfigError for an unknown flag, an argument that is no setting, and a `--config-dir` of no folder.
+        Raises ConfigError for an unknown flag, an argument that is not a setting, or a missing `--config-dir`.
 
         Args:
-            where: the command.
+            where: name of the command, for errors.
             switches: flags of the command itself.
-            num_names: names that the command takes before a recipe; None for a command without a recipe, whose own
-                parser checks all words that are no settings.
+            num_names: number of names before a recipe; None for a command without a recipe, whose own parser checks all
+                words that are not settings.
         """
         options, rest = cls(), list(arguments)
         while rest:
@@ -64,7 +64,7 @@ class Options:
             if name in switches or (word == "data.overwrite=true" and "--overwrite" in switches):
                 options.names.append(word if name in switches else "--overwrite")
             elif name.startswith("--") and word_of(name) in SYNONYMS:
-                # Refused with the settings, which name the one that is meant.
+                # Refused later with the settings, where the intended one is suggested.
                 has_next = not equals and rest[:1] and "=" not in rest[0] and not rest[0].startswith("-")
                 key = name if num_names is None else word_of(name)
                 options.overrides.append(f"{key}={rest.pop(0) if has_next else value or 'true'}")
@@ -89,7 +89,7 @@ class Options:
         return options
 
     def _take_flag(self, name: str, value: str | None, rest: list[str], *, where: str) -> None:
-        """Take a flag of a recipe, and the words after it that are its value."""
+        """Parse a flag of a recipe and the following words that are its value."""
         if name in ("-h", "--help"):
             self.help = True
         elif name in ("--cfg", "-c"):
@@ -121,14 +121,14 @@ class Options:
 
 
 def _value_of(flag: str, value: str | None, rest: list[str], *, where: str, fix: str) -> str:
-    """Return the value of a flag, which is the next argument where it does not follow an equals sign."""
+    """Return the value of a flag: after the equals sign, or the next argument."""
     if value == "" or (value is None and (not rest or (flag == "--preview" and "=" in rest[0]))):
         raise ConfigError(f"{flag} has no value", where=where, fix=fix)
     return rest.pop(0) if value is None else value
 
 
 def _fix_of_path(path: Path, *, where: str) -> str:
-    """Return the fix for an argument that is no setting, and perhaps a path."""
+    """Return the fix for an argument that is not a setting but may be a path."""
     prepares = where.endswith("prepare")
     if not prepares and not is_dataset(path) and (explained := explain_path(path, expected="a dataset")):
         return explained[1]
@@ -137,17 +137,17 @@ def _fix_of_path(path: Path, *, where: str) -> str:
 
 
 def _in_home(setting: str) -> str:
-    """Return a setting with the path of the home folder for `~/`, which a shell leaves as it is after the name."""
+    """Expand `~/` in the value of a setting, where a shell does not expand it."""
     name, _, value = setting.partition("=")
-    # Sources and tokenizers are found there too, and reports keep their names as they were given.
+    # Sources and tokenizers expand it themselves, and reports keep the path as given.
     is_kept = name.lstrip("+").startswith(("source.", "tokenizer."))
     return f"{name}={Path(value).expanduser()}" if value.startswith("~/") and not is_kept else setting
 
 
 def quote_value(text: str) -> str:
-    """Return a text as the value of a setting: in quotes where Hydra would read special characters in it otherwise."""
+    """Return text as the value of a setting, in quotes if Hydra would interpret special characters."""
     if re.fullmatch(r"[\w.:/@%+*?-]+", text, re.ASCII):
         return text
-    # Of backslashes, only those before a quote are doubled.
+    # Only backslashes before a quote are doubled.
     escaped = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + found[2].replace("'", r"\'"), text)
     return f"'{escaped}'"

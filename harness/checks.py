@@ -1,4 +1,4 @@
-"""Checks of settings that the configuration dataclasses of this package share."""
+"""Checks shared by the settings dataclasses of this package."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any, ClassVar
 
 from harness.errors import ConfigError
 
-# Counts, sizes and seeds stay below it, so that their products fit 64 bits and libraries that take 32 bits take them.
+# Upper bound of counts, sizes and seeds, so that products fit 64 bits and libraries with 32-bit arguments accept them.
 LARGEST = 2**31 - 1
-# 30 days: clocks of threads and of the operating system take no longer waits.
+# 30 days; thread and system clocks do not support longer waits.
 LONGEST_S = 30 * 24 * 3600
 PROCESSES_PER_CORE = 8
-# What the metadata of a field of settings has.
+# Keys of the metadata of a settings field.
 BOUNDS, CHOICES, KEY = "bounds", "choices", "key"
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Bounds of a number: `lowest` and `highest` are allowed themselves, `above` and `below` are not."""
+    """Bounds of a number: `lowest` and `highest` are inclusive, `above` and `below` exclusive."""
 
     lowest: float | None = None
     above: float | None = None
@@ -52,15 +52,15 @@ class Bounds:
 
 
 def bounded(default: Any = dataclasses.MISSING, *, key: str | None = None, **others: Any) -> Any:
-    """Declare a field of a settings dataclass that is a number, or numbers, within bounds: see `Bounds`.
+    """Declare a settings field that contains a number, or numbers, within `Bounds`.
 
     `num_workers: int = bounded(2, lowest=0)`. `CheckedSettings` refuses other values.
 
     Args:
-        default: of the field; omit it for a field that is required or has a `default_factory`.
-        key: dotted name of the setting, where it is not of the dataclass's section.
-        others: `default_factory`, and the arguments of `Bounds`; without any on a side, `lowest` is 0, and `highest`
-            is `LARGEST`.
+        default: default value; omit it for a required field or one with a `default_factory`.
+        key: dotted name of the setting, if it is outside the section of the dataclass.
+        others: `default_factory`, and the arguments of `Bounds`. The default lower bound is `lowest=0`, the default
+            upper bound `highest=LARGEST`.
     """
     factory = others.pop("default_factory", dataclasses.MISSING)
     lower = {} if {"lowest", "above"} & others.keys() else {"lowest": 0}
@@ -70,13 +70,13 @@ def bounded(default: Any = dataclasses.MISSING, *, key: str | None = None, **oth
 
 
 def one_of(default: str | None, choices: Collection[str], *, key: str | None = None) -> Any:
-    """Declare a field of a settings dataclass that is one of these texts, or None; `CheckedSettings` refuses others."""
+    """Declare a settings field that is one of `choices`, or None; `CheckedSettings` refuses other values."""
     return dataclasses.field(default=default, metadata={CHOICES: choices, KEY: key})
 
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """Values of a setting: those that pass a test. `text` names them in the reference, such as `set`."""
+    """Set of values of a setting, defined by a test; `text` describes them in the reference, such as `set`."""
 
     text: str
     test: Callable[[Any], bool]
@@ -87,23 +87,23 @@ NOT_SET = Condition("not set", lambda value: not value)
 
 
 def other_than(*values: object) -> Condition:
-    """Return the condition that a setting has none of these values."""
+    """Return the condition that a setting is none of `values`."""
     return Condition(f"other than {' and '.join(map(show_value, values))}", lambda value: value not in values)
 
 
 def includes(*values: object) -> Condition:
-    """Return the condition that a list has one of these values."""
+    """Return the condition that a list contains one of `values`."""
     return Condition(f"with {' or '.join(map(show_value, values))}", lambda found: not set(values).isdisjoint(found))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Settings that are refused together.
+    """Combination of settings that is refused.
 
     Attributes:
-        settings: dotted names as users write them, each with the value that is refused, or a `Condition` of it.
-        why: reason, which follows the settings and their values in the error.
-        fix: of the error.
+        settings: dotted names as users write them, each with its refused value or a `Condition`.
+        why: reason, printed after the settings and their values in the error.
+        fix: fix of the error.
     """
 
     settings: Mapping[str, object]
@@ -111,7 +111,7 @@ class Rule:
     fix: str
 
     def check(self, config: object, section: str = "") -> None:
-        """Raise ConfigError if the settings of a configuration, or of a section of it, have these values."""
+        """Raise ConfigError if a configuration, or a section of it, has these values."""
         values = {}
         for name, refused in self.settings.items():
             values[name] = value = operator.attrgetter(name.removeprefix(f"{section}."))(config)
@@ -125,10 +125,10 @@ _CONDITION = re.compile(r"(!?)([\w.]+)(?:(!?=|~)([^,]+))?")
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:
-    """Read a table of rules: `SETTING=VALUE, SETTING | why | fix`, each on a line and further ones that are indented.
+    """Parse a table of rules, `SETTING=VALUE, SETTING | why | fix`; indented lines continue a rule.
 
-    `NAME` stands for a setting that is set, `!NAME` for one that is not, `NAME=VALUE` and `NAME!=A/B` for a value and
-    for others, and `NAME~VALUE` for a list that has it. Values are true, false, null, whole numbers or texts.
+    `NAME` means that a setting is set, `!NAME` that it is not, `NAME=VALUE` that it has a value, `NAME!=A/B` that it
+    has none of them, and `NAME~VALUE` that a list contains it. Values are true, false, null, integers or strings.
     """
     rules, words = [], {"true": True, "false": False, "null": None}
     for row in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
@@ -143,20 +143,20 @@ def read_rules(text: str) -> tuple[Rule, ...]:
 
 
 def check_rules(config: object, rules: Iterable[Rule]) -> None:
-    """Raise the ConfigError of the first rule that refuses a configuration."""
+    """Raise the ConfigError of the first rule that matches a configuration."""
     for rule in rules:
         rule.check(config)
 
 
 class CheckedSettings:
-    """Base of a dataclass of settings, which checks its values when it is made: numbers, choices, then rules.
+    """Base of settings dataclasses, which checks values on construction: numbers, choices, then rules.
 
-    `class OptimizerConfig(CheckedSettings, section="optimizer")` names its place in the configuration, for errors.
+    `class OptimizerConfig(CheckedSettings, section="optimizer")` sets the section, which is used in errors.
 
     Attributes:
-        section: dotted name of the settings; "" for the top.
-        rules: refusals that depend on these settings alone.
-        job_rules: those that wait for a method of the class, before a job starts.
+        section: dotted name of the section; "" for the top level.
+        rules: rules that depend only on these settings.
+        job_rules: rules that a method of the class checks before a job starts.
     """
 
     section: ClassVar[str] = ""
@@ -179,7 +179,7 @@ class CheckedSettings:
 
 
 def check_numbers(config: Any, section: str) -> None:
-    """Raise ConfigError unless each number of a dataclass is as `require_bounds` wants it."""
+    """Raise ConfigError unless each number of a dataclass is within its declared bounds."""
     for name, key, bounds in _declared(type(config), BOUNDS):  # type: ignore[arg-type]
         own_section, _, last = key.rpartition(".")
         require_bounds(getattr(config, name), bounds, last or name, own_section or section)
@@ -187,7 +187,7 @@ def check_numbers(config: Any, section: str) -> None:
 
 @functools.cache
 def _declared(settings: type, kind: str) -> list[tuple[str, str, Any]]:
-    """Return the fields that declare bounds or choices, their own keys, and these; searches make many settings."""
+    """Return name, key and declaration of the fields with bounds or choices; cached, because searches need it often."""
     declared = ((field.name, field.metadata) for field in dataclasses.fields(settings))
     return [(name, of.get(KEY) or "", of[kind]) for name, of in declared if of.get(kind) is not None]
 
@@ -195,7 +195,7 @@ def _declared(settings: type, kind: str) -> list[tuple[str, str, Any]]:
 def require_bounds(value: Any, bounds: Bounds, name: str, section: str) -> None:
     """Raise ConfigError unless a number, or each of several, is finite and within its bounds; None passes.
 
-    `section` is that of the setting in a run's configuration, such as `loader`; "" for the top.
+    `section` is the section of the setting, such as `loader`, or "" for the top level.
     """
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     for one in values:
@@ -212,13 +212,13 @@ def require_choice(value: str, choices: Iterable[str], *, setting: str) -> None:
 
 
 def require_at_least(value: int, minimum: int, *, setting: str) -> None:
-    """Raise ConfigError where `value` is below `minimum`."""
+    """Raise ConfigError if `value` is below `minimum`."""
     if value < minimum:
         raise ConfigError(f"{value:,} is too small", where=setting, fix=f"set it to {minimum:,} or more")
 
 
 def require_cores(num_processes: int, *, setting: str, cores: int | None = None) -> None:
-    """Raise ConfigError for more processes than this machine can run: 8 for each of its cores, 16 on one core."""
+    """Raise ConfigError for more processes than this machine can run: 8 per core, but at least 16."""
     cores = cores or os.cpu_count() or 1
     most = max(16, PROCESSES_PER_CORE * cores)
     if num_processes > most:
@@ -227,17 +227,17 @@ def require_cores(num_processes: int, *, setting: str, cores: int | None = None)
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
-    """Return the bytes of memory that this machine has."""
+    """Return the memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def show_value(value: object) -> str:
-    """Return a value as users write it, in short."""
+    """Format a value as users write it, shortened."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list | tuple):

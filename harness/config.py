@@ -47,12 +47,12 @@ TRAINING: dict[str, type[RunConfig]] = {"sft": SftConfig, "pretrain": PretrainCo
 
 @dataclass(frozen=True)
 class ComposedRun:
-    """A training run as a command and as its settings.
+    """A training run as a command and as settings.
 
     Attributes:
-        module: the recipe, such as `recipes.sft`.
-        arguments: its command line.
-        config: the settings that these compose to.
+        module: module of the recipe, such as `recipes.sft`.
+        arguments: command line of the recipe.
+        config: composed settings.
     """
 
     module: str
@@ -72,14 +72,14 @@ def compose_config(
 ) -> T:
     """Compose `configs/<name>.yaml` with `overrides` into an instance of the dataclass `schema`.
 
-    Only the root is registered (as `<name>_schema`), so that a misspelled key anywhere is refused. Raises ConfigError
-    for an unknown key or group, a value of another type or one that a dataclass refuses, and a file that is not YAML.
+    Only the root is registered (as `<name>_schema`), so that misspelled keys are refused at any level. Raises
+    ConfigError for an unknown key or group, a value of the wrong type or refused by a dataclass, and invalid YAML.
 
     Args:
-        config_dir: a further folder of YAML files, such as one with an `experiment/mine.yaml`.
-        config_name: the file to compose in place of `<name>.yaml`.
-        command: prints every setting with `--cfg`, for errors; empty for that of the recipe.
-        also: settings that the command takes beside these, for the hint about a misspelled one.
+        config_dir: additional folder of YAML files, for example with an `experiment/mine.yaml`.
+        config_name: file to compose instead of `<name>.yaml`.
+        command: command that prints all settings with `--cfg`, for errors; empty for the recipe's command.
+        also: further settings of the command, for suggestions about misspelled ones.
     """
     folders = _folders(config_dir)
     if config_name is not None and not any((folder / f"{config_name}.yaml").is_file() for folder in folders):
@@ -87,13 +87,13 @@ def compose_config(
         fix = (f"did you mean {near}? " if near else "") + "--config-name specifies a file in one of these folders"
         raise ConfigError(f"there is no file {config_name}.yaml", where=" and ".join(map(str, folders)), fix=fix)
     known = KnownSettings(command or command_of(name), schema, folders, frozenset(also), name)
-    # Launchers, logs and help are for Hydra's command line, and reading them takes half of its time here.
+    # Hydra's launchers, logs and help are only for its command line, and reading them would double the time here.
     _register(name, schema, HydraConf(defaults=[]))
     GlobalHydra.instance().clear()
     root = config_name or name
     first, second = CONFIGS, config_dir
     if config_dir is not None and (config_dir / f"{config_name}.yaml").is_file():
-        # Hydra looks for the primary file in the first folder alone.
+        # Hydra looks for the primary file only in the first folder.
         first, second = config_dir.resolve(), CONFIGS
     search = [] if second is None else [f"hydra.searchpath=['file://{second.resolve()}']"]
     with _in_our_words(known, root, overrides), initialize_config_dir(config_dir=str(first), version_base="1.3"):
@@ -106,7 +106,7 @@ def compose_config(
 
 
 def _register(name: str, schema: type, hydra_settings: HydraConf) -> None:
-    """Store the root schema of `configs/<name>.yaml` without those of others, because Hydra copies the store often."""
+    """Store only the root schema of `configs/<name>.yaml`, because Hydra copies the store often."""
     store = ConfigStore.instance()
     for other in [one for one in store.repo if one.endswith("_schema.yaml")]:
         del store.repo[other]
@@ -123,7 +123,7 @@ def _root_node(name: str, schema: type) -> ConfigNode:
 
 @contextlib.contextmanager
 def _in_our_words(known: KnownSettings, root: str, overrides: Sequence[str]) -> Iterator[None]:
-    """Raise what Hydra refuses as ConfigError, and what a dataclass refuses as its own error."""
+    """Convert errors of Hydra to ConfigErrors, and unwrap errors raised by dataclasses."""
     try:
         yield
     except yaml.YAMLError as error:
@@ -132,14 +132,14 @@ def _in_our_words(known: KnownSettings, root: str, overrides: Sequence[str]) -> 
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError, OSError) as error:
         if isinstance(error.__cause__, HarnessError):
             raise error.__cause__ from None
-        # Of the system, only what a value or a file is at fault for.
+        # Of system errors, convert only those caused by a value or a file.
         if getattr(error, "errno", None) not in (None, errno.ENAMETOOLONG):
             raise
         raise known.explain(error, root, overrides) from error
 
 
 def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False) -> str:
-    """Return a `key=value` as Hydra takes it; raise ConfigError for one that is not read as it is written."""
+    """Return a `key=value` in Hydra's syntax; raise ConfigError if Hydra would not read it as written."""
     value, taken = known.check(text), known.as_hydra(text)
     try:
         override = OverridesParser.create().parse_override(taken)
@@ -163,7 +163,7 @@ def _check_override(text: str, known: KnownSettings, *, may_sweep: bool = False)
 def _check_files(
     known: KnownSettings, root: str, arguments: list[str], folders: Sequence[Path]
 ) -> dict[str, str | None]:
-    """Return where each setting was set, as in `model=qwen3_8b`, or None for one of a model that was not chosen."""
+    """Return where each setting was set, such as `model=qwen3_8b`; None if only by the recipe's default model."""
     chosen = GlobalHydra.instance().config_loader().compute_defaults_list(root, arguments, RunMode.RUN)
     set_by: dict[str, str | None] = {}
     for default in chosen.defaults:
@@ -188,10 +188,10 @@ def _check_files(
 
 
 def _to_settings(composed: DictConfig, set_by: Mapping[str, str | None]) -> Any:
-    """Return the settings as their dataclass, those of a model with the sizes of the weights that it starts from.
+    """Convert composed settings to their dataclass, with model sizes from `model.init_from`.
 
-    A model that was chosen by nobody, the default of the recipe, gives way to the weights. The weights' config.json
-    is not fetched from the hub for a model that was chosen: its sizes are checked when the weights are loaded.
+    The recipe's default model is replaced by the model of the weights. For an explicitly chosen model, config.json is
+    not fetched from the hub: its sizes are checked when the weights are loaded.
     """
     weights = OmegaConf.select(composed, "model.init_from")
     model = {key.removeprefix("model."): place for key, place in set_by.items() if key.startswith("model.")}
@@ -206,10 +206,10 @@ def _to_settings(composed: DictConfig, set_by: Mapping[str, str | None]) -> Any:
 def compose_run(
     experiment: str, overrides: Sequence[str], *, config_dir: Path | None = None, **options: Any
 ) -> ComposedRun:
-    """Compose the settings of an experiment, for `recipes.sft`, or of a recipe that trains; raise ConfigError for none.
+    """Compose the settings of an experiment (for `recipes.sft`) or of a training recipe; raise ConfigError if unknown.
 
     Args:
-        experiment: a file of `configs/experiment` or of `experiment` in `config_dir`, or `sft` or `pretrain`.
+        experiment: file of `configs/experiment` or of `experiment` in `config_dir`, or `sft` or `pretrain`.
         options: `command` and `also` of `compose_config`.
     """
     name, arguments = experiment, list(overrides)
@@ -230,11 +230,11 @@ def compose_run(
 def hydra_entry(name: str, schema: type[T], main: Callable[[T], int | None]) -> Callable[..., None]:
     """Return the entry point of `python -m recipes.<name> [KEY=VALUE]...` and of the command `harness`.
 
-    The entry point takes a list of arguments; without one, those of the process.
+    The entry point takes a list of arguments, by default those of the process.
 
-    `--cfg` prints every setting with its value and its explanation, `--help` how to change settings; `--config-dir`
-    adds a folder of YAML files. `--multirun`, `--info` and `--cfg job|hydra|all` are carried out by Hydra's own command
-    line. A HarnessError ends the process with exit code 2 and its three lines on stderr; HARNESS_TRACEBACK=1 adds the
+    `--cfg` prints all settings with values and explanations, `--help` how to change settings; `--config-dir` adds a
+    folder of YAML files. `--multirun`, `--info` and `--cfg job|hydra|all` are handled by Hydra's own command line. A
+    HarnessError ends the process with exit code 2 and its three lines on stderr; HARNESS_TRACEBACK=1 adds the
     traceback.
     """
 
@@ -262,10 +262,10 @@ def hydra_entry(name: str, schema: type[T], main: Callable[[T], int | None]) -> 
 
 
 def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], options: Options) -> None:
-    """Run Hydra's command line: a sweep runs `main` for every combination of settings, each as a job of its own.
+    """Run Hydra's command line; a sweep runs `main` as a separate job for every combination of settings.
 
-    With `hydra/launcher=submitit_slurm` these are jobs of Slurm. A run's folder, where its settings have one, is `run`
-    in the output folder that Hydra gives the job.
+    With `hydra/launcher=submitit_slurm` these are Slurm jobs. The folder of a run is `run` in the output folder that
+    Hydra assigns to the job.
     """
     known = KnownSettings(command_of(name), schema, _folders(options.config_dir), recipe=name)
     settings = [_check_override(text, known, may_sweep=True) for text in options.overrides]
@@ -284,24 +284,24 @@ def _run_hydra(name: str, schema: type[T], main: Callable[[T], int | None], opti
                 config.run_dir = str(Path(HydraConfig.get().runtime.output_dir) / "run")
             sweeping = GlobalHydra.instance().hydra
             code = main(config)
-            # The next job of a sweep is composed, perhaps after settings that this one composed.
+            # Restore Hydra's state for the next job of the sweep; `main` may have composed other settings.
             GlobalHydra.instance().hydra = sweeping
             _register(name, schema, HydraConf())
             if code:
                 sys.exit(code)
 
-    # Hydra names a job after the file of its function, which is this one. Its parser wants settings before flags.
+    # Hydra would name the job after this file. Its parser requires settings before flags.
     flags = [*options.hydra_flags]
     flags += [] if options.config_dir is None else ["--config-dir", str(options.config_dir.resolve())]
     flags += [] if options.config_name is None else ["--config-name", options.config_name]
     sys.argv[1:] = [*settings, f"hydra.job.name={name}", *flags]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors, which are explained here, and do not print them
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing them; they are explained here
     with _in_our_words(known, options.config_name or name, options.overrides):
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run_one)()
 
 
 def command_of(name: str) -> str:
-    """Return the command that takes the settings of `configs/<name>.yaml`."""
+    """Return the command with the settings of `configs/<name>.yaml`."""
     return f"harness train {name}" if name in TRAINING else f"harness {name}"
 
 

@@ -1,4 +1,4 @@
-"""Mistakes in settings, in our words: what Hydra and OmegaConf refuse becomes the setting, its place and the fix."""
+"""Mistakes in settings: converts errors of Hydra and OmegaConf to errors that name the setting, its place and a fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.errors import ConfigError
 from harness.settings import explain_settings, nearest_name
 
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w./@-]*)(=?)(.*)", re.DOTALL)
-# Not a list, a sweep or a reference.
+# Excludes lists, sweeps and references.
 _FILE_NAME = re.compile(r"[\w.+/-]+")
 _FILE = re.compile(r"In '([^']+)'")
 _NO_FILE = re.compile(r"Could not (?:find|load) '([^']+)'")
@@ -25,24 +25,24 @@ _MERGED = re.compile(r"Error merging override (\S+?)=")
 _NO_TYPE = re.compile(r"Value (.*) of type '\w+' could not be converted to (\w+)", re.DOTALL)
 _TYPES = {"Integer": "int", "Float": "float", "Boolean": "bool", "String": "str"}
 _NO_NAME = re.compile(r"Interpolation key '([^']+)' not found")
-# Whole numbers below it are exact as float.
+# Integers below this are exact as floats.
 _EXACT = 2**53
-# Values that Hydra reads as something else than text.
+# Values that Hydra does not read as text.
 _NUMBER = re.compile(r"(?i)[+-]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)(e[+-]?\d[\d_]*)?|[+-]?(inf|nan)|true|false")
-# Lines that help nobody here.
+# Lines of messages that do not help users.
 _NOISE = (
     *("full_key", "object_type", "reference_type", "To append to your", "See https:", "raised while composing"),
     *("Could not override", "Error merging override", "Did you mean to override"),
 )
 
-# Commands that have the settings of a section; all others are those of a training run.
+# Commands with the settings of a section; all others belong to training runs.
 _HOMES = {
     **dict.fromkeys(("data", "source", "tokenizer"), "harness prepare"),
     **dict.fromkeys(("model", "parallel", "optimizer", "trainer", "loader", "schedule"), "harness train sft"),
     **{"tolerance": "harness compare RUN RUN", "gpu_gib": "harness plan sft"},
     **dict.fromkeys(("nodes", "cluster"), "harness submit sft"),
 }
-# Settings, and their fixed values, by their names in TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift.
+# Settings, some with a fixed value, and their names in TRL, axolotl, LLaMA-Factory, Megatron-Bridge and ms-swift.
 _NAMES_ELSEWHERE = (
     "optimizer.lr:learning_rate,lr optimizer.min_lr_ratio:cosine_min_lr_ratio optimizer.decay_steps:lr_decay_iters "
     "optimizer.weight_decay:weight_decay optimizer.beta1:adam_beta1 optimizer.beta2:adam_beta2 "
@@ -91,7 +91,7 @@ _NAMES_ELSEWHERE = (
     "resume=true:resume_from_checkpoint,resume_from optimizer.offload:offload_optimizer,cpu_offload "
     "source.schema:dataset_format,dataset_type tokenizer.history=kept:preserve_thinking model.rotary_base:rope_theta"
 )
-# Answers to further names: a text, or settings of which the command has one; of several, the first counts.
+# Answers to further names: text, or settings of which the first one that the command has is suggested.
 _ANSWERS = {
     "optimizer.min_lr_ratio is the final learning rate as a fraction of optimizer.lr": "min_lr min_learning_rate",
     "loader.global_batch_size is packs per step; schedule.max_tokens_per_rank limits microbatches": "eval_batch_size "
@@ -170,25 +170,25 @@ _VALUES = {
     "linear_proj=o_proj,out_proj,all,all-linear linear_fc1=gate_proj,up_proj,gate_up_proj,all,all-linear "
     "linear_fc2=down_proj,all,all-linear",
 }
-# Parts of a word without which it may be one of these.
+# Affixes to remove before a word is looked up.
 _AFFIXES = re.compile(r"^(use|enable|hf|n|num|total|train|training)_|_(size|path|dir|id|name|degree)$")
 _LISTS = ("trainer.trackers", "model.lora_targets")
 _ROWS = [row.split(":") for row in _NAMES_ELSEWHERE.split()]
 SYNONYMS = {word: answer for answer, words in _ANSWERS.items() for word in words.split()}
 SYNONYMS |= {word: setting for setting, words in _ROWS for word in words.split(",")}
 _OWN_NAMES = {name for text in SYNONYMS.values() for name in text.split("|")}
-# Settings that take a name or a path, by the group of files that it is easily given to.
+# Settings that take a name or a path, by the group that users often pass it to instead.
 _NAMES = {"model": "model.init_from", "tokenizer": "tokenizer.name"}
 _NAMES |= {"data": "source.path data.path", "source": "source.path"}
 
 
 def word_of(name: str) -> str:
-    """Return a setting's name as `SYNONYMS` has it: `max_length` for `--max-length` and `trainer.max_length`."""
+    """Return the key of `SYNONYMS` for a name: `max_length` for `--max-length` and `trainer.max_length`."""
     return name.lstrip("-").rpartition(".")[2].replace("-", "_")
 
 
 def suggest_setting(key: str, value: str, known: Collection[str]) -> str:
-    """Return the beginning of a fix for an unknown setting: the one that it stands for, or the nearest; else empty.
+    """Return the start of a fix for an unknown setting: its equivalent, or the nearest setting; otherwise empty.
 
     `known` contains the settings of the command; `value` is empty if it is unknown. Values are quoted for a shell.
     """
@@ -222,7 +222,7 @@ def _assigned(setting: str, value: str) -> str:
 
 
 def _value_of(setting: str, value: str) -> str:
-    """Return our value of a setting for that of another tool; empty if there is none."""
+    """Translate the value of another tool's setting; empty if there is no equivalent."""
     if setting not in _VALUES or not value:
         return value
     words = {word.strip(" '\"").lower() for word in value.strip("[]").split(",")}
@@ -233,14 +233,14 @@ def _value_of(setting: str, value: str) -> str:
 
 @dataclass(frozen=True)
 class KnownSettings:
-    """Names that a command takes, for its errors.
+    """Settings that a command accepts, for its errors.
 
     Attributes:
-        command: prints every setting with `--cfg`.
+        command: command that prints all settings with `--cfg`.
         schema: dataclass of the settings.
-        folders: of YAML files, each with one folder a group; none for a command without them.
-        also: settings that the command takes beside these.
-        recipe: name of the command's own file, with which the defaults of another one begin.
+        folders: folders of YAML files with one subfolder per group; may be empty.
+        also: further settings of the command.
+        recipe: name of the command's own file, which comes first in the defaults of other primary files.
     """
 
     command: str
@@ -251,12 +251,12 @@ class KnownSettings:
 
     @cached_property
     def types(self) -> Mapping[str, str]:
-        """Type of each setting by its dotted name."""
+        """Type of each setting by dotted name."""
         return _types_of(cast(Hashable, self.schema))
 
     @cached_property
     def sections(self) -> frozenset[str]:
-        """Dotted names of the dataclasses that hold the settings."""
+        """Dotted names of the dataclasses that contain the settings."""
         return frozenset(key[: dot.start()] for key in self.types for dot in re.finditer(r"\.", key))
 
     @cached_property
@@ -265,25 +265,25 @@ class KnownSettings:
 
     @cached_property
     def groups(self) -> frozenset[str]:
-        """Folders of files to choose from: those of sections, `experiment` for a run, and all of a user's own."""
+        """Groups of files to choose from: those of sections, `experiment` for runs, and all of the user's folders."""
         if not self.folders:
             return frozenset()
         built_in, *own = ({entry.name for entry in folder.iterdir() if entry.is_dir()} for folder in self.folders)
         return frozenset(built_in & {*self.sections, *(["experiment"] if "run_dir" in self.types else [])}).union(*own)
 
     def files(self, group: str) -> list[str]:
-        """List the files of a group that hold settings of this command, without their suffix."""
+        """List the files of a group that contain settings of this command, without suffix."""
         prefix = f"{group}." if group in self.sections else ""
         names = {key.removeprefix(prefix).split(".")[0] for key in self.types if key.startswith(prefix)}
         files = {file.stem: file for folder in self.folders for file in (folder / group).glob("*.yaml")}
         return sorted(stem for stem, file in files.items() if _top_keys(file) <= names)
 
     def find(self, name: str) -> Path | None:
-        """Find the file of a name such as `model/tiny`."""
+        """Return the path of a file such as `model/tiny`, if it exists."""
         return next((path for folder in self.folders if (path := folder / f"{name}.yaml").is_file()), None)
 
     def check(self, text: str) -> str:
-        """Return the value of a `key=value`; raise ConfigError for other text, and an unknown key, group or file."""
+        """Return the value of a `key=value`; raise ConfigError for invalid text or an unknown key, group or file."""
         match = _OVERRIDE.fullmatch(text)
         if match is None or (not match[3] and match[1] != "~"):
             word, _, value = text.partition("=")
@@ -308,12 +308,12 @@ class KnownSettings:
         return value
 
     def check_kinds(self, key: str, value: Any, *, where: str, written: Any = None) -> None:
-        """Raise ConfigError for what YAML and OmegaConf would change: 2.7 for an int, 5 for a bool, 1:30 for text.
+        """Raise ConfigError for values that YAML or OmegaConf would change: 2.7 as int, 5 as bool, 1:30 as text.
 
         Args:
-            key: of a setting or of a section of them; `value` is as YAML has it.
-            where: for the error.
-            written: the same value with every scalar as its text in the file; None where that is not known.
+            key: dotted name of a setting or section; `value` is its parsed YAML.
+            where: location for the error.
+            written: the same value with every scalar as written in the file; None if unknown.
         """
         if isinstance(value, Mapping):
             for name, inner in value.items():
@@ -342,7 +342,7 @@ class KnownSettings:
             raise self.error(f"{value} is not of type {kind}", where=where, fix=f"{key}={kind.upper()}; ")
 
     def as_list(self, key: str, values: Sequence[str] = ("A", "B")) -> str:
-        """Return the line that sets a list here, or in the list of records next to it; empty if there is neither."""
+        """Return an assignment for a list setting, or for the list of records next to it; empty if there is neither."""
         section, _, leaf = key.rpartition(".")
         records = re.compile(rf"{re.escape(key)}\[\]\.\w+|{re.escape(section)}\.\w+\[\]\.{re.escape(leaf)}")
         if record := next(filter(records.fullmatch, self.types), ""):
@@ -353,12 +353,12 @@ class KnownSettings:
         return f"{key}={shlex.quote('[' + ', '.join(values) + ']')}"
 
     def _kind(self, key: str) -> str:
-        """Return the type of a setting, of an item of a list or of a record of a map."""
+        """Return the type of a setting, list item or map entry."""
         of_map = self.types.get(key.rpartition(".")[0], "")
         return re.sub("^(map|list) of | or null$", "", of_map if of_map.startswith("map") else self.types.get(key, ""))
 
     def as_hydra(self, text: str) -> str:
-        """Return a `key=value` as Hydra takes it, which wants `++` before the records of a map."""
+        """Return a `key=value` in Hydra's syntax, which requires `++` before map entries."""
         match = _OVERRIDE.fullmatch(text)
         if match is None or match[1]:
             return text
@@ -367,14 +367,14 @@ class KnownSettings:
         name = next((name for name in maps if key == name or key.startswith(f"{name}.")), key)
         kind, inner = self.types.get(name, ""), key.removeprefix(f"{name}.")
         if _is_text(kind) and _NUMBER.fullmatch(value):
-            value = f"'{value}'"  # text as it is written: not 1e+30 for 1e30
+            value = f"'{value}'"  # keep text as written: Hydra would turn 1e30 into 1e+30
             text = f"{key}={value}"
         if key != name and "." in inner and "map of map" not in kind:
             return f"++{name}={{{inner}:{value}}}"
         return f"++{text}" if kind.startswith("map of ") and (key != name or value.strip("{} ")) else text
 
     def check_file(self, name: str, *, where: str) -> None:
-        """Raise ConfigError unless there is a file of this name, such as `model/tiny`."""
+        """Raise ConfigError unless a file such as `model/tiny` exists."""
         if self.find(name) is None:
             group, _, stem = name.partition("/")
             near = nearest_name(stem, names := self.files(group))
@@ -384,7 +384,7 @@ class KnownSettings:
             raise ConfigError(f"the group {group} has no file {stem!r}", where=where, fix=fix)
 
     def unknown(self, key: str, value: str, *, where: str) -> ConfigError:
-        """Return the error of an unknown setting, with the one that is meant."""
+        """Return the error for an unknown setting, with a suggestion."""
         known = {*self.types, *self.sections, *self.groups, *self.also}
         known = {name for name in known if not key.startswith(f"{name}.") or name in self.types}
         hint = suggest_setting(key, value, known)
@@ -393,16 +393,16 @@ class KnownSettings:
         return self.error(f"unknown setting {key!r}", where=where, fix=hint)
 
     def error(self, what: str, *, where: str, fix: str) -> ConfigError:
-        """Return an error whose fix ends with the command that prints every setting."""
+        """Return an error whose fix ends with the command that prints all settings."""
         return ConfigError(what, where=where, fix=f"{fix}`{self.command} --cfg` prints every setting with its value")
 
     def other_recipe(self, root: str) -> ConfigError:
-        """Return the error of a primary file without the settings of this command."""
+        """Return the error for a primary file without the settings of this command."""
         fix = f"a file for this command begins with `defaults: [{self.recipe}, _self_]`; "
         return self.error(f"{root}.yaml is a file of another recipe", where=str(self.find(root)), fix=fix)
 
     def explain(self, error: Exception, root: str, overrides: Iterable[str]) -> ConfigError:
-        """Return the error of settings that did not compose; `root` is the name of the primary file."""
+        """Return the error for settings that failed to compose; `root` is the name of the primary file."""
         message, given = f"{error}\n{error.__cause__ or ''}", list(overrides)
         in_file = _FILE.search(message)
         place = self.find(in_file[1] if in_file else root)
@@ -438,7 +438,7 @@ class KnownSettings:
         if unknown := _NO_NAME.search(message):
             what = f"the reference ${{{unknown[1]}}} names no setting"
             return self.error(what, where=where, fix="write the value itself, or another name; ")
-        # The search path is left out: its folders are those of the files.
+        # Omit the search path, whose folders are already named.
         lines = [line.strip().rstrip(".:") for line in message.partition("search path")[0].splitlines()]
         lines = [line for line in lines if line and not any(word in line for word in _NOISE)]
         return self.error("; ".join(dict.fromkeys(lines)) or "the settings do not compose", where=where, fix="")
@@ -454,7 +454,7 @@ def _is_text(kind: str) -> bool:
 
 
 def _is_other_number(value: Any) -> bool:
-    """Return whether a value is a number, in quotes or not, other than 0 and 1: OmegaConf takes it as true."""
+    """Return True for a number, quoted or not, other than 0 and 1, which OmegaConf would read as true."""
     try:
         return isinstance(value, int | float | str) and float(value) not in (0, 1)
     except ValueError:
@@ -462,9 +462,9 @@ def _is_other_number(value: Any) -> bool:
 
 
 def _top_keys(file: Path) -> set[str]:
-    """Return the settings of a file; a file that is not YAML has none, and is refused when it is chosen."""
+    """Return the top-level keys of a file; none for invalid YAML, which is refused when the file is chosen."""
     try:
-        # Every experiment is read for a hint, so the loader in C is used where PyYAML has it.
+        # All experiments are read for a suggestion, so use the C loader if PyYAML has it.
         content = yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return set()

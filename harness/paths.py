@@ -1,4 +1,4 @@
-"""Recognize a path that was given for something else: a run, a dataset, a folder of these, or a file of chats."""
+"""Recognize paths of the wrong kind: a run, a dataset, a folder of these, or a file of chats."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from harness.errors import ConfigError
 
 _CHATS = (".csv", ".tsv", ".txt", ".json", ".jsonl")
-# A prepared folder holds a dataset in each.
+# Subfolders of a prepared folder, each with a dataset.
 _SPLITS = ("train", "validation", "test")
 _MOST_NAMES = 4
-# Of a folder that are looked into: it may have a million files on a network's disk.
+# Entries of a folder to examine; a folder on a network file system may have a million files.
 _MOST_ENTRIES = 1000
 
 
 def is_there(path: Path) -> bool:
-    """Return True for a path that exists; False too for text that cannot be a path, such as one that is too long."""
+    """Return True if a path exists; False also for text that cannot be a path, such as an overlong one."""
     try:
         return path.exists()
     except OSError:
@@ -27,7 +27,7 @@ def is_there(path: Path) -> bool:
 
 
 def near_paths(path: Path) -> str:
-    """Return a fix with the paths next to a missing one that have almost its name; empty if there are none."""
+    """Return a fix that suggests existing paths with names similar to a missing one; empty if there are none."""
     try:
         entries = [entry.name for entry in islice(path.parent.iterdir(), _MOST_ENTRIES)]
     except OSError:
@@ -37,13 +37,13 @@ def near_paths(path: Path) -> str:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder is that of a training run."""
+    """Return True for the folder of a training run."""
     has_trained = any(is_there(path / name) for name in ("metrics.jsonl", "checkpoints", "identity.json"))
     return has_trained and is_there(path / "config.yaml")
 
 
 def numbered_runs(runs: Path, name: str) -> dict[int, Path]:
-    """Return the folders `<runs>/<name>-NNN` by number; raise ConfigError for a name that cannot name a folder."""
+    """Return the folders `<runs>/<name>-NNN` by number; raise ConfigError for an invalid folder name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         what = f"{name!r} is not a valid name for a run's folder"
         raise ConfigError(what, where="name", fix="use letters, digits, dots, dashes and underscores")
@@ -53,12 +53,12 @@ def numbered_runs(runs: Path, name: str) -> dict[int, Path]:
 
 
 def is_dataset(path: Path) -> bool:
-    """Return whether a folder is a dataset or holds those that `harness prepare` writes together."""
+    """Return True for a dataset or for a folder with the splits that `harness prepare` writes."""
     return any(is_there(path / name / "manifest.json") for name in ("", *_SPLITS))
 
 
 def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
-    """Return the error of a path that is something else than expected, and its fix; None if it is not recognized.
+    """Return the error and the fix for a path of another kind than expected; None if it is not recognized.
 
     `expected` completes "..., not", such as `a dataset`.
     """
@@ -78,7 +78,7 @@ def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
         return f"a run's folder, not {expected}", fix
     if path.is_dir():
         entries = sorted(entry for entry in islice(path.iterdir(), _MOST_ENTRIES) if entry.is_dir())
-        # `harness sft` puts a run and its dataset side by side.
+        # `harness sft` puts a run and its dataset in one folder.
         entries += [entry / name for entry in entries for name in ("run", "data")]
         kinds = (("run", is_run, "status"), ("dataset", is_dataset, "inspect"))
         for kind, belongs, command in sorted(kinds, key=lambda kind: kind[0] not in expected):
@@ -99,7 +99,7 @@ def explain_path(path: Path, *, expected: str) -> tuple[str, str] | None:
 
 
 def how_to_pack(path: Path) -> str:
-    """Return how to pack the conversations of a file, or the lines of one that is plain text."""
+    """Explain how to pack the conversations of a file, or the lines of a plain text file."""
     quoted = shlex.quote(str(path))
     if path.suffix.lower() == ".txt" and path.is_file():
         with path.open("rb") as file:
@@ -109,14 +109,14 @@ def how_to_pack(path: Path) -> str:
 
 
 def text_to_records(path: str) -> str:
-    """Return how to train on the plain text of a file, whose path is quoted for a shell."""
+    """Explain how to train on a plain text file; `path` is quoted for a shell."""
     lines = re.sub(r"\.\w+('?)$", r".jsonl\1", path)
     to_lines = f"jq -cR '{{text: .}}' {path} > {lines}"
     return f"each line as a text to train on: {to_lines}; chats need one JSON record per line"
 
 
 def suggest_recipe(name: str) -> str:
-    """Return the beginning of a fix where a path was given for a recipe or an experiment; else empty."""
+    """Return the start of a fix if a path was given instead of a recipe or an experiment; otherwise empty."""
     path = Path(name)
     if is_dataset(path):
         return f"did you mean sft data.path={shlex.quote(name)}? "

@@ -1,4 +1,4 @@
-"""One table for a terminal, a page of Markdown and a page of HTML; each escapes what others wrote."""
+"""Tables for terminals, Markdown and HTML, with untrusted text escaped for each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import JustifyMethod
     from rich.table import Table as TerminalTable
 
-# The sign of a status in pages, for who sees no colors, and its style in a terminal; what is bold there is
-# bold in Markdown.
+# Sign of each status in pages, for readers who cannot see colors, and its style in a terminal. Styles that are bold
+# there are bold in Markdown.
 SIGNS = {"same": "✓", "different": "✗", "failed": "!", "skipped": "○", "reference": "◆"}
 _STYLES = {"title": "bold", "skipped": "yellow", "warning": "yellow"}
 _STYLES |= dict.fromkeys(("same", "met"), "green") | dict.fromkeys(("different", "failed", "missed"), "bold red")
@@ -27,13 +27,13 @@ _NUMBER = ' class="number"'
 
 @dataclass(frozen=True, slots=True)
 class TableCell:
-    """A cell that is more than text.
+    """A table cell with a status, link or bar.
 
     Attributes:
-        status: a key of `SIGNS`, "met", "missed", "warning", "title", or "code" for what is
-            copied; in HTML the class of the text.
-        link, hover: in HTML, where the text leads, and what a pointer on it shows.
-        share: from 0 to 1, the length of a bar; beside text it is drawn in HTML alone.
+        status: a key of `SIGNS`, "met", "missed", "warning", "title", or "code" for text to
+            copy; the CSS class of the text in HTML.
+        link, hover: in HTML, link target and tooltip.
+        share: length of a bar, 0 to 1; next to text it is drawn only in HTML.
     """
 
     text: str
@@ -48,12 +48,12 @@ Row = Sequence[str | TableCell | Sequence[TableCell]]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text, the first cell of each its name.
+    """Rows of text; the first cell of each row is its name.
 
     Attributes:
         head: names of the columns; () for none.
-        rows: a cell for each column; several cells in one place are a sequence.
-        align: "l" or "r" for each column; the last one holds for the columns that follow.
+        rows: one cell per column; a sequence puts several cells in one place.
+        align: "l" or "r" for each column; the last one applies to all further columns.
     """
 
     head: Sequence[str]
@@ -76,7 +76,7 @@ class Table:
         return table
 
     def to_markdown(self) -> str:
-        """Return the lines of the table."""
+        """Return the table as Markdown."""
         names = self._names()
         lines: list[Iterable[str]] = [map(escape_markdown, names)]
         lines.append("--:" if self._is_right(place) else "---" for place in range(len(names)))
@@ -84,7 +84,7 @@ class Table:
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def to_html(self, label: str) -> str:
-        """Return the table as a part of a page, which scrolls where it is too wide, for readers as `label`."""
+        """Return the table as HTML that scrolls if it is too wide; `label` is for screen readers."""
         parts = [f'<div class="scroll" tabindex="0" role="region" aria-label="{_escaped(label)}"><table>']
         if self.head:
             kinds = (_NUMBER * self._is_right(place) for place in range(len(self.head)))
@@ -112,20 +112,20 @@ class Table:
 
 
 def open_templates(folder: Path, **options: Any) -> Environment:
-    """Return the Jinja templates of a folder, which escape every text; `table(label)` renders a `Table`."""
+    """Open the Jinja templates of a folder, which escape all text; the filter `table(label)` renders a `Table`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    # No autoescaping by file name: all of it is HTML.
+    # Escape regardless of file name: all templates are HTML.
     templates = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, **options)
-    # Not text of the template, which would be marked as safe.
+    # Applies to values only; converted template text would be escaped.
     templates.finalize = lambda value: printable(value) if type(value) is str else value
     templates.filters |= {"number": "{:,}".format, "table": lambda table, label: Markup(table.to_html(label))}
     return templates
 
 
 def make_histogram(name: str, counts: Mapping[str, int]) -> Table:
-    """Return a table of counts by label, with a bar for each; `name` is the head of the labels."""
+    """Return a table of counts by label, each with a bar; `name` is the column name of the labels."""
     most, total = max(counts.values(), default=0) or 1, sum(counts.values()) or 1
     rows = [
         (label, f"{count:,}", f"{count / total:.1%}", TableCell("", share=count / most))
@@ -135,7 +135,7 @@ def make_histogram(name: str, counts: Mapping[str, int]) -> Table:
 
 
 def shorten(text: str, longest: int) -> str:
-    """Return text of at most `longest` characters; an ellipsis ends what was longer."""
+    """Truncate text to at most `longest` characters, ending in an ellipsis."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
@@ -146,7 +146,7 @@ def _cells(value: str | TableCell | Sequence[TableCell]) -> Sequence[TableCell]:
 
 
 def _plain(cell: TableCell) -> str:
-    # Any share but none gets a bar of at least one mark.
+    # Any share above 0 gets a bar of at least one block.
     return one_line(cell.text) or "█" * math.ceil(_BAR_WIDTH * (cell.share or 0))
 
 
