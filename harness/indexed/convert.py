@@ -14,6 +14,7 @@ Given counts of sequences, Megatron takes the dtype of tokens from its tokenizer
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -155,7 +156,7 @@ def merge_indexed(
     destination = prefix_of(prefix)
     if not pairs:
         raise ConfigError("no pairs to merge", where=prefix, fix="specify the pairs to merge")
-    if destination.resolve() in {pair.resolve() for pair in pairs}:
+    if os.path.realpath(destination) in map(os.path.realpath, pairs):
         raise ConfigError("the destination is one of the sources", where=prefix, fix="choose another destination")
     # One pair is open at a time: a map holds a file open, and there may be thousands of pairs.
     dtype, total, has_modes = UINT16, 0, False
