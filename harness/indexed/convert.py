@@ -152,8 +152,7 @@ def merge_indexed(
     ConfigError if there are no sources, or the destination is one of them; FormatError if a source is damaged, packed,
     has modes and others have none, or has a dtype that cannot hold tokens.
     """
-    pairs = [prefix_of(source) for source in sources]
-    destination = prefix_of(prefix)
+    pairs, destination = list(map(prefix_of, sources)), prefix_of(prefix)
     if not pairs:
         raise ConfigError("no pairs to merge", where=prefix, fix="specify the pairs to merge")
     if os.path.realpath(destination) in map(os.path.realpath, pairs):
