@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -102,7 +103,7 @@ def _provenance(reader: PackReader, destination: str, format: str) -> Provenance
 
 
 def _real(path: str | PathLike[str]) -> str:
-    return str(ObjectPath.parse(str(path)) if is_uri(str(path)) else Path(path).resolve())
+    return str(ObjectPath.parse(str(path)) if is_uri(str(path)) else os.path.realpath(path))
 
 
 def _refuse_source(destination: str | PathLike[str], source: str | PathLike[str], reader: PackReader) -> None:

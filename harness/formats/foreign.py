@@ -393,7 +393,7 @@ def export_to_bridge(
         path = folder / f"{files.split}_{size}{_SUFFIXES[files.file_format]}"
         metadata_path = folder / f"{size}_metadata.jsonl"
         others: list[dict[str, Any]] = []
-        with suppress(FileNotFoundError):
+        with explain_os_errors(metadata_path), suppress(FileNotFoundError, NotADirectoryError):
             damaged: Any = {"where": metadata_path, "fix": "remove it", "what": "the packing metadata is damaged"}
             others = load(list[dict[str, Any]], metadata_path.read_bytes(), **damaged)
         others = [figures for figures in others if figures.get("split") != files.split]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from harness.formats.reader import explained
 from harness.records import HUNDREDTHS
 from harness.storage import LocalFolder, Marker, natural_key, open_folder
 from harness.storage.arrays import map_npy
-from harness.storage.files import TEMPORARY_SUFFIX
+from harness.storage.files import TEMPORARY_SUFFIX, explain_os_errors
 
 _ROWS = 64
 _LISTED = ("sequence_counts", "sequence_lengths", "checksums")
@@ -150,9 +150,10 @@ def repair_manifest(
     survey = survey_folder(folder, progress)
     if survey.problems:
         return None, survey.problems, survey.notes
-    marker = Marker(folder.place / MARKER_NAME)
-    marker.acquire()
-    try:
+    with explain_os_errors(folder.place), ExitStack() as stack:
+        marker = Marker(folder.place / MARKER_NAME)
+        marker.acquire()
+        stack.callback(marker.release, remove=True)
         fingerprint = write_index(folder, lambda: iter(survey.parts), survey.totals)
         notes, pack_size = [*survey.notes, _UNKNOWN], survey.pack_size
         if survey.format != "memmap":
@@ -169,5 +170,3 @@ def repair_manifest(
         ).sealed()
         manifest.save(folder)
         return manifest, [], notes
-    finally:
-        marker.release(remove=True)

@@ -14,6 +14,7 @@ Given counts of sequences, Megatron takes the dtype of tokens from its tokenizer
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -151,11 +152,10 @@ def merge_indexed(
     ConfigError if there are no sources, or the destination is one of them; FormatError if a source is damaged, packed,
     has modes and others have none, or has a dtype that cannot hold tokens.
     """
-    pairs = [prefix_of(source) for source in sources]
-    destination = prefix_of(prefix)
+    pairs, destination = list(map(prefix_of, sources)), prefix_of(prefix)
     if not pairs:
         raise ConfigError("no pairs to merge", where=prefix, fix="specify the pairs to merge")
-    if destination.resolve() in {pair.resolve() for pair in pairs}:
+    if os.path.realpath(destination) in map(os.path.realpath, pairs):
         raise ConfigError("the destination is one of the sources", where=prefix, fix="choose another destination")
     # One pair is open at a time: a map holds a file open, and there may be thousands of pairs.
     dtype, total, has_modes = UINT16, 0, False

@@ -95,7 +95,7 @@ Place = Path | ObjectPath
 def relative_path(place: Place, base: Place) -> str:
     """Return the path of a place relative to a folder if both can be moved together, otherwise the full URI."""
     if isinstance(place, Path) and isinstance(base, Path):
-        return Path(os.path.relpath(place.resolve(), base.resolve())).as_posix()
+        return Path(os.path.relpath(os.path.realpath(place), os.path.realpath(base))).as_posix()
     if isinstance(place, Path):
         what = "data in object storage cannot refer to data on a disk"
         raise ConfigError(what, where=str(place), fix=f"copy it to {base}")

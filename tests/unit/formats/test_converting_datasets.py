@@ -105,3 +105,12 @@ def test_the_other_name_of_npy_writes_a_file_which_goes_back_and_finds_a_finishe
     assert open_dataset(tmp_path / "one.npy").manifest is None
     convert_dataset(tmp_path / "one.npy", tmp_path / "c", format="memmap", pack_size=8)
     assert open_dataset(tmp_path / "c").fingerprint == open_dataset(source).fingerprint
+
+
+def test_a_destination_that_is_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(FormatError):
+        convert_dataset(write(tmp_path / "a"), tmp_path / "loop", format="jsonl")
+    store = write(tmp_path / "store", format="virtual")
+    with pytest.raises(FormatError):
+        repack_store(str(store), str(tmp_path / "loop"), pack_size=8)

@@ -132,3 +132,11 @@ def test_a_bucket_and_damaged_figures_of_another_split_are_refused_before_anythi
     with pytest.raises(FormatError, match="packing metadata is damaged"):
         export_to_bridge(write(tmp_path), tmp_path / "root")
     assert not (folder / "training_8.idx.parquet").exists()
+
+
+@pytest.mark.parametrize("root", ["file/root", "x" * 300])
+def test_a_root_that_cannot_be_is_refused_by_its_name(tmp_path: Path, root: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FormatError) as caught:
+        export_to_bridge(write(tmp_path), tmp_path / root)
+    assert root in caught.value.where

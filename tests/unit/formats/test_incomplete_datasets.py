@@ -284,6 +284,17 @@ def test_only_folders_on_a_disk_are_repaired(tmp_path: Path) -> None:
         repair_manifest(str(tmp_path / "one.parquet"))
 
 
+def test_a_repair_that_cannot_write_the_index_names_the_folder_and_leaves_no_lock(tmp_path: Path) -> None:
+    path = write(tmp_path / "data", "parquet")
+    (path / MANIFEST).unlink()
+    shutil.rmtree(path / "index")
+    (path / "index").write_text("a file where the folder of the index belongs")
+    names = sorted(path.iterdir())
+    with pytest.raises(FormatError, match="writing failed: File exists") as caught:
+        repair_manifest(str(path))
+    assert (caught.value.where, sorted(path.iterdir())) == (str(path), names)
+
+
 def test_an_incomplete_dataset_is_replaced_with_overwrite_if_its_manifest_is_damaged(tmp_path: Path) -> None:
     path = write(tmp_path / "data", "npy")
     (path / MANIFEST).write_text("{")

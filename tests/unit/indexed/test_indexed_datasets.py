@@ -273,6 +273,9 @@ def test_damaged_pairs_packed_pairs_and_the_destination_itself_are_not_merged(tm
         merge_indexed([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "ab"))
     with pytest.raises(ConfigError, match="one of the sources"):
         merge_indexed([str(tmp_path / "a")], f"{tmp_path}/a.bin")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(FormatError, match="is missing"):
+        merge_indexed([str(tmp_path / "none")], str(tmp_path / "loop"))
     with open_writer(tmp_path / "packs", format="binidx", pack_size=4) as writer:
         writer.append(Pack([1, 2], [1, 0], [0]))
     with pytest.raises(FormatError, match="contains packs"):
