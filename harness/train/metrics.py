@@ -1,4 +1,4 @@
-"""Metrics of a run: a line of JSON per step, the curves of trackers, and at the end a plot and a report."""
+"""Metrics of a run: one JSON line per step, curves of trackers, and a plot and a report at the end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class StepMetrics:
 def step_metrics(
     record: StepRecord, times: Sequence[RankTimes] = (), stragglers: Sequence[Straggler] = ()
 ) -> StepMetrics:
-    """Return the metrics of one step, with the times of every rank and those that are slow."""
+    """Return the metrics of one step, including the times of all ranks and the slow ranks."""
     batch, evaluations = record.batch, record.evaluations
     own = evaluations.get(OWN_VALIDATION)
     return StepMetrics(
@@ -127,10 +127,10 @@ def step_metrics(
 
 
 class MetricsWriter(LineFile):
-    """Appends to `metrics.jsonl` in `folder`, and feeds the run's trackers.
+    """Appends to `metrics.jsonl` in `folder` and sends metrics to the run's trackers.
 
-    A tracker that fails is reported once and never ends the run, which continues without it. Lines of `first_step` and
-    later ones, left by a stopped run, are removed: they are trained again.
+    A failing tracker is reported once, and the run continues without it. Lines of `first_step` and later steps, left by
+    a stopped run, are removed, because these steps are trained again.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class MetricsWriter(LineFile):
         self._trackers = [Tracker(name, folder) for name in trackers if name in SERVICES]
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one step; raises HarnessError if the disk refuses."""
+        """Append one step; raises HarnessError if the disk fails."""
         values = asdict(metrics)
-        # JSON has no NaN; parsers of other languages refuse Python's.
+        # Write NaN as null: it is not valid JSON outside Python.
         line = json.loads(json.dumps(values), parse_constant=lambda constant: None)
         self.append(json.dumps(line) + "\n")
         steps = curves_of(values)
@@ -165,7 +165,7 @@ class MetricsWriter(LineFile):
         self._report(tracker.problem() for tracker in self._trackers)
 
     def close(self, status: str = "finished") -> None:
-        """Close the files, and pass the run's status, `finished` or `stopped`, to the trackers; may take seconds."""
+        """Close the files and send the run's status, `finished` or `stopped`, to the trackers; may take seconds."""
         super().close()
         with self._events_may_fail():
             if self._events is not None:
@@ -179,7 +179,7 @@ class MetricsWriter(LineFile):
     def _events_may_fail(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever its package raises
+        except Exception as error:  # its package may raise anything
             self._events = None
             fix = how_to_install(error) if isinstance(error, ModuleNotFoundError) else ""
             why = f"({error}{fix and f'; {fix}'})"
@@ -191,12 +191,12 @@ class MetricsWriter(LineFile):
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Return the steps of a `metrics.jsonl` in order; raise FormatError for a line that is not one."""
+    """Return the steps of a `metrics.jsonl` in order; raise FormatError for an invalid line."""
     return read_lines(path, partial(from_plain, StepMetrics), "metrics", remedy=DAMAGED_FIX)
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, remedy: str) -> list[T]:
-    """Return the parsed lines of a file of JSON lines, one per step; raise FormatError for a line of another `kind`."""
+    """Parse a JSON lines file with one line per step; raise FormatError for a line that is not of this `kind`."""
     steps = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
@@ -208,7 +208,7 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
 
 
 def _by_name(steps: Sequence[StepMetrics], kind: str) -> dict[str, dict[int, float]]:
-    """Return the numbers of a field that has one for each of several names, by name and step."""
+    """Return the values of a field that maps names to numbers, by name and step."""
     found: dict[str, dict[int, float]] = {}
     for step in steps:
         for name, value in getattr(step, kind).items():
@@ -217,7 +217,7 @@ def _by_name(steps: Sequence[StepMetrics], kind: str) -> dict[str, dict[int, flo
 
 
 def validation_losses(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
-    """Return the losses of each validation set, by name and step; `validation` is that of the training data."""
+    """Return validation losses by set name and step; `validation` belongs to the training data."""
     losses: dict[str, dict[int, float]] = {"validation": {}}
     for step in steps:
         own = {} if step.validation_loss is None else {"validation": step.validation_loss}
@@ -228,12 +228,12 @@ def validation_losses(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float
 
 
 def plot_loss(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
-    """Draw training and validation losses over the steps as a PNG; a long title is wrapped."""
+    """Write a PNG of training and validation losses over the steps; a long title is wrapped."""
     _write(path, draw_runs({"training": steps}, title=title))
 
 
 def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> bytes:
-    """Draw the training and validation losses of several runs over the steps; return the PNG."""
+    """Plot the training and validation losses of several runs over the steps; return the PNG."""
     figure, axes = new_axes(title, "loss (nats per trained token)")
     for number, (run, steps) in enumerate(runs.items()):
         color = f"C{number}"
@@ -247,7 +247,7 @@ def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> 
 
 
 def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
-    """Draw the load of the busiest expert over the steps as a PNG, also of each source and validation set."""
+    """Write a PNG of the busiest expert's load over the steps, in total and for each source and validation set."""
     figure, axes = new_axes(title, "tokens of the busiest expert, relative to the mean")
     trained = [s for s in steps if s.experts]
     for name, label, color in (("load", "training", "#1f6feb"), ("worst_load", "training, worst layer", "#9ec5fe")):
@@ -260,12 +260,12 @@ def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> No
 
 
 def new_axes(title: str, label: str) -> tuple[Any, Any]:
-    """Return a figure and its axes: steps, and values of this label."""
+    """Return a figure with axes for steps and for values described by `label`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    # Drawn as it is: a name may hold a dollar sign, which would begin a formula.
+    # Disable math: a dollar sign in a name would start a formula.
     axes.set_title("\n".join(textwrap.wrap(title, 100)), fontsize=10, loc="left", parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel(label)
@@ -275,7 +275,7 @@ def new_axes(title: str, label: str) -> tuple[Any, Any]:
 
 
 def as_png(figure: Any, axes: Any) -> bytes:
-    """Return the PNG of a drawn figure, with a legend if a curve has a name."""
+    """Render a figure as PNG, with a legend if a curve has a label."""
     if axes.get_legend_handles_labels()[0]:
         for name in axes.legend(frameon=False).get_texts():
             name.set_parse_math(False)
@@ -295,7 +295,7 @@ def _summary(losses: Mapping[int, float]) -> str:
 
 
 def _expert_rows(steps: Sequence[StepMetrics]) -> dict[str, str]:
-    """Return the load of the busiest expert, in training and where it was validated last; nothing of a dense model."""
+    """Return report rows for the busiest expert's load in training and last validation; none for a dense model."""
     first, last = steps[0], steps[-1]
     if not (first.experts and last.experts):
         return {}
@@ -313,7 +313,7 @@ def _expert_rows(steps: Sequence[StepMetrics]) -> dict[str, str]:
 
 
 def _slow_ranks(steps: Sequence[StepMetrics]) -> dict[str, str]:
-    """Return the ranks that held the others up, with their steps and the reason."""
+    """Return report rows for ranks that delayed the others, with reason and steps."""
     found: dict[tuple[Any, ...], list[int]] = {}
     for step in steps:
         for straggler in step.stragglers:
@@ -326,7 +326,7 @@ def _slow_ranks(steps: Sequence[StepMetrics]) -> dict[str, str]:
 
 
 def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any]) -> Path:
-    """Write `report.md`: the result first, then what ran where, the facts in their order."""
+    """Write `report.md`: results first, then `facts` about the run in the given order."""
     first, last, count = steps[0], steps[-1], len(steps)
     seconds, tokens = sum(s.step_s for s in steps), sum(s.tokens for s in steps)
     rows = {
