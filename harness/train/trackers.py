@@ -1,8 +1,8 @@
-"""Weights & Biases and MLflow beside TensorBoard, each fed by a thread of its own.
+"""Trackers: TensorBoard, and Weights & Biases and MLflow in separate threads.
 
-Training never waits for a service or fails by one. A service that cannot be reached is reported once, and receives no
-more of this part of the run; `metrics.jsonl` has everything. A folder NAME in that of the run has `told.json`, the
-service's id of the run and the last step sent, so that a resumed run continues its curves and repeats no step.
+Training never waits for a service or fails because of one. A service that fails is reported once and receives nothing
+more until the run is resumed; `metrics.jsonl` contains everything. `told.json` in the subfolder of a service contains
+the service's id of the run and the last step sent, so that a resumed run continues its curves without repeating steps.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from harness.storage import write_atomically
 from harness.train.checkpoints import read_identity
 from harness.train.loop import OWN_VALIDATION
 
-# The package and the extra of each have the same name.
+# Also the names of their packages and extras.
 SERVICES = ("wandb", "mlflow")
-# For runs that no variable (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME) puts elsewhere.
+# Default project, overridden by WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME.
 PROJECT = "megatron-sft-harness"
-# Wait at the end of a run for what is still on its way, by status; shorter if the run was asked to leave.
+# Seconds to wait for services at the end of a run, by status; shorter if the run was asked to stop.
 PATIENCE_S = {"finished": 20.0, "stopped": 5.0}
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError, with the extra to install, if the package of a service is missing."""
+    """Raise ConfigError with the extra to install if the package of a service is missing."""
     for name in filter(SERVICES.__contains__, names):
         spec = find_spec(name)
-        # A folder of that name, which wandb makes where it runs, has a spec too, but no origin.
+        # A folder `wandb`, which wandb creates in the working directory, has a spec without an origin.
         if spec is None or spec.origin is None:
             what = f"the package {name} is not installed"
             fix = f"pip install 'megatron-sft-harness[{name}]', or remove {name} from trainer.trackers"
@@ -51,11 +51,11 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def curves_of(line: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:
-    """Return the steps that a metrics line has numbers of, with these by curve: before the first, 0, and its own, last.
+    """Return the steps of a metrics line with values by curve: step 0 for initial losses, then its own step.
 
-    Curves of training are `train/loss` and so on. Those of validation are a group of their own: `validation/loss`, and
-    `validation/code/loss` of the further set `code`; those of a mixture of experts are `experts/load` and so on,
-    and `experts/data/code/load` of the tokens from `data/code`.
+    Training curves are `train/loss` and so on. Validation curves are `validation/loss`, and `validation/code/loss` for
+    an additional set `code`. Curves of experts are `experts/load` and so on, and `experts/data/code/load` for tokens
+    from `data/code`.
     """
     initial = {
         "validation/loss" if name == OWN_VALIDATION else f"validation/{name}/loss": loss
@@ -78,11 +78,11 @@ def curves_of(line: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:
 
 
 class EventFile:
-    """A new event file of TensorBoard in `folder`, written by the thread that trains.
+    """A new TensorBoard event file in `folder`, written by the training thread.
 
-    The writers of TensorBoard and of torch hand each value to a thread of their own, which dies with a traceback where
-    the disk refuses, and opens the file again for every value. Here a step is one write, and a refusal an OSError.
-    TensorBoard hides what earlier files of the folder have of `first_step` and later ones.
+    The writers of TensorBoard and torch use a thread that dies with a traceback if the disk fails, and reopens the file
+    for every value. Here a step is one write, and a failure raises OSError. TensorBoard hides values of `first_step`
+    and later steps in earlier files of the folder.
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
@@ -100,7 +100,7 @@ class EventFile:
         )
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """Append the values of a step by the names of their curves."""
+        """Append the values of a step, by curve."""
         points = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=points)))
 
@@ -121,7 +121,7 @@ Steps = list[tuple[int, dict[str, float]]]
 
 
 class SentState:
-    """The service's knowledge of the run, kept on disk."""
+    """What a service has received of the run, stored on disk."""
 
     def __init__(self, home: Path) -> None:
         self._path = home / "told.json"
@@ -129,7 +129,7 @@ class SentState:
         identity = read_identity(home.parent)
         self._identity = None if identity is None else identity.run
         if values.get("identity", self._identity) != self._identity:
-            values = {}  # of a run of which this folder is a copy: its curves are not this run's
+            values = {}  # this folder is a copy of another run, whose curves must not be continued
         self.run: str | None = values.get("run")
         self.step: int = values.get("step", -1)  # 0 is before the first
 
@@ -209,14 +209,14 @@ class Mlflow:
 
 
 def mlflow_name(curve: str) -> str:
-    """Return the name of a curve as MLflow takes it, which refuses those of most paths of a blend's sources."""
-    # What it refuses is named by its number: two sources keep curves of their own.
+    """Return a valid MLflow name for a curve; MLflow refuses most paths of a blend's sources."""
+    # Replace invalid characters by their code, so that different sources keep different names.
     parts = (re.sub(r"[^\w. -]", lambda found: f"_{ord(found[0]):x}", part) for part in curve.split("/"))
     return "/".join(part if part.strip(".") else f"_{part}" for part in parts)
 
 
 class Tracker:
-    """Feeds one service with the steps of the run in `folder`."""
+    """Sends the steps of the run in `folder` to one service."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name, self._folder = name, folder
@@ -229,16 +229,16 @@ class Tracker:
             self._problem = f"{name} receives no metrics of this run ({error}); training continues"
 
     def send(self, steps: Steps | str) -> None:
-        """Pass on steps, and at last how the run ended: `finished` or `stopped` (to be continued)."""
+        """Queue steps, or at the end the status of the run: `finished` or `stopped` (may be resumed)."""
         self._waiting.put(steps)
 
     def problem(self) -> str:
-        """Return why the service receives nothing more, once; empty before and after it."""
+        """Return once why the service failed; otherwise an empty string."""
         found, self._problem = self._problem, ""
         return found
 
     def wait(self, deadline: float) -> str:
-        """Wait until the service has everything, at most until time.monotonic() is `deadline`; return `problem`."""
+        """Wait until the service has received everything, or time.monotonic() reaches `deadline`; return `problem`."""
         if self._thread.ident is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         return f"{self._name} did not finish in time" if self._thread.is_alive() else self.problem()
