@@ -121,7 +121,7 @@ Steps = list[tuple[int, dict[str, float]]]
 
 
 class SentState:
-    """What a service has received of the run, stored on disk."""
+    """Record of what a service has received of the run, stored on disk."""
 
     def __init__(self, home: Path) -> None:
         self._path = home / "told.json"
