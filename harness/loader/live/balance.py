@@ -1,7 +1,7 @@
-"""Balanced steps of live data: place the sequences that all ranks have read, and send them where they train.
+"""Balanced steps of live data: place the sequences read by all ranks, and send them to the ranks that train them.
 
-The lengths are in the offers, which every rank has: all compute the same placement (phase 1), and with it how many
-bytes each rank sends to each other (phase 2), so that nothing but tokens and the files of media is exchanged.
+Every rank has all offers, which contain the lengths, so all ranks compute the same placement (phase 1) and know how
+many bytes each rank sends to each other (phase 2). Only tokens and media files are exchanged.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from harness.schedule import Imbalance, measure_imbalance, schedule
 from harness.schedule.batch import row_offsets
 from harness.thd import padded_lengths
 
-# A token and its mask.
+# Bytes of a token and its mask.
 _TOKEN_BYTES = 5
-# Rows whose media are decoded at once: each takes several times their features in memory.
+# Rows whose media are decoded concurrently; each takes several times the size of its features in memory.
 _DECODERS = 8
 
-# Takes uint8 bytes for each reading rank, a list that it may empty, and the number of bytes that each of them sends;
-# returns what they sent.
+# Takes the bytes to send to each rank (a list that it may empty) and the number of bytes that each rank sends here;
+# returns the received bytes.
 Swap = Callable[[list[UInt8Array], list[int]], list[UInt8Array]]
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The sequences of one step, in the order of their packs, and where they are read and trained.
+    """The sequences of one step, in pack order, and the ranks that read and train them.
 
-    Arrays are int64 [sequences]: lengths are stored tokens, bytes of media as in `ReadPack`, and readers and trainers
-    data-parallel ranks.
+    Arrays are int64 [sequences]: lengths in stored tokens, bytes of media as in `ReadPack`, and data-parallel ranks
+    that read and train each sequence.
     """
 
     placed: Schedule
@@ -48,7 +48,7 @@ class Placement:
 
 
 def packs_in_order(offers: Sequence[Offer]) -> list[ReadPack]:
-    """Return the packs of a global batch in its order: the first of each rank, then the second ones, and so on."""
+    """Return the packs of a global batch in order: the first of each rank, then the second of each, and so on."""
     by_rank: dict[int, list[ReadPack]] = {}
     for offer in offers:
         packs = by_rank.setdefault(offer.dp_rank, [])
@@ -57,10 +57,10 @@ def packs_in_order(offers: Sequence[Offer]) -> list[ReadPack]:
 
 
 def place(packs: Sequence[ReadPack], plan: BatchPlan) -> Placement:
-    """Place the sequences that all ranks have read, the same on every rank; raise ScheduleError for too long ones.
+    """Place the sequences read by all ranks, equally on every rank; raise ScheduleError if one is too long.
 
-    With `as_packed` a pack is trained where it was read, and the packs that a rank lacks are empty rows; the other
-    schedules place all sequences anywhere.
+    With `as_packed`, a pack is trained by the rank that read it, and missing packs become empty rows. Other schedules
+    place sequences on any rank.
     """
     layout = plan.layout
     names = "lengths", "media_bytes", "media_cost"
@@ -103,15 +103,15 @@ def place(packs: Sequence[ReadPack], plan: BatchPlan) -> Placement:
 def send_to_trainers(
     mine: list[LivePack], placement: Placement, dp_rank: int, swap: Swap, features: Features | None = None
 ) -> list[LivePack | None]:
-    """Give the packs that this rank has read, and return the rows that it trains; None for a row of zero loss.
+    """Send the packs read by this rank, and return the rows that it trains, None for a zero-loss row.
 
-    `mine` is emptied, and `features` decodes the media of rows, of several at once.
+    `mine` is emptied. `features` decodes the media of several rows concurrently.
     """
     layout, lengths = placement.placed, placement.lengths
     num_bytes = lengths * _TOKEN_BYTES + placement.media_bytes
     coming = [(placement.readers == rank) & (placement.trainers == dp_rank) for rank in range(layout.dp_size)]
     outgoing = _outgoing(mine, placement, dp_rank)
-    mine.clear()  # media are in memory twice at most: as read and as sent, or as sent and as arrived
+    mine.clear()  # keeps media in memory at most twice: read and sent, or sent and received
     arrived: dict[int, UInt8Array] = {}
     for is_from, data in zip(coming, swap(outgoing, [int(num_bytes[one].sum()) for one in coming]), strict=True):
         those = np.flatnonzero(is_from)
@@ -135,7 +135,7 @@ def send_to_trainers(
 
 
 def _outgoing(mine: list[LivePack], placement: Placement, dp_rank: int) -> list[UInt8Array]:
-    """Return the bytes of this rank's sequences that go to each rank."""
+    """Return the bytes that this rank sends to each rank."""
     stored = [view for live in mine for view in live.pack.sequences()]
     held = dict(zip(np.flatnonzero(placement.readers == dp_rank).tolist(), stored, strict=True))
     made = []
@@ -148,7 +148,7 @@ def _outgoing(mine: list[LivePack], placement: Placement, dp_rank: int) -> list[
 
 
 def _sent(media: Iterable[Medium]) -> list[UInt8Array]:
-    """Return the bytes of a sequence's media on their way to another rank."""
+    """Serialize the media of a sequence for another rank."""
     return [
         np.frombuffer(part, np.uint8)
         for one in media
@@ -157,7 +157,7 @@ def _sent(media: Iterable[Medium]) -> list[UInt8Array]:
 
 
 def _received(data: UInt8Array) -> tuple[Medium, ...]:
-    """Return the media that `_sent` gave."""
+    """Deserialize the media serialized by `_sent`."""
     media, at, content = [], 0, data.tobytes()
     while at < len(content):
         kind, start, tokens, size = MEDIUM.unpack_from(content, at)

@@ -1,4 +1,4 @@
-"""Global batches from live chunks: ranks exchange what they have, and train, wait or stop together."""
+"""Global batches from live chunks: ranks exchange offers, and train, wait or stop together."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from harness.printing import count_of
 from harness.thd import build_thd_batch, zero_loss_row
 
 ORDER = "live chunks"
-# The longest sleep between two looks for a chunk. All ranks look together, so none spends long in a collective.
+# Maximum time between checks for a chunk. All ranks check together, so none waits long in a collective.
 _POLL_S = 0.5
-# A wait is logged when it reaches the first, and again each time it has doubled, at least every minute.
+# A wait is logged after the first value, and again whenever it has doubled, but at least every minute.
 _FIRST_LOG_S, _LOG_EVERY_S = 2.0, 60.0
-# Between the names of streams.
+# Separates the names of streams.
 _BETWEEN = ","
 
 Exchange = Callable[[list[Offer]], list[Offer]]
 
 
 class StepShares:
-    """The packs of one step, or sequences of a window, that are requested of each folder and rank.
+    """Number of packs of one step, or sequences of a window, requested from each folder and rank.
 
-    They depend on positions and on what the streams hold, never on time, so every rank computes the same, and a
-    resumed run continues alike. Request number j of a folder goes to rank j modulo the ranks, so ranks advance
-    evenly in every folder. Where a rank has read all of its chunks, the other ranks take over (schedules that balance
-    only: tokens can go anywhere), and where all have, the other folders do, so that all steps but the last are full.
-    `drawn` and `ended` of each folder are as in `LivePosition`, after the step.
+    Requests depend only on positions and the contents of the streams, not on time, so every rank computes the same,
+    and a resumed run continues identically. Request j of a folder goes to rank j modulo the number of ranks, so ranks
+    advance evenly. If a rank has read all of its chunks, other ranks take over (only with balancing schedules, which can
+    send tokens anywhere); if all have, the other folders do, so that all steps but the last are full. `drawn` and
+    `ended` of each folder are as in `LivePosition`, after the step.
     """
 
     def __init__(self, plan: BatchPlan, positions: Sequence[LivePosition]) -> None:
@@ -52,7 +52,7 @@ class StepShares:
         self._draw(plan.size)
 
     def request_missing(self, offers: Sequence[Offer]) -> bool:
-        """Request what ranks at the end of a stream could not give; return whether there is anything to request."""
+        """Request elsewhere what ranks at the end of a stream did not provide; return True if anything is requested."""
         if not self._plan.is_balanced:
             return False
         given = np.zeros_like(self.requested)
@@ -89,25 +89,25 @@ class StepShares:
 
 
 def _counts(start: int, stop: int, ranks: int) -> npt.NDArray[np.int64]:
-    """Return how many of the numbers from start to stop fall to each rank, int64 [ranks]."""
+    """Return how many of the requests start to stop go to each rank, int64 [ranks]."""
     return np.bincount(np.arange(start, stop) % ranks, minlength=ranks).astype(np.int64)
 
 
 class LiveLoader(AbstractContextManager["LiveLoader"]):
-    """Yields one `RankBatch` per global batch until the stream ends, and a `Waiting` per look that misses a chunk.
+    """Yields one `RankBatch` per global batch until the stream ends, and a `Waiting` per check that misses a chunk.
 
     Args:
-        streams: readers of this rank, one for each folder.
-        exchange: returns the offers of all ranks, by data-parallel rank and folder; all call it together.
-        swap: sends bytes between the ranks, which call it together; only for schedules that balance.
-        features: as of `harness.loader.Loader`, for the same schedules.
+        streams: readers of this rank, one per folder.
+        exchange: collective that returns the offers of all ranks, by data-parallel rank and folder.
+        swap: collective that sends bytes between ranks; used by balancing schedules.
+        features: as in `harness.loader.Loader`; used by balancing schedules.
         state: position to resume from, or the state of a new run, whose `live` is empty.
-        timeout_s: the longest wait for a chunk.
-        report: called at each look with the positions in all folders and the offers, for `harness live status` and
-            for producers.
+        timeout_s: maximum time to wait for a chunk.
+        report: called at each check with the positions in all folders and the offers, for `harness live status` and
+            producers.
 
     Raises:
-        LoaderError: while iterating, on all ranks together: a chunk does not come, is damaged, or rows are missing.
+        LoaderError: while iterating, on all ranks: a chunk does not appear in time, is damaged, or rows are missing.
     """
 
     def __init__(
@@ -166,11 +166,11 @@ class LiveLoader(AbstractContextManager["LiveLoader"]):
             shares = StepShares(self._plan, after)
             ahead = self._read(shares)
             batch = [self._batch(mine, place(packs, self._plan), packs)]
-            mine.clear()  # media are not kept while the step is trained
+            mine.clear()  # release media while the step is trained
             yield batch.pop()
 
     def _look(self, offers: Sequence[Offer], shares: StepShares) -> list[str]:
-        """Raise what any rank refuses, and report what all have, the same on each rank; return the names of streams."""
+        """Raise the first error of any rank, log and report the offers, and return the names of the streams."""
         for offer in offers:
             if (error := offer.error) is None:
                 continue
@@ -190,12 +190,12 @@ class LiveLoader(AbstractContextManager["LiveLoader"]):
             of = f" of {self._folders[offer.source]}" if len(self._folders) > 1 else ""
             for index, rows, name in offer.opened:
                 self._log(f"Rank {offer.dp_rank}: Loaded chunk {index} ({count_of(rows, 'sample')} from {name}{of})")
-        # The steps whose batches were handed out, not the one that is read.
+        # `steps` counts batches that were yielded, not the one being read.
         self._report([replace(one, steps=self.steps) for one in self._after(shares, offers)], offers)
         return streams
 
     def _is_over(self, after: Sequence[LivePosition], offers: Sequence[Offer], *, is_last: bool) -> bool:
-        """Return True where all streams have ended and everything is trained; check each stream that ends."""
+        """Return True if all streams have ended and everything was trained; check each stream that ends."""
         for offer in offers:
             self._left_out[offer.source].update(offer.left_out)
         all_ended = is_last or all(position.ended for position in after)
@@ -219,7 +219,7 @@ class LiveLoader(AbstractContextManager["LiveLoader"]):
         return is_last
 
     def _log_wait(self, offers: Sequence[Offer], log_at_s: float) -> tuple[Waiting, float]:
-        """Log the longest wait if it is long enough; return it, and when to log it again; raise if it is too long."""
+        """Log the longest wait if it is due; return it and the time of the next log; raise if it exceeds the limit."""
         waits = [(offer.waiting, offer.dp_rank) for offer in offers if offer.waiting is not None]
         waiting, dp_rank = max(waits, key=lambda wait: wait[0].waited_s)
         chunk, hint = chunk_name(waiting.chunk, ""), f"; {waiting.hint}" if waiting.hint else ""
@@ -239,7 +239,7 @@ class LiveLoader(AbstractContextManager["LiveLoader"]):
 
     @property
     def steps(self) -> int:
-        """Number of global batches that were handed out, those before a resume included."""
+        """Number of global batches that were yielded, including those before a resume."""
         return self._positions[0].steps
 
     def __exit__(self, *error: object) -> None:
@@ -251,7 +251,7 @@ class LiveLoader(AbstractContextManager["LiveLoader"]):
             stream.close()
 
     def _read(self, shares: StepShares) -> Future[list[Offer]]:
-        """Start to read this rank's part of the next step, while the step before is trained."""
+        """Start reading this rank's part of the next step while the previous one is trained."""
         mine = shares.requested[:, self._plan.layout.dp_rank].tolist()
 
         def read() -> list[Offer]:
@@ -260,7 +260,7 @@ class LiveLoader(AbstractContextManager["LiveLoader"]):
         return self._reading.submit(read)
 
     def _after(self, shares: StepShares, offers: Sequence[Offer]) -> list[LivePosition]:
-        """Return the positions in all folders after the step that the offers make."""
+        """Return the positions in all folders after the step of these offers."""
         return [
             position.after(
                 [offer.position for offer in offers if offer.source == source],
@@ -304,7 +304,7 @@ def _counts_of(left_out: Counter[str]) -> str:
 
 
 def split_streams(fingerprint: str, num_folders: int) -> list[str]:
-    """Return the names of the streams of all folders, given what `join_streams` made; empty where none is known."""
+    """Split a result of `join_streams` into the stream name of each folder, empty if unknown."""
     return [*fingerprint.split(_BETWEEN), *[""] * num_folders][:num_folders]
 
 

@@ -1,10 +1,10 @@
-"""A folder of live chunks, on a file system that all ranks share or in S3: its files, their records, open chunks.
+"""A folder of live chunks on a shared file system or in S3: files, their records, and open chunks.
 
 chunk_00000.jsonl             rows: conversations or packs; Parquet chunks end in .parquet
-chunk_00000.jsonl.ready       written after it: counts and hash (`ReadyRecord`)
-chunk_00000.jsonl.completed   its rows are trained, or read (`data.live.completed`): it may be deleted
+chunk_00000.jsonl.ready       written after the chunk: counts and hash (`ReadyRecord`)
+chunk_00000.jsonl.completed   rows were trained, or read (`data.live.completed`): the chunk may be deleted
 END.json                      the stream is complete; totals of all chunks (`EndRecord`)
-_producer, _consumer          locked by the producer and by the training run, with their status; touched every second
+_producer, _consumer          locked by producer and training run, contain their status; touched every second
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _NAME = re.compile(r"chunk_(\d{5}|[1-9]\d{5,})(\.jsonl|\.parquet)(\.ready|\.comp
 _CHECK = "check permissions and mounts"
 _GRANT = "give the training ranks write access to this folder"
 _WRITE_AGAIN = "write the chunk again under this name, with its own record; the run then continues with resume=true"
-# A listing of a bucket answers for so long what is there; polling ranks would send several requests a look.
+# A bucket listing is reused for this long, because polling ranks would otherwise send several requests per check.
 _LISTING_S = 1.0
-# Each row of a chunk may have a schema of its own.
+# Each row of a chunk may have a different schema.
 _READER = RecordReader()
 MEDIA_READER = RecordReader(media=MediaLimits())
 T = TypeVar("T", bound="ReadyRecord | EndRecord")
@@ -75,31 +75,31 @@ T = TypeVar("T", bound="ReadyRecord | EndRecord")
 
 @dataclass(frozen=True)
 class ReadyRecord:
-    """Facts of a whole chunk; totals are of it and all before it."""
+    """Record of a complete chunk; totals include all earlier chunks."""
 
     kind: str  # `chat` or `packs`
     rows: int  # conversations, or packs
-    sequences: int  # conversations in them
-    tokens: int | None  # stored ones; None for chunks that are not tokenized
+    sequences: int  # conversations in the rows
+    tokens: int | None  # stored tokens; None for chunks that are not tokenized
     num_bytes: int
-    xxh3: str  # of its file
-    chain: str  # digest of its hash and the chain of the chunk before; the last one covers the whole stream
-    stream: str  # name of the stream; the same in every chunk of a folder
+    xxh3: str  # hash of the file
+    chain: str  # digest of the hash and the previous chunk's chain; the last one covers the whole stream
+    stream: str  # name of the stream; equal in every chunk of a folder
     total_rows: int
     total_sequences: int
     total_tokens: int | None
-    position: Any  # in its input, from which a producer continues after this chunk
+    position: Any  # position in the input after this chunk, from which a producer continues
     producer: str  # host and process id
     time: float  # seconds since 1970
 
 
-# Before the first chunk.
+# Stands for the record before the first chunk.
 NO_RECORD = ReadyRecord("", 0, 0, 0, 0, "", "", "", 0, 0, 0, None, "", 0.0)
 
 
 @dataclass(frozen=True)
 class EndRecord:
-    """The whole stream: `chunks`, and the totals of the last record; None where chunks have no records."""
+    """Record of a complete stream: number of chunks, and totals of the last record, None without records."""
 
     chunks: int
     rows: int | None
@@ -112,7 +112,7 @@ class EndRecord:
 
 @dataclass
 class Contents:
-    """The names of the chunk files of a folder, and of their marks `ready` and `completed`, by index."""
+    """Names of the chunk files of a folder and of their `ready` and `completed` marks, by index."""
 
     chunks: dict[int, str] = field(default_factory=dict)
     ready: dict[int, str] = field(default_factory=dict)
@@ -120,11 +120,11 @@ class Contents:
 
     @property
     def next_index(self) -> int:
-        """The index after the last chunk that left any trace."""
+        """Index after the last chunk with any file."""
         return 1 + max((*self.chunks, *self.ready, *self.completed), default=-1)
 
     def num_unread(self, chunks: Iterable[int], status: dict[str, Any]) -> int:
-        """Count those of `chunks` that are unread, by the status of the training run and by their marks."""
+        """Count unread chunks, according to the status of the training run and their marks."""
         read = set(status.get("read") or ()) | set(self.completed)
         below = status.get("read_below") or 0
         return sum(index >= below and index not in read for index in chunks)
@@ -135,15 +135,15 @@ def chunk_name(index: int, suffix: str = JSONL) -> str:
 
 
 class LocalFiles:
-    """Files by name, on a file system; `place` is the path or URI of the folder."""
+    """Files of a local folder by name; `place` is the path or URI."""
 
-    look_s = 0.2  # between two looks of a producer that waits for room
+    look_s = 0.2  # seconds between checks of a producer that waits for room
 
     def __init__(self, path: Path) -> None:
         self.path, self.place = path, str(path)
 
     def names(self) -> list[str]:
-        """List the names as of now; empty where there is no folder. Raises OSError or FormatError."""
+        """List the current names; empty if the folder does not exist. Raises OSError or FormatError."""
         try:
             return os.listdir(self.path)  # noqa: PTH208 - half the time of Path.iterdir, and called every second
         except FileNotFoundError:
@@ -156,12 +156,12 @@ class LocalFiles:
         make_folder(self.path)
 
     def remove_temporary(self) -> None:
-        """Remove what a killed producer left half."""
+        """Remove incomplete files of a killed producer."""
         for name in self.path.glob(f"chunk_*{TEMPORARY_SUFFIX}"):
             name.unlink(missing_ok=True)
 
     def find(self, name: str) -> tuple[int, float] | None:
-        """Return the bytes of a file, and the seconds since it was written; None if it is missing."""
+        """Return size and age in seconds of a file; None if it is missing."""
         try:
             found = (self.path / name).stat()
         except OSError:
@@ -169,49 +169,49 @@ class LocalFiles:
         return found.st_size, max(0.0, time.time() - found.st_mtime)
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes of a small file; None if it is missing."""
+        """Return the contents of a small file; None if it is missing."""
         try:
             return (self.path / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def read_mark(self, name: str) -> bytes:
-        """Return what the last owner of a lock wrote."""
+        """Return the note of the last owner of a lock."""
         return Marker(self.path / name).read()
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file whole."""
+        """Write a small file atomically."""
         write_atomically(self.path / name, data)
 
     def delete(self, name: str) -> None:
-        """Delete a file; a missing one is no error."""
+        """Delete a file if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
     def lock(self, name: str) -> Marker:
         return Marker(self.path / name)
 
     def begin_chunk(self, name: str) -> Path:
-        """Return the file of this machine to write a chunk into."""
+        """Return the local path to write a chunk to."""
         return self.path / name
 
     def finish_chunk(self, name: str, path: Path) -> None:
-        """Make a chunk that was written to `path` durable; raise FormatError if another writer has made one."""
+        """Publish a chunk written to `path` durably; raise FormatError if another writer has published one."""
         sync_path(self.path)
 
     def drop_chunk(self, name: str, path: Path) -> None:
-        """Remove a chunk that was begun and has no record."""
+        """Remove a chunk without a record."""
         path.unlink(missing_ok=True)
 
     def open_chunk(self, name: str, stored: StoredFile | None) -> tuple[Path, object] | None:
-        """Return a file of this machine with a chunk, whole, as long as the object beside it is kept; None if missing.
+        """Return a local path of a complete chunk, and an object that keeps it available; None if it is missing.
 
-        `stored` has the size and hash that it must have, if they are known.
+        `stored` contains the required size and hash, if known.
         """
         return self.path / name, None
 
 
 class BucketFiles:
-    """Objects below a prefix, with the methods of `LocalFiles`; chunks are read from copies in the local cache."""
+    """Objects below a prefix, with the methods of `LocalFiles`; chunks are read through the local cache."""
 
     look_s = _LISTING_S
 
@@ -239,7 +239,7 @@ class BucketFiles:
         """Do nothing: a bucket has no folders."""
 
     def remove_temporary(self) -> None:
-        """Do nothing: uploads appear whole."""
+        """Do nothing: uploads are atomic."""
 
     def find(self, name: str) -> tuple[int, float] | None:
         if (found := self._listed(name)) is None:
@@ -255,7 +255,7 @@ class BucketFiles:
 
     def write(self, name: str, data: bytes) -> None:
         self._listed_at = -_LISTING_S
-        # A producer that has lost its lease must not replace the records of the next one.
+        # A producer that lost its lease must not replace records of the next one.
         if self._store.put(name, data, only_if="") is None:
             raise conflict(name, self.place)
 
@@ -280,7 +280,7 @@ class BucketFiles:
 
     def drop_chunk(self, name: str, path: Path) -> None:
         path.unlink(missing_ok=True)
-        if self._made == name:  # not the chunk of another producer
+        if self._made == name:  # otherwise it may belong to another producer
             self.delete(name)
 
     def open_chunk(self, name: str, stored: StoredFile | None) -> tuple[Path, object] | None:
@@ -300,7 +300,7 @@ class BucketFiles:
 
 
 def conflict(name: str, place: str) -> FormatError:
-    """Return the error for a file that another writer has made in a folder."""
+    """Return the error for a file that another writer created in a folder."""
     fix = "another program writes to this folder; use a separate folder for each"
     return FormatError(f"{name} already exists", where=place, fix=fix)
 
@@ -311,19 +311,19 @@ def open_files(path: str | Path) -> LocalFiles | BucketFiles:
 
 
 class LiveFolder:
-    """A folder of live chunks, which need not exist yet; raises ConfigError for object storage other than S3."""
+    """A folder of live chunks, which may not exist yet; raises ConfigError for msc://."""
 
     def __init__(self, path: str | Path) -> None:
         self.files = open_files(path)
         self.where = self.files.place
 
     def look(self) -> Contents:
-        """Return all files with the name of a chunk; raise FormatError if the folder cannot be listed."""
+        """List chunk files and their marks; raise FormatError if the folder cannot be listed."""
         contents = Contents()
         with os_errors_as(FormatError, "the folder cannot be read", where=self.where, fix=_CHECK):
             names = self.files.names()
         if INDEX_FOLDER in names and find_traces(open_folder(self.where)).index:
-            # Chunks of a dataset have the names of live ones, and must not be marked and deleted as such.
+            # Shards of a jsonl dataset have names of live chunks, and must not be marked and deleted.
             what = "the folder contains a stored dataset or a part of one, not live chunks"
             raise ConfigError(what, where=self.where, fix="specify a folder that `harness live produce` writes to")
         of = {None: contents.chunks, READY: contents.ready, COMPLETED: contents.completed}
@@ -333,23 +333,23 @@ class LiveFolder:
         return contents
 
     def find(self, index: int) -> str | None:
-        """Return the name of the file of a chunk, whole or not."""
+        """Return the file name of a chunk, complete or not."""
         return next((name for name in _names(index) if self.files.find(name) is not None), None)
 
     def record(self, index: int) -> ReadyRecord | None:
-        """Return the ready record of a chunk, if there is one; raise FormatError for a damaged one."""
+        """Return the ready record of a chunk, if it exists; raise FormatError if it is damaged."""
         records = (self._read(name + READY, ReadyRecord) for name in _names(index))
         return next((record for record in records if record is not None), None)
 
     def end(self) -> EndRecord | None:
-        """Return the END record; None while more chunks may come. Raise FormatError for a damaged one."""
+        """Return the END record, or None while more chunks may follow; raise FormatError if it is damaged."""
         return self._read(END_FILE, EndRecord)
 
     def write_record(self, name: str, record: ReadyRecord | EndRecord) -> None:
         self.files.write(name, json.dumps(asdict(record)).encode() + b"\n")
 
     def complete(self, indices: Iterable[int]) -> None:
-        """Mark chunks that a producer may delete, without deleted ones; raise FormatError if that is not possible."""
+        """Mark existing chunks as completed, so that producers may delete them; raise FormatError on failure."""
         contents = self.look()
         with os_errors_as(FormatError, "trained chunks cannot be marked as completed", where=self.where, fix=_GRANT):
             for i in indices:
@@ -357,31 +357,31 @@ class LiveFolder:
                     self.files.write(contents.chunks[i] + COMPLETED, b"")
 
     def keep_again(self, indices: Iterable[int]) -> None:
-        """Remove the marks of chunks that are read again; raise FormatError if the folder cannot be written to."""
+        """Remove the marks of chunks that will be read again; raise FormatError on failure."""
         completed = self.look().completed
         with os_errors_as(FormatError, "chunks cannot be marked to be kept", where=self.where, fix=_GRANT):
             for index in completed.keys() & indices:
                 self.files.delete(completed[index])
 
     def delete_completed(self, contents: Contents, *, keep: int, spare: int) -> None:
-        """Delete completed chunks except the newest `keep` and index `spare`; failures are retried the next time."""
+        """Delete completed chunks except the newest `keep` and index `spare`; failures are retried at the next call."""
         done = sorted(contents.completed)
         for index in done[: max(0, len(done) - keep)]:
             if index != spare:
                 mark = contents.completed[index]
                 name = mark.removesuffix(COMPLETED)
                 with suppress(OSError, FormatError):
-                    # The mark last: after a crash in between, the next attempt continues.
+                    # Delete the mark last, so that the next attempt continues after a crash.
                     for file in (name, name + READY, mark):
                         self.files.delete(file)
 
     def seen_s(self, who: str = PRODUCER_FILE) -> float | None:
-        """Return the seconds since a producer (or consumer) was last active; None where there never was one."""
+        """Return the seconds since the producer (or consumer) was last active; None if there was none."""
         found = self.files.find(who)
         return None if found is None else found[1]
 
     def status(self, who: str) -> dict[str, Any]:
-        """Return the status that the producer (or consumer) wrote; empty without one, or during a write."""
+        """Return the status written by the producer (or consumer); empty if there is none, or during a write."""
         try:
             values = json.loads(self.files.read_mark(who))
         except (OSError, ValueError, RecursionError):
@@ -397,14 +397,14 @@ class LiveFolder:
 
 
 def last_seen(seconds: float | None) -> str:
-    """Return when something was last active, in words."""
+    """Format the time since the last activity."""
     if seconds is None:
         return "never seen"
     return f"last seen {seconds:.0f} s ago" if seconds < 120 else f"last seen {seconds / 60:.0f} min ago"
 
 
 class _TableOfChats:
-    """The rows of a Parquet file, those read together with the last one in memory; raises as `read_parquet` does."""
+    """Rows of a Parquet file; the current group is kept in memory. Raises like `read_parquet`."""
 
     def __init__(self, path: Path, reader: RecordReader) -> None:
         self._path, self._reader = path, reader
@@ -416,7 +416,7 @@ class _TableOfChats:
         self._first = self._next = -1
 
     def row(self, number: int) -> Any:
-        """Return a row; rows in ascending order are each read once."""
+        """Return a row; in ascending order, each row is read once."""
         if not self._first <= number <= self._next:
             self.close()
             group = int(np.searchsorted(self._group_ends, number, side="right"))
@@ -424,7 +424,7 @@ class _TableOfChats:
             size, groups = self._path.stat().st_size, (group, self._group_ends.shape[0])
             self._pieces = read_parquet(self._path, size, self._reader, groups, self._next)
         while number >= self._next:
-            self._rows = []  # before the next ones are read
+            self._rows = []  # release them before reading the next ones
             if (piece := next(self._pieces, None)) is None:
                 raise pa.ArrowInvalid(f"it has {self._next:,} rows, and its footer counts {self.num_rows:,}")
             self._first, self._rows, _ = piece
@@ -437,10 +437,10 @@ class _TableOfChats:
 
 
 class LiveChunk:
-    """An open chunk, checked against its record once, then read row by row.
+    """An open chunk, checked against its record on opening and then read row by row.
 
-    Without a record any contents are accepted. `place` is its path or URI in the folder, for messages, and `kept` keeps
-    the file until the chunk is closed. Raises FormatError if the file differs from its record, or is not a chunk.
+    Without a record, any contents are accepted. `place` is its path or URI for messages, and `kept` keeps the file
+    available until the chunk is closed. Raises FormatError if the file differs from its record or is not a chunk.
     """
 
     def __init__(
@@ -486,7 +486,7 @@ class LiveChunk:
         return pack
 
     def conversation(self, row: int) -> Conversation | BadRecord | None:
-        """Return the conversation of a row, or the reason why there is none; None for a blank line."""
+        """Return the conversation of a row, or the reason why it is invalid; None for a blank line."""
         assert isinstance(self._rows, JsonlShard | _TableOfChats)
         try:
             if isinstance(self._rows, JsonlShard):
@@ -520,7 +520,7 @@ def _guess_kind(path: Path, lines: JsonlShard | None) -> str:
     else:
         with suppress(ValueError, TypeError, RecursionError):
             line = lines.line(0)
-            # Packs may have longer lines than conversations, and begin with one of their lists.
+            # Only packs may have lines longer than this.
             columns = ["input_ids"] if len(line) > MAX_RECORD_BYTES else list(json.loads(line))
     if "input_ids" in columns and "messages" not in columns:
         return PACKS
@@ -533,7 +533,7 @@ def _guess_kind(path: Path, lines: JsonlShard | None) -> str:
 def open_chunk(
     folder: LiveFolder, index: int, *, require_ready: bool, settle_s: float, reader: RecordReader = _READER
 ) -> LiveChunk | None:
-    """Open a chunk once it is whole, and return None before; raise FormatError if it or its record is damaged."""
+    """Open a chunk if it is complete, otherwise return None; raise FormatError if it or its record is damaged."""
     record = folder.record(index)
     if record is None and require_ready:
         return None

@@ -8,41 +8,41 @@ from dataclasses import dataclass, field, replace
 
 from harness.errors import LoaderError
 
-# Chunk, row in it, and sequence of the row.
+# Chunk, row in the chunk, and sequence in the row.
 Place = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class LivePosition:
-    """Rows that are trained, and rows that are only read, of all ranks together."""
+    """Rows that were trained, and rows that were only read, over all ranks."""
 
-    done_below: int = 0  # every row of the chunks before this one is read
-    finished: frozenset[int] = frozenset()  # later chunks of which every row is read
-    taken: dict[int, int] = field(default_factory=dict)  # rows read of chunks that are not finished
-    # Sequences read of the next row of such a chunk, where a row has several.
+    done_below: int = 0  # all rows of earlier chunks were read
+    finished: frozenset[int] = frozenset()  # later chunks that were read completely
+    taken: dict[int, int] = field(default_factory=dict)  # rows read of unfinished chunks
+    # Sequences read of the next row of an unfinished chunk, if the row has several.
     begun: dict[int, int] = field(default_factory=dict)
-    open_packs: tuple[tuple[Place, ...], ...] = ()  # sequences that are read but wait in packs for more, pack by pack
-    rows: int = 0  # read so far, including those that were left out
+    open_packs: tuple[tuple[Place, ...], ...] = ()  # sequences that were read and wait in open packs
+    rows: int = 0  # rows read so far, including those left out
     steps: int = 0  # global batches so far
     lost: int = 0  # chunks that were deleted before all of their rows were trained (`data.live.completed=read`)
-    drawn: int = 0  # packs, or sequences of a window, that were requested of this folder so far
-    ended: bool = False  # the stream of this folder has ended, and other folders of the blend have its share
+    drawn: int = 0  # packs, or sequences of a window, requested from this folder so far
+    ended: bool = False  # the stream ended, and its share goes to other folders
 
     @property
     def first_unread(self) -> int:
-        """The lowest chunk with unread rows."""
+        """Lowest chunk with unread rows."""
         index = self.done_below
         while index in self.finished:
             index += 1
         return index
 
     def trained_chunks(self, chunks: Iterable[int]) -> list[int]:
-        """Return those of `chunks` of which every row is trained, so that none waits in an open pack."""
+        """Return those of `chunks` that were trained completely, without rows in open packs."""
         waiting = {chunk for pack in self.open_packs for chunk, *_ in pack}
         return [c for c in chunks if (c < self.done_below or c in self.finished) and c not in waiting]
 
     def after(self, parts: Sequence[LivePosition], *, drawn: int, ended: bool) -> LivePosition:
-        """Return the position of all ranks after a step; a part is of one rank, with its chunks and new rows alone."""
+        """Return the position of all ranks after a step; `parts` cover the chunks and new rows of each rank."""
         return replace(
             self._finish(*(part.finished for part in parts)),
             taken={chunk: rows for part in parts for chunk, rows in part.taken.items()},
@@ -55,7 +55,7 @@ class LivePosition:
         )
 
     def without(self, chunks: Iterable[int]) -> LivePosition:
-        """Return the position that continues after chunks which are lost, with nothing of them waiting."""
+        """Return the position without lost chunks, which count as finished."""
         lost = frozenset(chunks)
         packs = (tuple(place for place in pack if place[0] not in lost) for pack in self.open_packs)
         return replace(
@@ -67,14 +67,14 @@ class LivePosition:
         )
 
     def _finish(self, *chunks: frozenset[int]) -> LivePosition:
-        """Return this position with more chunks of which every row is read."""
+        """Return this position with additional finished chunks."""
         finished = self.finished.union(*chunks)
         done_below = replace(self, finished=finished).first_unread
         return replace(self, done_below=done_below, finished=frozenset(c for c in finished if c > done_below))
 
 
 def positions_to_json(positions: Sequence[LivePosition]) -> str:
-    """Return the positions of all folders of a run as text: an object of a single folder, else a list of such texts."""
+    """Return the positions of all folders as JSON: an object for a single folder, else a list of such texts."""
     texts = []
     for one in positions:
         counts = {name: sorted(getattr(one, name).items()) for name in ("taken", "begun")}
@@ -83,7 +83,7 @@ def positions_to_json(positions: Sequence[LivePosition]) -> str:
 
 
 def positions_from_json(text: str, num_folders: int) -> list[LivePosition]:
-    """Return what `positions_to_json` wrote, the beginnings for an empty text; raise LoaderError for other folders."""
+    """Parse the result of `positions_to_json`, "" for initial positions; raise LoaderError for another folder count."""
     if not text:
         return [LivePosition()] * num_folders
     values = json.loads(text)

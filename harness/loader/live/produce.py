@@ -1,4 +1,4 @@
-"""Live chunks from an input: conversations or packs, from files or a pipe, each exactly once despite crashes."""
+"""Live chunks from an input of conversations or packs, files or a pipe, each exactly once despite crashes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from harness.records import Pack
 
 STDIN = "-"
 _ANY_SCHEMA = RecordReader()
-# Item of the input, and sequence of the item.
+# Index of the item in the input, and of the sequence in the item.
 _Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Item:
-    """One item of the input, identified by the bytes of `line`, which are JSON for a conversation."""
+    """One item of the input; `line` identifies it, and is JSON for a conversation."""
 
     line: bytes
     where: str
@@ -46,24 +46,24 @@ class Item:
     reader: RecordReader = _ANY_SCHEMA
 
     def parse(self) -> Conversation | BadRecord:
-        """Return the conversation, or the reason why it cannot be used."""
+        """Parse the conversation, or return the reason why it is invalid."""
         return self.reader.parse_line(self.line, self.where)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Settings of a producer that packs conversations itself: see `StreamPacker` and `PackingConfig`."""
+    """Settings of a producer that packs conversations; see `StreamPacker` and `PackingConfig`."""
 
     tokenizer: ChatTokenizer
     pack_size: int
     over_long: str = "drop"
     open_packs: int = 16
-    # Conversations that are tokenized together: more are faster, but wait for each other on a slow input.
+    # Conversations tokenized together; more are faster, but add latency on a slow input.
     block: int = 64
 
 
 def read_conversations(source: str, reader: RecordReader = _ANY_SCHEMA) -> Iterator[Item]:
-    """Yield records of chats from files (`list_files`), or lines from standard input for `-`, without blank ones."""
+    """Yield chat records from files (see `list_files`), or non-blank lines of standard input for `-`."""
     if source == STDIN:
         for number, line in enumerate(sys.stdin.buffer, start=1):
             if line.strip():
@@ -79,16 +79,16 @@ def read_conversations(source: str, reader: RecordReader = _ANY_SCHEMA) -> Itera
 
 
 def log_unused_fields(items: Iterable[Item], source: str, log: Callable[[str], None]) -> Iterator[Item]:
-    """Yield all items of a source; log the fields of the first records that nothing reads, and columns of tables."""
+    """Yield all items of a source; log unused fields of the first records and unused columns of tables."""
     known: set[str] = set()
     files = {} if source == STDIN else {str(file): file for file in list_files(source)}
     for number, item in enumerate(items):
         if number < NUM_DETECTION_RECORDS:
             names: set[str] = set()
-            # What is not JSON is refused when it is parsed.
+            # Invalid JSON is refused when the item is parsed.
             with suppress(ValueError, RecursionError):
                 names = item.reader.unused_keys(json.loads(item.line))
-            # The rows of a table come without the columns that nothing reads.
+            # Rows of tables do not include unused columns.
             if (file := files.pop(item.where.rpartition(", ")[0], None)) is not None:
                 names.update(unread_columns(columns_of(file), item.reader))
             if new := sorted(names - known):
@@ -98,13 +98,13 @@ def log_unused_fields(items: Iterable[Item], source: str, log: Callable[[str], N
 
 
 def _as_json(value: Any) -> dict[str, str]:
-    """Return an object, which is no text, for a value that JSON cannot hold."""
+    """Return an object, which is not a string, for a value that JSON does not support."""
     data = {"data": base64.b64encode(value).decode()} if isinstance(value, bytes) else {}
     return {"type": type(value).__name__, **data}
 
 
 def read_packs(source: str) -> Iterator[Item]:
-    """Yield the packs of a dataset (`open_dataset`), or of lines as in JSONL chunks from standard input for `-`."""
+    """Yield the packs of a dataset (see `open_dataset`), or of JSONL lines from standard input for `-`."""
     if source == STDIN:
         for number, line in enumerate(sys.stdin.buffer, start=1):
             where = f"standard input, line {number}"
@@ -131,25 +131,25 @@ def produce_chunks(
     on_bad: str = "refuse",
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, int]:
-    """Add all items that are not in the folder yet, in whole chunks; the caller writes the END record.
+    """Add all items that are not in the folder yet, in complete chunks; the caller writes the END record.
 
-    A producer that starts again gets the same input from its beginning and skips the items of whole chunks; a digest
-    proves that it is the same. The same holds for an appended input that was interrupted.
+    A restarted producer receives the same input from its beginning and skips items in complete chunks; a digest
+    verifies that the input is the same. This also applies to an interrupted appended input.
 
     Args:
         packing: pack conversations here; None to add rows unchanged.
-        append: the input follows one that was added to its end.
-        leave_rest: the input follows one that was interrupted, and whose rest is abandoned.
-        ends: the caller ends the stream with this input. Until then it counts as interrupted.
-        on_bad: `refuse` or `skip` conversations that cannot be used.
+        append: the input follows one that was added completely.
+        leave_rest: the input follows an interrupted one, whose rest is abandoned.
+        ends: the caller ends the stream with this input; until then it counts as interrupted.
+        on_bad: `refuse` or `skip` invalid conversations.
 
     Returns:
-        Counts of the conversations that were left out, by reason.
+        Number of conversations left out, by reason.
 
     Raises:
-        PrepError: a bad conversation that is refused.
+        PrepError: an invalid conversation is refused.
         ConfigError: the input is not the one that the folder's newest chunks were made from.
-        LoaderError: the stream has ended, and the input has more items.
+        LoaderError: the stream has ended, but the input has more items.
     """
     if producer.input and not append:
         what = "other input was appended after the first input of the folder"
@@ -168,7 +168,7 @@ def produce_chunks(
             if item.pack is not None:
                 producer.add(item.pack, position)
             elif usable(parsed := item.parse()):
-                # Those who read the chunks know nothing of other names of columns.
+                # Readers of chunks do not know renamed columns.
                 is_as_given = replace(item.reader, media=None) == _ANY_SCHEMA
                 producer.add(item.line if is_as_given else parsed.as_record(), position)
     if not producer.ended:
@@ -179,7 +179,7 @@ def produce_chunks(
 
 @dataclass
 class _Usable:
-    """Tells conversations that can be used from others, which it refuses or counts."""
+    """Filter for valid conversations, which refuses or counts invalid ones."""
 
     on_bad: str
     left_out: Counter[str] = field(default_factory=Counter)
@@ -209,7 +209,7 @@ class _Usable:
 def _numbered(
     items: Iterable[Item], producer: LiveProducer, done: dict[str, Any], *, is_new: bool
 ) -> Iterator[tuple[Item, dict[str, Any]]]:
-    """Yield items that are not in whole chunks yet, each with the position after it; those of open packs first."""
+    """Yield items that are not in complete chunks, each with the position after it; items of open packs come first."""
     if "items" not in done:
         what = "the folder's newest chunk does not record its part of the input"
         raise ConfigError(what, where=str(producer.path), fix="pass only new input, with --append")
@@ -230,7 +230,7 @@ def _numbered(
         if number + 1 == skip and done.get("digest") not in (None, after["digest"]):
             what = f"the input differs from the first {count_of(skip, 'item')} in the folder's chunks"
             raise ConfigError(what, where=item.where, fix=fix)
-        if number == skip and not producer.ended:  # only here, so that a refused input is never begun
+        if number == skip and not producer.ended:  # not earlier, so that a refused input is never begun
             producer.begin_input(is_new=is_new)
         if number >= skip or number in again:
             yield item, after
@@ -246,14 +246,14 @@ def _add_packed(
     packing: Packing,
     usable: _Usable,
 ) -> None:
-    """Pack conversations after a position; those that waited in open packs come first, and wait there again."""
+    """Pack conversations after a position; conversations of open packs come first and are restored."""
     packer: StreamPacker[_Key] = StreamPacker(packing.pack_size, max_open=packing.open_packs)
     were_open: list[list[_Key]] = [[(item, part) for item, part in pack] for pack in after.get("open", ())]
     awaited = {number for pack in were_open for number, _ in pack}
     waited: dict[_Key, Member[_Key]] = {}
     for position, conversation, encoded in _tokenized(rest, packing):
         number, members = position["items"] - 1, list[Member[_Key]]()
-        # An item of an open pack was counted before.
+        # Items of open packs were counted before.
         if isinstance(encoded, BadRecord) or number not in awaited:
             usable(encoded if isinstance(encoded, BadRecord) else conversation)
         if isinstance(conversation, Conversation) and not isinstance(encoded, BadRecord):
@@ -271,7 +271,7 @@ def _add_packed(
         after = position
         full = [pack for member in members if (pack := packer.add(member)) is not None]
         for done, pack in enumerate(full, start=1):
-            # Packs of the same item that are not written yet wait too: the item is read again only for what waits.
+            # Record unwritten packs of the same item as open, so that the item is read again after a crash.
             unwritten = [[member.key for member in other] for other in full[done:]]
             producer.add(pack_of(pack), {**after, "open": unwritten + packer.open_keys})
     while (rest_of := packer.flush()) is not None:
@@ -281,7 +281,7 @@ def _add_packed(
 def _tokenized(
     rest: Iterator[tuple[Item, dict[str, Any]]], packing: Packing
 ) -> Iterator[tuple[dict[str, Any], Conversation | BadRecord, Sequence[Encoded] | BadRecord]]:
-    """Yield the position after each item, its conversation, and the sequences of that."""
+    """Yield the position after each item, its conversation, and the tokenized sequences."""
     while block := list(islice(rest, packing.block)):
         parsed = [item.parse() for item, _ in block]
         yield from zip((after for _, after in block), parsed, packing.tokenizer.encode_each(parsed), strict=True)

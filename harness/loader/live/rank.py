@@ -1,4 +1,4 @@
-"""The reader of one data-parallel rank: its own chunks, straight from disk, as packs for the next step."""
+"""Reader of one data-parallel rank, which reads its own chunks as packs for the next step."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ from harness.records import Float64Array, Int64Array, Pack
 from harness.schedule import SequenceCost
 from harness.thd import RowMedia, padded_lengths
 
-# A medium on its way to another rank: number of its kind, place, tokens and bytes, which follow.
+# Header of a serialized medium: index of its kind, position, tokens, and number of bytes that follow.
 MEDIUM = struct.Struct("<4q")
-# Conversations that are tokenized together, and bytes of their media.
+# Limits of conversations, and of bytes of media, that are tokenized together.
 _BLOCK_ROWS, _BLOCK_BYTES = 64, 16 << 20
-# Chunk, row and sequence share an id of 63 bits.
+# Chunk, row and sequence form an id of 63 bits.
 _ROW_BITS, _SEQUENCE_BITS = 22, 18
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The division of a step into rows."""
+    """Parameters of how a step is divided into rows."""
 
     layout: RankLayout
     global_batch_size: int
     max_tokens_per_row: int
     cost: SequenceCost
-    # `as_packed` trains a pack where it is read. The others place the sequences of all ranks' packs, and tokens go to
-    # the rank that trains them.
+    # `as_packed` trains packs on the rank that reads them. Other schedules place the sequences of all ranks, and tokens
+    # are sent to the ranks that train them.
     schedule: str = "as_packed"
-    window_sequences: int | None = None  # of a step, read one by one in place of packs
-    weights: tuple[float, ...] = (1.0,)  # of the folders
+    window_sequences: int | None = None  # sequences of a step, read individually instead of packs
+    weights: tuple[float, ...] = (1.0,)  # weights of the folders
 
     @property
     def size(self) -> int:
-        """Packs of a step, or sequences where they are read one by one."""
+        """Number of packs of a step, or of sequences with `window_sequences`."""
         return self.window_sequences or self.global_batch_size
 
     @property
@@ -72,18 +72,18 @@ class BatchPlan:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LivePack:
-    """A pack to train on, or a sequence of a window; ids, int64 [sequences], do not depend on the rank that reads."""
+    """A pack to train on, or a sequence of a window; ids, int64 [sequences], are independent of the reading rank."""
 
     pack: Pack
     sequence_ids: Int64Array
-    media: RowMedia | None = None  # decoded, where the pack is a row
+    media: RowMedia | None = None  # decoded media, if the pack is a row
 
 
 class ReadPack(NamedTuple):
-    """A pack that a rank offers for a step, with arrays [sequences]: int64, and float64 work of encoding media.
+    """A pack that a rank offers for a step; arrays are [sequences], int64, and float64 for the cost of media.
 
-    `number` counts the packs of the rank, those of all folders. Lengths are stored tokens, and bytes of media those on
-    the way to another rank.
+    `number` is the index among the rank's packs of all folders. Lengths are stored tokens; bytes of media are those of
+    their serialized form.
     """
 
     number: int
@@ -96,7 +96,7 @@ class ReadPack(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A missing chunk: its folder and index, the wait so far, the time since its producer was active, and a hint."""
+    """A missing chunk: folder, index, time waited, time since its producer was active, and a hint."""
 
     folder: str
     chunk: int
@@ -107,25 +107,25 @@ class Waiting:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Offer:
-    """The message of one rank to the others before a step: its packs of one folder, or why it has none."""
+    """Message of one rank to the others before a step: its packs of one folder, or why it has none."""
 
     dp_rank: int
-    source: int  # number of the folder
+    source: int  # index of the folder
     packs: list[ReadPack]
-    position: LivePosition  # once these packs are trained: its own chunks, and rows read since the step before
-    waiting: Waiting | None  # the missing chunk where packs are missing; None at the end of the stream too
-    error: HarnessError | None  # it ended the rank's reading
-    stream: str  # empty before the first chunk, and for chunks without records
+    position: LivePosition  # position after these packs: own chunks, and rows read since the previous step
+    waiting: Waiting | None  # the missing chunk, if packs are missing; None at the end of the stream
+    error: HarnessError | None  # error that ended the rank's reading
+    stream: str  # stream name; empty before the first chunk, and without records
     reading: int | None  # the open chunk; None between chunks
     ended: bool  # more packs were requested than the stream has for this rank
-    rows_expected: int | None  # of the whole stream, once its end is read and records their number
-    left_out: Counter[str] = field(default_factory=Counter)  # conversations since the step before, by reason
-    # Number, rows and file name of the chunks that were opened since the last offer.
+    rows_expected: int | None  # rows of the whole stream, once its end was read, if recorded
+    left_out: Counter[str] = field(default_factory=Counter)  # conversations left out since the previous step, by reason
+    # Index, rows and file name of each chunk opened since the last offer.
     opened: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 def describe_pack(live: LivePack, number: int, dp_rank: int, cost: SequenceCost) -> ReadPack:
-    """Return what a rank offers of a pack that it has read."""
+    """Return the offer of a pack that a rank has read."""
     pack = live.pack
     owners = np.searchsorted(pack.seq_start_id, [one.start for one in pack.media], side="right") - 1
     tokens = np.array([one.tokens for one in pack.media], np.float64)
@@ -137,9 +137,9 @@ def describe_pack(live: LivePack, number: int, dp_rank: int, cost: SequenceCost)
 
 
 class FolderReader:
-    """Reads the chunks of one folder whose index, modulo `dp_size`, is `dp_rank`, whichever ranks read them before.
+    """Reads the chunks of one folder whose index modulo `dp_size` is `dp_rank`, regardless of which ranks read before.
 
-    `stream` is the name of the stream that the position to resume from belongs to; empty to accept any.
+    `stream` is the name of the stream that the resumed position belongs to; empty accepts any.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class FolderReader:
         self._finished = {chunk for chunk in start.finished if self._is_mine(chunk)}
         self._taken = {chunk: rows for chunk, rows in start.taken.items() if self._is_mine(chunk)}
         self._begun = {chunk: sequences for chunk, sequences in start.begun.items() if self._is_mine(chunk)}
-        # A pack belongs to the reader of its first conversation's chunk: with as many ranks as before, the same one.
+        # An open pack belongs to the reader of its first conversation's chunk; with the same ranks, the same reader.
         self._to_restore = [pack for pack in start.open_packs if self._is_mine(pack[0][0])]
         self._packer: StreamPacker[Place] = StreamPacker(config.pack_size, max_open=config.open_packs)
         self._stream = stream
@@ -186,7 +186,7 @@ class FolderReader:
     def offer(self, share: int) -> Offer:
         """Read until there are `share` packs for a step, a chunk is missing, or the stream ends; never wait or raise.
 
-        The share is of packs, or sequences of a window, those of earlier offers for the step included.
+        `share` counts packs, or sequences of a window, including those of earlier offers for the step.
         """
         waiting, error = None, None
         try:
@@ -197,7 +197,7 @@ class FolderReader:
         except OSError as raised:
             what, fix = f"chunks cannot be read: {raised}", "check permissions and mounts"
             error = LoaderError(what, where=self._folder.where, fix=fix)
-        # Every offer reaches all ranks, so each chunk is in one of them.
+        # Every offer reaches all ranks, so each opened chunk is reported once.
         opened, self._opened = self._opened, []
         return Offer(
             dp_rank=self._dp_rank,
@@ -221,7 +221,7 @@ class FolderReader:
         )
 
     def take(self, *, done_below: int) -> list[LivePack]:
-        """Return the packs of the last offer, which every rank has agreed to train."""
+        """Return the packs of the last offer, once all ranks train them."""
         taken, self._packs = self._packs, []
         self._rows = 0
         self._left_out.clear()
@@ -257,7 +257,7 @@ class FolderReader:
         return None
 
     def _open_next(self) -> bool:
-        """Open the next chunk of this rank; return False while it is missing."""
+        """Open the next chunk of this rank; return False if it is missing."""
         index = self._done_below + (self._dp_rank - self._done_below) % self._dp_size
         while index in self._finished:
             index += self._dp_size
@@ -281,13 +281,13 @@ class FolderReader:
         return True
 
     def _read_sequence(self) -> None:
-        """Read the next sequence of the open chunk, which completes at most one pack, or close the chunk at its end."""
+        """Read the next sequence of the open chunk, completing at most one pack; close the chunk at its end."""
         chunk, index = self._chunk, self._index
         assert chunk is not None
         row = self._taken.get(index, 0)
         if row < chunk.num_rows:
             if chunk.kind == PACKS and self._plan.window_sequences is None:
-                # A run with windows may have trained the first ones.
+                # A run with windows may have trained the first sequences.
                 members = self._stored_members(chunk, index, row)[self._begun.pop(index, 0) :]
                 self._packs.append(self._live_pack(members))
             elif not self._read_member(chunk, index, row):
@@ -300,7 +300,7 @@ class FolderReader:
             self._finished.add(index)
 
     def _read_member(self, chunk: LiveChunk, index: int, row: int) -> bool:
-        """Take the next sequence of a row, if it has one, into a pack or a window; return whether it was the last."""
+        """Add the next sequence of a row, if any, to a pack or window; return True if the row is done."""
         if not self._block:
             rows = range(row, min(row + _BLOCK_ROWS, chunk.num_rows))
             self._block.extend(
@@ -321,7 +321,7 @@ class FolderReader:
         return True
 
     def _stored_members(self, chunk: LiveChunk, index: int, row: int) -> list[Member[Place]]:
-        """Return the sequences of a stored pack, once it is known to fit."""
+        """Return the sequences of a stored pack; raise if they do not fit into a row."""
         pack = chunk.pack(row)
         lengths = pack.sequence_lengths
         if lengths.min() < 2:
@@ -338,7 +338,7 @@ class FolderReader:
         return [Member((index, row, number), view, len(view)) for number, view in enumerate(pack.sequences())]
 
     def _members(self, chunk: LiveChunk, index: int, rows: range) -> list[list[Member[Place]]]:
-        """Tokenize the conversations of these rows, fewer with large media, as members of packs, none if left out."""
+        """Tokenize the conversations of these rows, or fewer if media are large; empty lists for those left out."""
         if self._tokenizer is None:
             what = "the chunk contains conversations, but no tokenizer is set"
             fix = "set data.live.tokenizer.name to a tokenizer folder or a hub id"
@@ -358,7 +358,7 @@ class FolderReader:
             if isinstance(result, BadRecord):
                 self._leave_out(result)
             elif isinstance(item, Conversation):
-                # A sequence takes as much of a pack as of a row, where it is padded.
+                # Padding of rows counts toward the pack size.
                 multiple, limit = self._pad_to_multiple, self._config.over_long
                 room = self._config.pack_size // multiple * multiple
                 fitted = fit_conversation(item, result, self._tokenizer, pack_size=room, over_long=limit)
@@ -381,7 +381,7 @@ class FolderReader:
         self._left_out[str(record.reason)] += 1
 
     def _restore(self) -> None:
-        """Read the conversations that waited in open packs again."""
+        """Read the conversations of open packs again."""
         members: dict[Place, Member[Place]] = {}
         for index, places in groupby(sorted(chain(*self._to_restore)), key=itemgetter(0)):
             rows = sorted({row for _, row, _ in places})
@@ -399,11 +399,11 @@ class FolderReader:
         if self._plan.window_sequences is None:
             self._packer.restore(packs)
         else:
-            # They waited in the packs of a run without windows; now they make the first window larger.
+            # Sequences of open packs of a run without windows enlarge the first window.
             self._packs += [self._live_pack([member]) for pack in packs for member in pack]
 
     def _hint(self, index: int, end: int | None) -> str:
-        """Return what the folder shows about a missing chunk."""
+        """Return a hint from the folder's contents about a missing chunk."""
         contents = self._folder.look()
         if index in contents.chunks:
             if self._config.require_ready and not contents.ready:
@@ -424,7 +424,7 @@ class FolderReader:
         return f"{self._folder.where} is empty: check its name, and that its producer is running"
 
     def _live_pack(self, members: list[Member[Place]]) -> LivePack:
-        # Chunks of several folders take turns.
+        # Interleave the chunk numbers of several folders.
         places = [(key[0] * self._num_sources + self._source, *key[1:]) for key in (member.key for member in members)]
         ids = [(chunk << _ROW_BITS | row) << _SEQUENCE_BITS | sequence for chunk, row, sequence in places]
         of_sequences = [member.sequence.media for member in members]
@@ -432,6 +432,6 @@ class FolderReader:
             what = "the chunk has audio or images, and the model has no encoder for them"
             fix = "a model.init_from that reads them, or chunks of text alone (`harness live produce` with "
             raise ConfigError(what, where=self._folder.where, fix=f"{fix}source.drop_media=true)")
-        # Where sequences are placed first, the rank that trains them decodes their media.
+        # With balancing schedules, the rank that trains a sequence decodes its media.
         features = None if self._plan.is_balanced else self._features
         return LivePack(pack_of(members), np.array(ids, np.int64), features and row_media(of_sequences, features))

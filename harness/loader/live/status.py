@@ -1,4 +1,4 @@
-"""The status of a folder of live chunks: its producer, its backlog and rate, and the ranks that read it."""
+"""Status of a folder of live chunks: producer, backlog, rate, and the ranks that read it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from harness.printing import count_of
 from harness.storage.claims import is_running
 from harness.tables import Table
 
-# Producer and consumer touch their files every second, but a step of training may take longer.
+# Producers and consumers touch their files every second, but a training step may take longer.
 _ALIVE_S = 10.0
 _RECORDS_FOR_RATE = 20
 
 
 @dataclass(frozen=True)
 class LiveStatus:
-    """One look at a folder; a producer or consumer is `none`, `alive`, `silent`, `gone` or `ended`."""
+    """Snapshot of a folder. Producer and consumer are `none`, `alive`, `silent`, `gone` or `ended`."""
 
     path: str
     producer: str
-    producer_seen_s: float | None  # since it was last active; None for never
+    producer_seen_s: float | None  # seconds since it was last active; None if never
     producer_status: dict[str, Any]
     consumer: str
     consumer_seen_s: float | None
     consumer_status: dict[str, Any]
     chunks: int
-    rows: int | None  # in all chunks so far; None where they have no records
-    tokens: int | None  # the same; None where chunks are not tokenized
-    waiting: int  # whole chunks that are unread
-    completed: int  # chunks in the folder that a checkpoint covers
+    rows: int | None  # rows in all chunks so far; None without records
+    tokens: int | None  # tokens in all chunks so far; None if not tokenized
+    waiting: int  # complete, unread chunks
+    completed: int  # chunks in the folder that a checkpoint includes
     num_bytes: int
-    rows_per_s: float | None  # of the newest chunks; None for fewer than two
+    rows_per_s: float | None  # rate of the newest chunks; None for fewer than two
     chunks_per_min: float | None
     ended: bool
 
 
 def live_status(path: str | Path) -> LiveStatus:
-    """Return the status of a folder; raise FormatError where it holds no stream."""
+    """Return the status of a folder; raise FormatError if it contains no stream."""
     folder = LiveFolder(path)
     if not folder.files.exists():
         raise FormatError("the folder does not exist", where=str(path), fix="specify the folder of the chunks")
@@ -80,7 +80,7 @@ def live_status(path: str | Path) -> LiveStatus:
 
 
 def render_status(status: LiveStatus) -> RenderableType:
-    """Return a table of the folder, and one of the ranks that read it."""
+    """Render a table of the folder and one of the ranks that read it."""
     state = status.producer_status.get("state")
     doing = f", {state}" if status.producer == "alive" and state else ""
     rates = ""
