@@ -39,7 +39,7 @@ class StepShares:
 
     Requests depend only on positions and the contents of the streams, not on time, so every rank computes the same,
     and a resumed run continues identically. Request j of a folder goes to rank j modulo the number of ranks, so ranks
-    advance evenly. If a rank has read all of its chunks, other ranks take over (only with balancing schedules, which can
+    advance evenly. If a rank has read all of its chunks, other ranks take over (balancing schedules only, which can
     send tokens anywhere); if all have, the other folders do, so that all steps but the last are full. `drawn` and
     `ended` of each folder are as in `LivePosition`, after the step.
     """
