@@ -47,7 +47,7 @@ def test_first_contact_runs_in_full_on_a_cpu_and_continues_after_a_kill(tmp_path
     compared = {name for name in figures if name.endswith("losses differ from one rank's")}
     assert {
         f"layouts-2: 2 ranks, {name}: losses differ from one rank's"
-        for name in ("tp2_sp", "pp2", "uneven stages", "cp2", "one sequence a row, CP2")
+        for name in ("tp2_sp", "pp2", "uneven stages", "cp2", "one sequence a row, CP2", "rows that ranks share")
     } <= compared
     assert len(figures["step-8b: our loop over a bare one, the same batch"]["samples"]) == 3
     assert 0 < figures["step-1b: MFU"]["value"] < 1

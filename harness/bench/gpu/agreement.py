@@ -32,7 +32,7 @@ from harness.megatron.step import MegatronStep
 from harness.parity.isolation import IsolationCheck, run_rows
 from harness.plan import ModelConfig, OptimizerConfig, ParallelConfig, SftConfig
 from harness.records import Pack, SequenceView
-from harness.schedule import ScheduleConfig
+from harness.schedule import DYNAMIC, ScheduleConfig
 from harness.thd import ThdBatch, build_thd_batch, pad_row
 from harness.train import Progress as RunPosition
 
@@ -262,6 +262,10 @@ def measure_layouts(sizes: Sizes, workspace: Workspace, word: str) -> BenchRepor
                 # Padding only at the end of a row, where Transformer Engine up to 2.17.1 does not look for it.
                 single = {"one sequence a row, CP2": ParallelConfig(context_parallel_size=2)}
                 _compare_layouts(report, single, workspace, job, "as_packed")
+            if ranks > 1 and not has_experts:
+                # Long sequences on two ranks, whose attention takes the group of each row.
+                shared = {"rows that ranks share": ParallelConfig()}
+                _compare_layouts(report, shared, workspace, job, DYNAMIC)
     return report
 
 
@@ -269,7 +273,7 @@ def _compare_layouts(
     report: BenchReport, presets: dict[str, ParallelConfig], workspace: Workspace, job: Runtime, schedule: str
 ) -> None:
     has_experts = any(one.expert_parallel_size > 1 for one in presets.values())
-    data = on_rank_0(lambda: str(_write(workspace, is_single=schedule == "as_packed")))
+    data = on_rank_0(lambda: str(_write(workspace, is_single=schedule in ("as_packed", DYNAMIC))))
     start = workspace.folder / f"{schedule}-{'experts' if has_experts else 'dense'}"
     dtype = "bfloat16" if job.device.type == "cuda" else "float32"
     model = replace(small_model(8, 128, _VOCABULARY, dtype=dtype), ffn_hidden_size=256, num_attention_heads=8)
@@ -279,17 +283,18 @@ def _compare_layouts(
     def train(parallel: ParallelConfig, *, saves: bool = False) -> list[float]:
         """Return the losses of a few steps from the checkpoint in `start`, which is made first where it `saves` one."""
         parallel_state.destroy_model_parallel()
-        layout = runtime.join(parallel, job.world_size)
+        layout = runtime.join(parallel, job.world_size, shares_rows=schedule == DYNAMIC)
         of: dict[str, Any] = {"vocab_size": _VOCABULARY, "optimizer": OptimizerConfig(warmup_steps=1)}
         of |= {"pad_rows_to": 2 * _PACK if parallel.static_rows else None, "max_sequences": 2 * _PACK}
         step = MegatronStep(model, parallel, layout, device=job.device, **of)
         if saves:
             give_state(step)
             CheckpointWriter(start, step, keep=1, in_background=False).start(RunPosition(1, LoaderState(0)))
-            layout = RankLayout()
+            layout = RankLayout(shares_rows=layout.shares_rows)
         else:
             load_checkpoint(start / "step-00000001", step)
-        settings = ScheduleConfig(schedule, 2 * _PACK // (1 if saves else layout.cp_size))
+        parts = 1 if saves else 4 if schedule == DYNAMIC else layout.cp_size  # half of the longest sequence, if shared
+        settings = ScheduleConfig(schedule, 2 * _PACK // parts)
         with open_feed(Path(data), layout, job.device, settings, global_batch=8) as feed:
             return [step.train(batch).loss for batch in islice(feed, _STEPS)]
 
@@ -306,7 +311,8 @@ def _compare_layouts(
         differs = max(abs(loss / other - 1) for loss, other in zip(losses, whole, strict=True))
         title = f"{job.world_size} ranks, {name}"
         report.add(Figure(f"{title}: losses differ from one rank's", differs, "", at_most=_NEARNESS[model.dtype]))
-        if (not parallel.static_rows or parallel.pipeline_parallel_size > 1) and not has_experts:
+        fits = not parallel.static_rows or parallel.pipeline_parallel_size > 1  # rows of any length
+        if fits and not has_experts and schedule != DYNAMIC:
             parallel_state.destroy_model_parallel()
             findings = IsolationCheck(SftConfig(model=model, parallel=parallel), job).run()
             report.add(Figure(f"{title}: isolation findings", len(findings), "findings", at_most=0))
@@ -317,7 +323,7 @@ def _write(workspace: Workspace, *, is_single: bool) -> Path:
     if not is_single:
         return write_rows(workspace, _PACKS, _PACK, _VOCABULARY)
     path = workspace.folder / "single"
-    with open_writer(path, format="memmap", pack_size=_PACK) as writer:
+    with open_writer(path, format="memmap", pack_size=_PACK, overwrite=True) as writer:
         for number in range(_PACKS):
             size = _PACK - 4 * number - 2  # one token more than is trained, which is no multiple of 4
             ids = np.random.default_rng(number).integers(0, _VOCABULARY, size)
