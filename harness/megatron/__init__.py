@@ -34,7 +34,7 @@ def prepare_process(parallel: ParallelConfig | None = None, *, shares_rows: bool
     # On import it warns a dozen times about optional packages (Apex, flash-attention) that nothing here needs.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.core")
-    # Its checkpoints use parts of PyTorch that warn at each load, attributed to whoever made the call.
+    # Its checkpoints use parts of PyTorch that warn at each load, with the caller as the source.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, message="Please use DTensor instead")
     if "megatron.core" in sys.modules:

@@ -1,4 +1,4 @@
-"""One microbatch row as tensors on the device, with the PackedSeqParams that attention and RoPE read."""
+"""Tensors of one microbatch row on the device, with the PackedSeqParams that attention and RoPE read."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def why_no_packed_scan(*, delta_rule: bool) -> str | None:
         known = all(accepts(getattr(import_module(module), name), "cu_seqlens") for module, name in names)
         version = utils.PkgVersion(getattr(import_module("fla"), "__version__", "0"))
         return None if known and version >= utils.PkgVersion("0.5.0") else "flash-linear-attention >= 0.5.0 is required"
-    # Since 2.2.5, mamba-ssm imports the convolution from a module of later versions; without it, it has none.
+    # Since 2.2.5, mamba-ssm imports the convolution from a module that older versions of causal_conv1d lack.
     least = "1.5.1" if utils.is_mamba_min_version("2.2.5") else "1.4.0"
     if find_spec("causal_conv1d") is None or not utils.is_causal_conv1d_min_version(least):
         return f"causal_conv1d >= {least} is required"
@@ -545,7 +545,7 @@ _WRITTEN_ALONE = (
 
 @contextmanager
 def rank_0_goes_on() -> Iterator[list[Exception]]:
-    """Collect errors of files that only rank 0 writes inside the block, so that rank 0 reaches the waiting ranks."""
+    """Collect, instead of raising, errors of files that only rank 0 writes, because other ranks wait for rank 0."""
     errors: list[Exception] = []
 
     def without_errors(write: Callable[..., None]) -> Callable[..., None]:
@@ -639,7 +639,7 @@ def _find_lost_writer() -> str | None:
     for started in _started_processes():
         code = started.returncode or 0
         with suppress(ChildProcessError):
-            # WNOWAIT leaves it for its parent code to reap.
+            # WNOWAIT leaves the process to be waited for by the code that started it.
             ended = os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -23,7 +23,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder of Hugging Face weights that fit the model.
+    """Folder of Hugging Face weights that fit the model.
 
     Attributes:
         vocab_size: rows of the embedding, including padding.

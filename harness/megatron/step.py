@@ -163,7 +163,7 @@ class MegatronStep:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
-            chunk.module.predicted = 0  # by MTP layers
+            chunk.module.predicted = 0  # sums of MTP layers
         for router in routers(self.chunks):
             router.reset()
         self.optimizer.zero_grad()
@@ -229,7 +229,7 @@ class MegatronStep:
         real = sum(int(np.count_nonzero(~row.padding_mask)) for row in own)
         counts = torch.tensor([divisor, real], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # middle stages know no divisor
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # middle stages do not compute the divisor
             stages = parallel_state.get_pipeline_model_parallel_group()
             torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=stages)
         for router in routers(self.chunks):

@@ -96,7 +96,7 @@ _GATED = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A rank's part of every matrix that tensor parallelism divides, and of experts divided by tensor parallelism."""
+    """A rank's place among the tensor-parallel ranks that divide a matrix, and among those that divide an expert."""
 
     rank: int = 0
     size: int = 1
@@ -248,7 +248,7 @@ def global_parameters(chunk: GPTModel, *, adapters: bool = False) -> Iterator[tu
         if (expert := _LOCAL_EXPERT.fullmatch(end)) is not None:
             index = layer.mlp.local_expert_indices[int(expert[1] or expert[6])]
             end = f"mlp.experts.{index}.linear_fc{expert[2] or expert[4]}.{expert[3] or expert[5]}"
-        yield f"decoder.layers.{number}.{end.replace('.conv1d_', '.conv1d.')}", parameter  # as 0.16 names it
+        yield f"decoder.layers.{number}.{end.replace('.conv1d_', '.conv1d.')}", parameter  # Megatron 0.16's name
 
 
 def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:

@@ -24,7 +24,7 @@ from harness.storage import StoredFile, checksums, read_checksums, write_atomica
 from harness.train.lines import MISREAD
 
 CHECKPOINTS = "checkpoints"
-# Written into a checkpoint after the weights; without it there is no checkpoint.
+# Written to a checkpoint after the weights; a folder without it is not a checkpoint.
 RUN_FILE = "run.json"
 IDENTITY_FILE = "identity.json"
 # Format version of `run.json`; files of earlier versions do not contain it.

@@ -43,7 +43,7 @@ class RowDigests:
 
     microbatch: int
     rank: int
-    sequences: Int64Array  # int64 [S], ids in the dataset; -1 for tokens that belong to no planned sequence
+    sequences: Int64Array  # int64 [S], ids in the dataset; -1 for tokens outside the planned sequences
     lengths: Int64Array  # int64 [S], number of real tokens between the boundaries that attention receives, or 0
     digests: UInt64Array  # uint64 [S, fields], xxh3_64 of each of FIELDS
     arrays: dict[str, npt.NDArray[Any]]  # real tokens of the whole row by field, if batches are kept

@@ -28,7 +28,7 @@ SETTINGS_FILE = "config.yaml"
 # The settings of every recipe contain these.
 _SECTIONS = ("model", "data", "loader", "optimizer", "parallel", "trainer")
 SAMPLES_FILE = "samples.jsonl"
-# Locked while a run writes to its folder; a killed run leaves it behind unlocked.
+# Locked while a run writes to its folder; a killed run leaves it unlocked.
 _RUNNING = "_running"
 _ROOM = "free disk space, or select a folder on another disk with runs= or run_dir="
 _RUN_AGAIN = "copy the run again, or use it with the version that wrote it; `harness verify RUN` lists all damage"

@@ -24,7 +24,7 @@ OWN_VALIDATION = "validation"
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, the same on every rank, under the names of `harness.train.StepMetrics`.
+    """Result of one optimizer step, the same on every rank, with the names of `harness.train.StepMetrics`.
 
     Attributes:
         loss: mean over the global batch, in nats, according to `TrainerConfig.loss_average`.

@@ -131,7 +131,7 @@ class SentState:
         if values.get("identity", self._identity) != self._identity:
             values = {}  # this folder is a copy of another run, whose curves belong to that run
         self.run: str | None = values.get("run")
-        self.step: int = values.get("step", -1)  # 0 is before the first
+        self.step: int = values.get("step", -1)  # 0 is before the first step
 
     def update(self, *, run: str | None = None, step: int | None = None) -> None:
         self.run = self.run if run is None else run

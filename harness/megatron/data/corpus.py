@@ -264,7 +264,7 @@ def _megatron_config(config: CorpusConfig, seed: int, vocab_size: int, packs: di
     else:
         values |= {"blend": _megatrons(blends["all"]), "split": config.split}
     fast = {name: True for name in ("fast_cache_load", "defer_npy_index_mmap") if getattr(config, name)}
-    # If a split divides the sources, Megatron refuses fast_cache_load, but reads built indices the same way. Set later.
+    # If a split divides the sources, Megatron refuses fast_cache_load, but works with it if it is set afterwards.
     afterwards = {} if config.is_per_split or not fast.pop("fast_cache_load", False) else {"fast_cache_load": True}
     values |= fast
     if counts is not None:

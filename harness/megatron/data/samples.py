@@ -207,7 +207,7 @@ class SampleReader:
         if isinstance(part, BlendedDataset):
             if not isinstance(part.datasets[0], BlendPart):
                 return np.asarray([self.sequence_length], np.int64)
-            if part.dataset_index is None:  # not mapped before its first use
+            if part.dataset_index is None:  # mapped on first use
                 self._sample(index)
             part, index = part.datasets[part.dataset_index[index]].inner, part.dataset_sample_index[index]
         return part.lengths_of(index) if isinstance(part, PackDataset) else np.asarray([self.sequence_length])

@@ -38,11 +38,11 @@ def shared_kind(kind: Any, fetch: Fetch | None) -> Any:
                 copy_indices(f"{self.unique_description_hash}-{kind.__name__}-")
                 return super()._build_document_sample_shuffle_indices()
 
-            def _build_indices(self) -> Any:  # of a blend
+            def _build_indices(self) -> Any:  # called for a blend
                 copy_indices(f"{self.unique_description_hash}-{kind.__name__}-")
                 return super()._build_indices()
 
-        Shared.__name__ = kind.__name__  # in files and descriptions
+        Shared.__name__ = kind.__name__  # used in file names and descriptions
         made = Shared(*arguments, **options)
         made.__class__ = kind  # workers receive the dataset, and copy nothing
         return made

@@ -152,7 +152,7 @@ def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
 def _settings_of(
     model: ModelConfig, data: TrainedData, tokens: SpecialTokens | None, vocab_size: int, *, has_mtp: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and generation_config.json; add to `data.missing` if the data names no end tokens."""
+    """Return config.json and generation_config.json; add to `data.missing` if the data does not define end tokens."""
     base: dict[str, dict[str, Any]] = {}  # of the initial weights; empty if they are missing
     if model.init_from is not None:
         with suppress(ConfigError):
@@ -163,7 +163,7 @@ def _settings_of(
                     base[name] = dict(json.loads((folder / name).read_text()))
     of_base = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
     config = text_config(of_base) if model.media is None else dict(of_whole(of_base))
-    if config is not of_base:  # the text part of a multimodal config, or a part completed to the whole
+    if config is not of_base:  # extracted from the config of a multimodal model
         config["architectures"] = [model.traits.architecture if model.media is None else model.media.architecture]
     ends = sorted({*(tokens.ends if tokens is not None else ()), *([] if data.eod is None else [data.eod])})
     begin, pad = (tokens.begin, tokens.pad) if tokens is not None else (None, None)

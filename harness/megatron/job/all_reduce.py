@@ -30,7 +30,7 @@ def check_all_reduce(*, timeout_s: float) -> dict[str, Any]:
     Rates are bus bandwidths in GB/s: 2 (n - 1) / n of the tensor's bytes per second for n ranks.
 
     Returns:
-        backend, ranks, the number of visible GPUs, NCCL's version, seconds_s from the start to the first sum, and
+        backend, ranks, the number of visible GPUs, NCCL's version, seconds_s from the start until the first sum, and
         rate_s over all ranks; node_rates_s by node, for nodes with several ranks; pair_rates_s by `NODE NODE`, for
         every node and the next one, in jobs of three or more nodes; ranks_s, for every rank its node, the TFLOP/s of a
         matrix product, and the GB/s of copies within its memory and from the host's.

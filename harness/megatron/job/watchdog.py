@@ -34,7 +34,7 @@ EXIT_HANG = 70
 # Activity of a rank that waits for the others; a rank with any other activity is the likelier cause of a hang.
 _WAITING = "waiting for the others"
 _TOGETHER = ("training", _WAITING)
-# A rank that published nothing for this many intervals has died or is stopped.
+# A rank that published nothing for this many intervals has died or is suspended.
 _SILENT_INTERVALS = 4
 # A rank that receives a stop signal before its first step gets this long to complete and save that step.
 _STARTUP_GRACE_S = 20.0
@@ -120,7 +120,7 @@ class Beat:
 
 
 def find_culprit(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> tuple[int | None, str]:
-    """Return the rank that delays the others, or None, and a sentence about it, from all beats at two moments.
+    """Return the rank that delays the others, or None, and a sentence about it, given all beats at two times.
 
     A rank with the same count in both is silent; a rank in neither never published.
     """
@@ -134,7 +134,7 @@ def find_culprit(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> tuple
     if len(same) == 1 and len(after) > 1:
         step, activity = same.pop()
         return None, f"all {len(after)} ranks are in step {step}, {activity}, and none is making progress"
-    # Suspects are in the earliest step, preferably at work of their own; pick the one without progress for longest.
+    # Suspects are in the earliest step, and if possible not waiting; pick the one without progress for longest.
     first_step = min(beat.step for beat in after.values())
     behind = {rank: beat for rank, beat in after.items() if beat.step == first_step}
     suspects = {rank: beat for rank, beat in behind.items() if beat.activity not in _TOGETHER} or behind
@@ -201,7 +201,7 @@ class Watchdog:
                 self._part()
 
     def _part(self) -> None:
-        """Make rank 0, which may host the store, exit after the other ranks, which have this error too and use it."""
+        """Make rank 0 exit last: the other ranks have this error too, and use the store, which rank 0 may host."""
         with suppress(RuntimeError):
             left, until = int(self._store.add("left", 1)), time.monotonic() + _PART_S
             while self._rank == 0 and left < self._world and time.monotonic() < until:

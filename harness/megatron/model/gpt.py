@@ -460,7 +460,7 @@ def build_model(
         grad_reduce_in_fp32=parallel.gradient_dtype == "float32",
         use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_grad_reduce=overlaps,
-        # Megatron gathers a weight when its module is called; adapters use weights without calling their modules.
+        # Megatron gathers a weight when the module that owns it is called; some adapter weights have no such module.
         overlap_param_gather=overlaps
         and parallel.overlap_weights
         and parallel.distributed_optimizer

@@ -157,7 +157,7 @@ class Adapter(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return its tensors for `dist_checkpointing`, which any layout can load."""
+        """Return the adapter's tensors for `dist_checkpointing`, which any layout can load."""
         axes = {"a": 1} if self.by_columns else {f"b.{half}": 0 for half in range(len(self.b))}
         if self.is_whole:
             axes = {}

@@ -49,7 +49,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRow, **unused: Any
     ) -> Mixed:
-        """Return [T / cp, 1, hidden_size] for the same, as attention does; with sequence parallelism, T / cp / tp."""
+        """Mix tokens; input and output are [T / cp, 1, hidden_size]; T / cp / tp tokens with sequence parallelism."""
         cp = self._division(packed_seq_params.cp_group)
         _, owners, order = packed_seq_params.scan_order(cp.cp_size)
         mixed, _ = self.in_proj(hidden_states)
@@ -87,7 +87,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
         return self._divided[size]
 
     def use_plain_scan(self) -> None:
-        """Scan in PyTorch, whatever is installed."""
+        """Use the scan in PyTorch, even if kernels are installed."""
         self._scan = scan_reference.mamba_split_conv1d_scan_combined
 
 
@@ -110,7 +110,7 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRow, **unused: Any
     ) -> Mixed:
-        """Return [T / cp, 1, hidden_size] for the same, as attention does; with sequence parallelism, T / cp / tp."""
+        """Mix tokens; input and output are [T / cp, 1, hidden_size]; T / cp / tp tokens with sequence parallelism."""
         group = packed_seq_params.cp_group or self.pg_collection.cp
         bounds, _, order = packed_seq_params.scan_order(group.size())
         mixed, _ = self.in_proj(hidden_states)
@@ -144,7 +144,7 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
         return cast(Mixed, self.out_proj(scanned))
 
     def use_plain_scan(self) -> None:
-        """Scan in PyTorch, whatever is installed."""
+        """Use the scan in PyTorch, even if kernels are installed."""
         self._scan, self._convolve = scan_reference.chunk_gated_delta_rule, scan_reference.causal_conv1d
 
     def _by_rank(self, whole: torch.Tensor, dim: int, cp: int) -> list[torch.Tensor]:

@@ -42,7 +42,7 @@ _PARTS = ("weights", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """Sizes of one rank after a step.
+    """Sizes of one rank's parts after a step.
 
     Attributes:
         found, planned: measured and planned bytes of weights, gradients, optimizer state and activations of its stage.

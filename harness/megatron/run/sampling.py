@@ -89,7 +89,7 @@ Answering = tuple[ChatTokenizer, Sequence[int]]
 
 
 def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
-    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use."""
+    """Return the tokenizer of the data, for `trainer.sample_prompts` and their answers, and the ids of end tokens."""
     tokenizer = data.tokenizer if isinstance(data, LiveData) else None
     if tokenizer is not None:
         ends = tokenizer.ends

@@ -85,7 +85,7 @@ def run_training(config: C, open_task: OpenTask[C]) -> int:
     trainer = config.trainer
     with explained(config), ExitStack() as stack:
         if config.parallel.cuda_graphs:
-            # With expandable segments, registered memory would move.
+            # Expandable segments would move registered memory.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         limits = {"timeout_s": trainer.patience_s, "meet_timeout_s": trainer.startup_timeout_s}
         ranks = stack.enter_context(runtime.start(trainer.device, deterministic=trainer.deterministic, **limits))
@@ -265,7 +265,7 @@ class _Run(Hooks):
             self._mark_trained(whole_checkpoints(self.folder / CHECKPOINTS)[-1:])
 
     def close(self, reason: str | None) -> int:
-        """Record why the run ends, or write its report; return the exit code."""
+        """Record why the run stopped, or write its report; return the exit code."""
         self._records.close("finished" if reason is None else "stopped")
         if reason is None:
             self._records.report(self._config, self._task.facts, self._task.data_names)
