@@ -1,8 +1,8 @@
-"""Record how each attempt of a run ended, decide whether a scheduler should start it again, and report its progress.
+"""Record how each attempt of a run ended, decide whether a scheduler should start it again, and tell how far it is.
 
 A run that ends early leaves `_stopped.json` in its folder (unless it is killed). `decide` turns that file and the exit
-code into a line of `attempts.jsonl` and a decision; the batch script gets it with `harness requeue`. If the node dies
-with the script, the next attempt adds the missing line with `note_lost`.
+code into a line of `attempts.jsonl` and an answer; the batch script asks through `harness requeue`. If the node dies
+with the script, the next attempt adds the missing line by `note_lost`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from harness.train.metrics import METRICS_FILE, REPORT_FILE
 STOPPED_FILE = "_stopped.json"
 ATTEMPTS_FILE = "attempts.jsonl"
 RESUMES_FILE = "resumes.jsonl"
-# Exit code of a process that saved its state after a request to stop: "try again later" in sysexits.h.
+# Exit code of a process that was asked to stop and saved its state: "try again later" in sysexits.h.
 EXIT_STOPPED = 75
 # Exit code of a process that refuses its input: another attempt would refuse it too.
 EXIT_REFUSED = 2
-# Values in `attempts.jsonl` for the way in which a run starts again.
+# Ways in which a run starts again, in `attempts.jsonl`.
 IN_JOB, THROUGH_SLURM = "in the job", "through Slurm"
-# Number of the newest lines of metrics to read; some may be damaged.
+# Lines of metrics that are looked through for a whole one.
 _RECENT = 20
-# After this many attempts in a row without progress, the run does not start again.
+# Attempts in a row without progress, after which there are no more.
 _MAX_STALLED = 10
 _BY_HAND = "remove the file and start the run by hand"
-# Reasons that the run did not cause, which may occur at any step.
+# Reasons that are not the run's fault and may occur at any step.
 _EXTERNAL = ("signal", "lost", "straggler")
 
 
@@ -50,14 +50,14 @@ _EXTERNAL = ("signal", "lost", "straggler")
 class Stop:
     """The reason that a run ended before its last step.
 
-    Reasons are `signal` (request to stop, state saved), `straggler` (a slow node is excluded, state saved), `hang`,
+    Reasons are `signal` (asked to stop, state saved), `straggler` (a slow node is left out, state saved), `hang`,
     `lost` (the node died with everything on it), or the class of the error.
     """
 
     step: int  # the last completed one, 0 for none
     reason: str
     message: str
-    rank: int | None = None  # the rank that caused it; None for all or unknown
+    rank: int | None = None  # that it is about; None for all or unknown
     requeue: bool = True  # False if another attempt would fail in the same way
 
 
@@ -65,14 +65,14 @@ class Stop:
 class Attempt(Stop):
     """One line of `attempts.jsonl`."""
 
-    exit_code: int | None = None  # exit code of the launcher of its ranks, None if unknown
-    time: float = 0.0  # when it was recorded, seconds since 1970
+    exit_code: int | None = None  # of the launcher of its ranks, None if it left none
+    time: float = 0.0  # of the record, seconds since 1970
     job: str | None = None
     again: str | None = None  # IN_JOB or THROUGH_SLURM, None if the run was not started again
-    lost_s: float | None = None  # seconds from its newest checkpoint to the resume; not in the file before that
+    lost_s: float | None = None  # from its newest checkpoint to the resume; absent from the file until then
 
     def describe(self) -> str:
-        """Return a sentence on how the attempt ended, how the run started again, and how many seconds were lost."""
+        """Return for people how the attempt ended, how the run started again, and the seconds that were lost."""
         of_job = f" (job {self.job})" if self.job else ""
         again = f", restarted {self.again}" if self.again else ""
         lost = f", {self.lost_s:,.0f} s lost" if self.lost_s is not None else ""
@@ -81,14 +81,14 @@ class Attempt(Stop):
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision of `harness requeue`, with its reason."""
+    """Answer of `harness requeue`, with the reason in words."""
 
     requeue: bool
     message: str
 
 
 def write_stop(folder: Path, stop: Stop) -> bool:
-    """Write `stop` to the run's folder; return False, and write nothing, if another rank has already done so."""
+    """Write `stop` into the run's folder unless a rank has done so before; return False in that case."""
     text = json.dumps(redact_all(asdict(stop)))
     try:
         with (folder / STOPPED_FILE).open("x") as file:
@@ -96,22 +96,22 @@ def write_stop(folder: Path, stop: Stop) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        pass  # no space: an incomplete reason is ignored, but no other rank has reported one either
+        pass  # no space: half a reason is none, but no other rank has reported a reason either
     return True
 
 
 def record_resume(
     folder: Path, identity: Identity, step: int, checkpoint: Path, passed_over: Sequence[HarnessError]
 ) -> None:
-    """Append to `resumes.jsonl` the attempt, the checkpoint that it resumes from, and errors of newer checkpoints.
+    """Append to `resumes.jsonl` which attempt resumes from where, and the damage of newer checkpoints.
 
-    Also sets `lost_s` in the newest line of `attempts.jsonl`.
+    The newest line of `attempts.jsonl` gets its `lost_s`.
     """
     now = time.time()
     attempts = read_attempts(folder)
     if attempts and attempts[-1].lost_s is None:
-        with suppress(OSError):  # the checkpoint was just removed; loading reports that
-            # Training between the checkpoint and now does not count.
+        with suppress(OSError):  # a checkpoint that has just gone; it is looked for later
+            # From then to now, nothing was trained that still counts.
             lost_s = round(max(0.0, now - (checkpoint / RUN_FILE).stat().st_mtime), 1)
             _write(folder, [*attempts[:-1], replace(attempts[-1], lost_s=lost_s)])
     line = {
@@ -130,17 +130,17 @@ def record_resume(
 def decide(folder: Path, *, exit_code: int, max_same: int = 3, in_job: bool = False) -> Decision:
     """Record how this attempt ended, and decide whether to start the run again.
 
-    A run that stopped on request is always continued. A failed run is tried again until it has failed in the same way
+    A run that was asked to stop is always continued. A failed run is tried again until it has failed in the same way
     at the same step `max_same` times in a row, and never if its input was refused. After ten attempts in a row without
-    progress, however they ended, it is not started again. With `in_job`, the caller starts the ranks again in the same
-    job. Raise FormatError if a file of an earlier attempt is unreadable.
+    progress, however they ended, there are no more. With `in_job`, the caller starts the ranks again in the same job.
+    Raise FormatError if a file of an earlier attempt is unreadable.
     """
     if exit_code == 0:
         return Decision(False, "the run is finished")
     stop = read_stop(folder)
     if stop is None:
         reason, message = {
-            # A launcher that ends all ranks when the first one exits may have ended the one that writes the reason.
+            # A launcher that ends all ranks when the first one leaves may have ended the one that writes the reason.
             EXIT_STOPPED: ("signal", "the ranks received a signal"),
             EXIT_REFUSED: ("refused", "invalid input"),
         }.get(exit_code, (f"exit code {exit_code}", f"the run ended with exit code {exit_code} and left no reason"))
@@ -171,18 +171,18 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
     """Record, at the start of an attempt of a Slurm job, earlier attempts that its script did not record.
 
     Args:
-        restarts: how often Slurm has restarted the job.
-        predecessor: the job that this one continues, if it waited in the queue for that job to end.
+        restarts: how often Slurm has restarted it.
+        predecessor: the job that this one continues, if it waited for that job's end in the queue.
 
     Raises:
-        HarnessError: ten attempts in a row, including the added ones, made no progress.
+        HarnessError: with these, ten attempts in a row made no progress.
         FormatError: a file of an earlier attempt is unreadable.
     """
     earlier = read_attempts(folder)
     missing = restarts - sum(attempt.job == job and attempt.again != IN_JOB for attempt in earlier)
     newest, done, owner = read_stop(folder), steps_done(folder), job if missing > 0 else None
     (folder / STOPPED_FILE).unlink(missing_ok=True)
-    if missing <= 0:  # the newest reason belongs to another job
+    if missing <= 0:  # the newest reason is of another job
         own = [attempt.step for attempt in earlier if attempt.job == predecessor]
         follows = predecessor is not None and restarts == 0 and not any(attempt.job == job for attempt in earlier)
         if newest is None and follows and (not own or own[-1] < done):
@@ -191,7 +191,7 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
             return
         owner = predecessor if follows else None
     lost = Stop(done, "lost", "a node failed or was removed by Slurm; no rank could record the reason")
-    # A script that Slurm ends may be killed before it runs `harness requeue`, but the ranks have left their reason.
+    # A script that Slurm ends may be killed before it asks; the ranks have left their reason.
     ended = [*[lost] * (missing - 1), newest or lost]
     now = time.time()
     attempts = [*earlier, *(Attempt(**vars(stop), time=now, job=owner, again=THROUGH_SLURM) for stop in ended)]
@@ -202,7 +202,7 @@ def note_lost(folder: Path, *, job: str, restarts: int, predecessor: str | None 
 
 
 def _no_progress(attempts: Sequence[Stop]) -> str:
-    """Return a message if too many of the latest attempts got no further than an earlier one; otherwise empty."""
+    """Return what is wrong where too many of the latest attempts got no further than an earlier one; else nothing."""
     steps = [attempt.step for attempt in attempts]
     stalled = len(steps) - 1 - steps.index(max(steps))
     return f"the last {stalled} attempts made no progress beyond step {max(steps)}" if stalled >= _MAX_STALLED else ""
@@ -214,7 +214,7 @@ def _write(folder: Path, attempts: Sequence[Attempt]) -> None:
     with os_errors_as(HarnessError, "the record of attempts cannot be written", where=path, fix=fix):
         folder.mkdir(parents=True, exist_ok=True)
         lines = [{k: v for k, v in vars(attempt).items() if (k, v) != ("lost_s", None)} for attempt in attempts]
-        # Rewrite the whole file: an incomplete line would be joined with the next one.
+        # Rewritten as a whole: half a line would be read together with the next one.
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
@@ -227,7 +227,7 @@ def read_attempts(folder: Path) -> list[Attempt]:
 
 
 def read_stop(folder: Path) -> Stop | None:
-    """Return why the newest attempt ended, or None if no reason was written, or only a part of it."""
+    """Return why the newest attempt ended; None without a reason, also for one that a kill or a full disk cut short."""
     path = folder / STOPPED_FILE
     with suppress(OSError, FormatError):
         return load(Stop, path.read_bytes(), where=path)
@@ -235,7 +235,7 @@ def read_stop(folder: Path) -> Stop | None:
 
 
 def steps_done(folder: Path) -> int:
-    """Return the last step in the run's metrics, or 0."""
+    """Return the last step in the run's metrics, 0 for none."""
     with suppress(OSError):
         return max((line.step for line in read_sound_lines(folder / METRICS_FILE, _RECENT)), default=0)
     return 0
@@ -243,12 +243,12 @@ def steps_done(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """State of a run, read from its files."""
+    """State of a run as its files show it."""
 
     folder: str
-    steps: int | None  # planned steps; None if the run has not begun, or ends with its data
+    steps: int | None  # that the run is to make; None if it has not begun, or ends with its data
     reported: bool
-    step: int  # newest completed step; 0 before the first
+    step: int  # the newest; 0 before the first
     loss: float | None
     step_s: float | None  # median seconds of the newest steps
     age_s: float | None  # seconds since the newest step
@@ -264,12 +264,12 @@ class RunStatus:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds for the remaining steps at the current speed, without validations and checkpoints."""
+        """Seconds that the steps left take at the present speed, without validations and checkpoints."""
         return None if self.step_s is None or self.steps is None else self.step_s * (self.steps - self.step)
 
 
 def read_status(folder: Path) -> RunStatus:
-    """Return the state of a run; raise ConfigError if the folder does not contain a run."""
+    """Return the state of a run; raise ConfigError if the folder is not one of a run."""
     if not (folder / "config.yaml").exists() and not (folder / "job.sbatch").exists():
         usual = ("there is no run in this folder", "specify the folder of a run")
         what, fix = explain_path(folder, expected="a run") or usual

@@ -1,8 +1,8 @@
-"""List and read the checkpoints of a run: complete ones, their progress, required files, and the run that wrote them.
+"""The checkpoints of a run: which are whole, how far each got, the files that it must have, and whose they are.
 
-`identity.json` in a run's folder contains the random id of the run, the random token of its last attempt, and the
-location (device, inode, path) of the folder. Each attempt that trains writes a new token while it holds the folder's
-lock. If the location differs, the folder was copied, moved or restored, and becomes a new run with a new id.
+`identity.json` in a run's folder has the random id of the run, the random token of its last attempt, and the place
+(device, inode, path) of the folder. Each attempt that trains writes a new token while it holds the folder's lock. Where
+the place differs, the folder is a copy, was moved or was restored: it becomes a new run, with a new id.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from harness.storage import StoredFile, checksums, read_checksums, write_atomica
 from harness.train.lines import MISREAD
 
 CHECKPOINTS = "checkpoints"
-# Written to a checkpoint after the weights; a folder without it is not a checkpoint.
+# Written into a checkpoint after the weights; without it there is no checkpoint.
 RUN_FILE = "run.json"
 IDENTITY_FILE = "identity.json"
-# Format version of `run.json`; files of earlier versions do not contain it.
+# Of `run.json`; files of earlier versions have no number.
 FORMAT = 1
 _NAME = re.compile(r"step-[0-9]+")
 CHECKPOINT_FIX = (
@@ -37,32 +37,32 @@ CHECKPOINT_FIX = (
 
 
 class UnreadableError(CheckpointError):
-    """A file of a checkpoint cannot be read; reading it may succeed at the next attempt."""
+    """A checkpoint's file cannot be read, which may succeed at the next attempt."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Position of a run: completed optimizer steps, and the state from which the loader continues."""
+    """Position of a run: optimizer steps done, and the state from which the loader continues."""
 
     step: int
     loader: LoaderState
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the folders in `folder` that are named like a finished checkpoint, oldest first."""
-    # Copies that users keep next to them, such as `step-00000100-good`, do not belong to the run.
+    """Return the folders below `folder` that have the name of a finished checkpoint, oldest first."""
+    # Copies that somebody keeps beside them, such as `step-00000100-good`, are none of the run's.
     found = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir())
-    # Sort by number, because step 100,000,000 has one more digit.
+    # By number: step 100,000,000 has a digit more.
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the finished checkpoints in `folder`, oldest first, without checking their files."""
+    """Return the checkpoints below `folder` that have been finished, oldest first; their files are not looked at."""
     return [path for path in list_checkpoints(folder) if (path / RUN_FILE).is_file()]
 
 
 def unreadable(path: Path, error: OSError) -> UnreadableError:
-    """Return the error for a checkpoint with a file that the operating system cannot read."""
+    """Return the error for a checkpoint of which the system refuses to read a file."""
     file = Path(str(error.filename or RUN_FILE)).name
     what = f"the checkpoint's {file} cannot be read: {error.strerror or error} (on {socket.gethostname()})"
     return UnreadableError(what, where=str(path), fix=f"check that file system; {CHECKPOINT_FIX}")
@@ -72,7 +72,7 @@ def write_run_file(
     folder: Path, progress: Progress, facts: Mapping[str, Any], hashed: Sequence[StoredFile], others: Sequence[str]
 ) -> None:
     """Complete a checkpoint: write `run.json`, then `checksums.json` with all files of the folder."""
-    # Files that were not hashed during writing are still in the page cache.
+    # Those that were not hashed while they were written are still in memory.
     late = checksums.digest_files(folder, others)
     document = {
         "format": FORMAT,
@@ -90,7 +90,7 @@ def write_run_file(
 
 
 def read_progress(path: Path) -> Progress:
-    """Return the progress in a checkpoint that was already checked; see `read_checkpoint`."""
+    """Return the progress in a checkpoint that has been accepted; see `read_checkpoint`."""
     return read_checkpoint(path, unchecked=True)[0]
 
 
@@ -100,16 +100,16 @@ def read_checkpoint(path: Path, *, unchecked: bool = False) -> tuple[Progress, l
     Checks the sizes of all files and the hash of `run.json`; `list_hash_problems` checks the other hashes.
 
     Args:
-        unchecked: accept a checkpoint without checksums, and return no files for it.
+        unchecked: accept a checkpoint without checksums, and return no files of it.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or not of its recorded size, or checksums are missing.
-        ConfigError: a newer version of the harness wrote it; no older checkpoint is used instead.
+        CheckpointError: a file is missing, damaged, or has another size than was written, or there are no checksums.
+        ConfigError: a newer version of the harness wrote it; no older checkpoint is used in its place.
         UnreadableError: a file cannot be read.
     """
     try:
         document = json.loads((path / RUN_FILE).read_text())
-        # Check this first: a newer version may write checksums differently.
+        # First: a newer version may write other checksums.
         if (number := int(document.get("format", FORMAT))) > FORMAT:
             what = f"the checkpoint's {RUN_FILE} has format {number}, but this version supports formats up to {FORMAT}"
             raise ConfigError(what, where=str(path), fix="use the version of the harness that wrote it, or a newer one")
@@ -137,14 +137,14 @@ class Identity:
     """Identity of a run and of its last attempt."""
 
     run: str  # random, 32 hexadecimal digits
-    attempt: str  # random, 32 hexadecimal digits
-    place: str  # device, inode and path of the run's folder; different for a copy
-    # Runs that the folder was copied from, whose checkpoints it may contain; None if unknown.
+    attempt: str  # the same
+    place: str  # device, inode and path of the run's folder, which a copy of it does not share
+    # Runs of which the folder is a copy, whose checkpoints it has; None where they are unknown.
     earlier: list[str] | None = None
 
 
 def read_identity(folder: Path) -> Identity | None:
-    """Return the identity stored in a run's folder; None before training, and for runs of early versions."""
+    """Return the identity in a run's folder, which a copy has too; None before training and of an early version."""
     path, unread = folder / IDENTITY_FILE, "the run's identity cannot be read"
     fix = "remove it to resume from the newest checkpoint in the run's folder"
     try:
@@ -157,11 +157,11 @@ def read_identity(folder: Path) -> Identity | None:
 
 
 def begin_attempt(folder: Path) -> Identity:
-    """Write and return the identity of a new attempt, which holds the folder's lock; a copied folder gets a new id."""
+    """Give the attempt that holds the lock of a run's folder its token, and a folder at another place a new id."""
     old, facts = read_identity(folder), folder.stat()
-    # Device numbers of network file systems and overlays, with major 0, differ between nodes and mounts.
+    # The device numbers of network file systems and overlays, whose major is 0, differ between nodes and mounts.
     place = f"{facts.st_dev if os.major(facts.st_dev) else 0}:{facts.st_ino}:{folder.resolve()}"
-    # Without an identity (early versions, or removed), checkpoints may belong to any run.
+    # Checkpoints of an early version, or whose identity was removed, may be of any run.
     run = secrets.token_hex(16)
     earlier: list[str] | None = None if whole_checkpoints(folder / CHECKPOINTS) else []
     if old is not None:
@@ -173,7 +173,7 @@ def begin_attempt(folder: Path) -> Identity:
 
 
 def refuse_foreign(folder: Path, checkpoint: Path) -> None:
-    """Raise ConfigError for a checkpoint that neither this run wrote, nor any run that its folder was copied from."""
+    """Raise ConfigError for a checkpoint in a run's folder that another run wrote, and no run that this one copies."""
     own, run = read_identity(folder), json.loads((checkpoint / RUN_FILE).read_text()).get("run")
     if own is not None and own.earlier is not None and run not in (None, own.run, *own.earlier):
         what = f"the checkpoint is of another run, {run}"

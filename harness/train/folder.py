@@ -1,4 +1,4 @@
-"""Folder of a run: a new one for each new run, the same one for a resumed run, and never two runs in one folder."""
+"""The folder of a run: a new one for a new run, the same one for a resumed run, and never two runs in one."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from harness.train.lines import MISREAD
 
 RESUME = ("false", "true", "auto")
 SETTINGS_FILE = "config.yaml"
-# The settings of every recipe contain these.
+# A run of any recipe has these.
 _SECTIONS = ("model", "data", "loader", "optimizer", "parallel", "trainer")
 SAMPLES_FILE = "samples.jsonl"
-# Locked while a run writes to its folder; a killed run leaves it unlocked.
+# Locked while a run writes to its folder; a killed run leaves it behind unlocked.
 _RUNNING = "_running"
 _ROOM = "free disk space, or select a folder on another disk with runs= or run_dir="
 _RUN_AGAIN = "copy the run again, or use it with the version that wrote it; `harness verify RUN` lists all damage"
-# File with the id of the Slurm job that owns the run, written by its batch script.
+# The id of the Slurm job that has the run, written by its batch script.
 _JOB = "_job"
-# Some network file systems keep the locks of a dead node for this long.
+# Some network file systems keep the locks of a node that has died for so long.
 _LOST_LOCK_S = 150.0
 
 
@@ -43,7 +43,7 @@ def choose_run_folder(run_dir: str | None, *, runs: str, name: str, resume: str)
 
     Args:
         run_dir: a folder, or None for `<runs>/<name>-NNN`: to resume, the newest with a whole checkpoint (a run that
-            failed before its first one has nothing to resume from); otherwise the next number.
+            failed before its first has nothing to resume from); else the next number.
         resume: `false` starts a new run, `true` resumes, `auto` resumes if there is a checkpoint.
     """
     require_choice(resume, RESUME, setting="resume")
@@ -80,12 +80,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     return check_settings(values, where=path)
 
 
-# Settings of `trainer` in earlier versions, which affect neither weights nor exports.
+# Settings of `trainer` in runs of earlier versions, which change neither weights nor exports.
 _REMOVED = ("local_checkpoints", "local_checkpoint_interval")
 
 
 def check_settings(values: Any, *, where: Path) -> dict[str, Any]:
-    """Return a run's plain settings, with defaults for missing ones; raise FormatError for missing or odd sections."""
+    """Return a run's plain settings with the defaults of those that its version lacked; FormatError for others."""
     missing = [name for name in _SECTIONS if not isinstance(values, dict) or name not in values]
     if missing:
         raise FormatError(f"the run's settings lack {', '.join(missing)}", where=str(where), fix=_RUN_AGAIN)
@@ -107,10 +107,10 @@ def _completed(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, An
 
 @contextmanager
 def open_run_folder(folder: Path, *, settings: str, resumes: bool, trains: bool = True) -> Iterator[Identity]:
-    """Create the folder of a run that is about to train, write its settings, and lock it against other runs.
+    """Create the folder of a run that is about to train, write its settings, and keep other runs out of it.
 
-    Yield the identity of the attempt. If the settings of an earlier attempt differ, they are kept as
-    `config.before-N.yaml`. With `trains=False`, no steps are left to train, and readable settings do not change.
+    Yield the identity of the attempt. If the settings of an earlier part differ, they are kept as
+    `config.before-N.yaml`. Without `trains`, nothing is left to train, and readable settings stay those that trained.
     """
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         _refuse_if_running(folder)
@@ -131,7 +131,7 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool, trains: bool 
                     if not newest.exists() or newest.read_bytes() != before:
                         write_atomically(folder / f"config.before-{number + 1}.yaml", before)
                 write_atomically(path, settings.encode())
-            (folder / STOPPED_FILE).unlink(missing_ok=True)  # from the previous attempt
+            (folder / STOPPED_FILE).unlink(missing_ok=True)  # of the attempt before
             identity = begin_attempt(folder)
         yield identity
 
@@ -140,7 +140,7 @@ def open_run_folder(folder: Path, *, settings: str, resumes: bool, trains: bool 
 def alone_in(folder: Path) -> Iterator[None]:
     """Lock a run's folder against other runs; raise ConfigError if one is still writing to it."""
     running = Marker(folder / _RUNNING)
-    # The Slurm job that owns the run waits for the lock of its earlier attempt.
+    # A Slurm job that has the run waits for the lock of its earlier attempt.
     deadline = time.monotonic() + (_LOST_LOCK_S if has_run(folder) else 0.0)
     while True:
         try:
@@ -173,7 +173,7 @@ def _still_running(folder: Path, running: Marker) -> ConfigError:
 
 
 def has_run(folder: Path) -> bool:
-    """Return True in the Slurm job that owns the run in this folder."""
+    """Return True in the Slurm job that has the run of this folder."""
     job = os.environ.get("SLURM_JOB_ID")
     with suppress(OSError):
         return job is not None and (folder / _JOB).read_text().strip() == job
@@ -181,15 +181,15 @@ def has_run(folder: Path) -> bool:
 
 
 def leave_refusal(folder: Path, error: HarnessError) -> None:
-    """Record an error as the reason why an attempt ended before it began, after the steps done so far."""
-    # A launcher may turn every exit code into 1; the scheduler would then restart a refused run again and again.
+    """Write an error as the reason of an attempt that ended before it began, after the steps done so far."""
+    # A launcher may turn every exit code into 1, and a scheduler would restart a run that is refused each time.
     requeue = isinstance(error, LoaderError | LostRankError | UnreadableError)
     rank = error.about if isinstance(error, LostRankError) else None
     leave_early_stop(folder, Stop(steps_done(folder), type(error).__name__, error.what, rank, requeue))
 
 
 def leave_early_stop(folder: Path, stop: Stop) -> bool:
-    """Record why an attempt ended before it began, unless another run is active; False if another rank has done so."""
+    """Write why an attempt ended before it began, unless another run is active; False if another rank has done so."""
     if not folder.is_dir():
         return True
     running = Marker(folder / _RUNNING)

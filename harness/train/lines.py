@@ -1,4 +1,4 @@
-"""Files of JSON lines that grow step by step; after a full disk or a kill, readers still get whole lines."""
+"""Files of JSON lines that grow step by step, and that a full disk or a kill leaves with whole lines."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from harness.settings import load
 from harness.storage import write_atomically
 
 ROOM_FIX = "free disk space or check the disk, then continue from the newest checkpoint with resume=true"
-# Errors raised by code that reads JSON or YAML values of unexpected types.
+# Raised by code that takes values of JSON or YAML for what they are not.
 MISREAD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 DAMAGED_FIX = "remove the line, or the file; `harness verify RUN` lists all damage"
 
 
 @dataclass(frozen=True)
 class StepLine:
-    """The step in a line of any file of JSON lines, and two values that only `metrics.jsonl` contains."""
+    """The step of a line of any file of JSON lines, and two values that only `metrics.jsonl` has."""
 
     step: int
     loss: float | None = None
@@ -34,15 +34,15 @@ class StepLine:
 
 
 class LineFile:
-    """A file to append lines to; each is passed to the operating system at once.
+    """A file that lines are appended to; each is handed to the system at once.
 
-    All methods raise HarnessError if the disk refuses; the file then ends before the line.
+    Raise HarnessError, here and in all methods, if the disk refuses; the file then ends before the line.
     """
 
     def __init__(self, path: Path, contents: str) -> None:
         self._path, self._what = path, f"{contents} cannot be written"
         with os_errors_as(HarnessError, self._what, where=path, fix=ROOM_FIX):
-            # No buffer: bytes that were refused must not be written again when the file is closed.
+            # Without a buffer: bytes that were refused must not come again when the file is closed.
             self._file = path.open("ab", buffering=0)
 
     def append(self, text: str) -> None:
@@ -59,7 +59,7 @@ class LineFile:
                 raise
 
     def sync(self) -> None:
-        """Force the lines to disk, so that they survive a power failure."""
+        """Force the lines to disk: a power failure does not take them."""
         with os_errors_as(HarnessError, self._what, where=self._path, fix=ROOM_FIX):
             os.fsync(self._file.fileno())
 
@@ -69,7 +69,7 @@ class LineFile:
 
 
 def whole_lines(path: Path) -> Iterator[str]:
-    """Yield the complete lines of a file; a kill may leave an incomplete last line.
+    """Yield the lines that end: a kill may leave half of one.
 
     Bytes that are not UTF-8 become surrogates. An OSError names the file.
     """
@@ -82,7 +82,7 @@ def whole_lines(path: Path) -> Iterator[str]:
 
 
 def read_sound_lines(path: Path, newest: int = 0) -> list[StepLine]:
-    """Return the newest lines of steps (0 for all), without damaged ones, which `verify_run` reports."""
+    """Return the newest lines of steps, 0 for all, without damaged ones: `verify_run` names those."""
     lines = []
     for line in deque(whole_lines(path), newest or None):
         with suppress(FormatError):
@@ -91,10 +91,10 @@ def read_sound_lines(path: Path, newest: int = 0) -> list[StepLine]:
 
 
 def keep_lines_before(path: Path, first_step: int) -> list[int]:
-    """Reduce a file of JSON lines, one per step, to the complete lines before `first_step`; create it if missing.
+    """Cut a file of JSON lines, one per step, to the whole lines before `first_step`; create it if missing.
 
-    Return the steps of the remaining lines. The file and its name are made durable. Raise FormatError for a damaged
-    line, and HarnessError if the disk refuses; the file is then unchanged.
+    Return the steps of the lines that stay. The file and its name are durable. Raise FormatError for a damaged line,
+    and HarnessError if the disk refuses; the file is then as it was.
     """
     with os_errors_as(HarnessError, f"{path.name} cannot be written", where=path, fix=ROOM_FIX):
         kept, steps = [], []
@@ -109,7 +109,7 @@ def keep_lines_before(path: Path, first_step: int) -> list[int]:
 
 
 def describe_hole(path: Path, steps: Sequence[int], expected: Iterable[int]) -> str:
-    """Return a warning about expected steps without a line, or an empty string."""
+    """Return a warning about expected steps that have no line, empty if all have one."""
     missing = sorted(set(expected) - set(steps))
     if not missing:
         return ""

@@ -1,6 +1,6 @@
-"""Training loop: batches in, optimizer steps, metrics and checkpoints out.
+"""The training loop: batches in, optimizer steps, metrics and checkpoints out.
 
-It does not depend on Megatron-Core: the step, the checkpoint and everything else are passed in.
+It knows nothing of Megatron-Core: the step, the checkpoint and everything else are passed in.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ OWN_VALIDATION = "validation"
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, the same on every rank, with the names of `harness.train.StepMetrics`.
+    """Result of one optimizer step, the same on every rank, under the names of `harness.train.StepMetrics`.
 
     Attributes:
-        loss: mean over the global batch, in nats, according to `TrainerConfig.loss_average`.
-        skipped: True if the optimizer skipped the step because gradients were not finite.
+        loss: mean over the global batch, in nats, by `TrainerConfig.loss_average`.
+        skipped: True if the optimizer refused the step because gradients were not finite.
     """
 
     loss: float
@@ -48,8 +48,8 @@ class Evaluation:
     """Result of a validation.
 
     Attributes:
-        loss: mean over the whole validation set, in nats, as for a step.
-        expert_load: tokens of the busiest expert over the mean, averaged over layers; None for a dense model.
+        loss: mean in nats over all of it, as of a step.
+        expert_load: tokens of a layer's busiest expert over the mean, as a mean over layers; None for a dense model.
     """
 
     loss: float
@@ -59,14 +59,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Everything that is recorded about one step.
+    """Everything that is recorded of one step.
 
     Attributes:
         step_s: seconds from the end of the previous step to the end of this one, without validation and checkpoint.
         data_wait_s: the part of step_s spent waiting for the loader.
         compute_s, data_s: time in computation and in the loader, without waiting for other ranks.
-        evaluations: evaluation of each validation set, by name; empty if no validation followed this step.
-        initial: in the first step of a run, evaluation of each validation set before it; otherwise empty.
+        evaluations: of each validation set by name; empty if no validation followed this step.
+        initial: of every validation set before this step, the first of the run; else empty.
     """
 
     step: int
@@ -81,7 +81,7 @@ class StepRecord:
 
 
 class TrainStep(Protocol):
-    """Interface of a framework that the loop needs."""
+    """The part of a framework that the loop needs."""
 
     def train(self, batch: RankBatch) -> StepResult: ...
 
@@ -89,20 +89,20 @@ class TrainStep(Protocol):
 
 
 class Hooks:
-    """Callbacks of a run around its steps, on every rank; the defaults do nothing."""
+    """Work of a run around its steps, on every rank; here, none."""
 
     def save(self, number: int, state: LoaderState) -> None:
-        """Write a checkpoint of a step, with the loader's state."""
+        """Write a checkpoint of a step and the loader's state."""
 
     def record(self, made: StepRecord) -> None:
         """Record a step."""
 
     def stop(self) -> str | None:
-        """Return a reason to stop after this step, the same on every rank, or None; a stopped step is saved."""
+        """Return a reason to stop after this step, the same on every rank; it is then saved."""
         return None
 
     def at(self, number: int, activity: str) -> None:
-        """Receive the current step and the activity in it, whenever either changes."""
+        """Note the step and the activity in it, whenever either changes."""
 
     def log(self, line: str) -> None:
         """Print a line."""
@@ -124,12 +124,12 @@ def train(
 ) -> str | None:
     """Train from `first_step` to `config.steps`, or until the batches end.
 
-    If validations are on, the first one is before step 1.
+    Where there are validations, the first is before step 1.
 
     Args:
-        batches: global batches in order, starting with the batch of `first_step`. If they end before `config.steps`,
-            the steps so far are saved.
-        validation: functions that return the batches of each validation set, by name; the set named `validation`
+        batches: global batches in order, starting with that of `first_step`. If they end before `config.steps`, the
+            steps so far are saved.
+        validation: by name of a validation set, a function that returns its batches; the set named `validation`
             belongs to the training data.
         validated: validation losses before `first_step`, for `early_stop`.
 
@@ -156,8 +156,8 @@ def train(
 
 @contextmanager
 def _collected_by_hand(interval: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that collects garbage on every `interval`-th call; otherwise, turn collection off."""
-    # Automatic collection, as with an interval of 0, stops each rank at a different time, and all ranks wait each time.
+    """Collect garbage at every `interval`-th call of the function that this yields, and at no other time."""
+    # Left alone, as with an interval of 0, the collector stops each rank at another time, and all wait each time.
     calls, was_enabled = 0, gc.isenabled()
 
     def collect() -> None:
@@ -166,7 +166,7 @@ def _collected_by_hand(interval: int) -> Iterator[Callable[[], None]]:
         if interval and calls % interval == 0:
             gc.collect()
             if calls == interval:
-                gc.freeze()  # later collections skip long-lived objects, and take 1 ms instead of 60 to 90
+                gc.freeze()  # later collections leave out what stays, and take 1 ms instead of 60 to 90
 
     if interval:
         gc.disable()
@@ -181,7 +181,7 @@ def _collected_by_hand(interval: int) -> Iterator[Callable[[], None]]:
 
 @dataclass
 class _Loop:
-    """Arguments of `train`, its state between steps, and the work around each step."""
+    """The parts of `train` around each step, with its arguments and its state between steps."""
 
     step: TrainStep
     config: TrainerConfig
@@ -196,7 +196,7 @@ class _Loop:
     _read_s: tuple[float, float] = (0.0, 0.0)
 
     def validate_first(self) -> None:
-        """Validate before step 1, but after reading its batch: workers must be forked before this process reads."""
+        """Validate before step 1, whose batch is read: workers must not be forked from a process that has read."""
         self._initial = self._evaluate(1)
         for name, found in self._initial.items():
             self.hooks.log(f"before step 1: {name} loss {found.loss:.4f}")
@@ -204,11 +204,11 @@ class _Loop:
         self._time()
 
     def read(self, number: int, batches: Iterator[RankBatch]) -> RankBatch | None:
-        """Return the next batch; if there is none, save the steps so far and return None."""
+        """Return the next batch; None, with the steps so far saved, if there is none."""
         self.hooks.at(number, "reading data")
         self._time()
         batch = next(batches, None)
-        if batch is None:  # the stream has ended, or a signal arrived while the run waited for data
+        if batch is None:  # the stream has ended, or a signal came while the run waited for it
             self.hooks.at(number - 1, "writing a checkpoint")
             if self.unsaved is not None:
                 self.hooks.save(number - 1, self.unsaved)
@@ -219,7 +219,7 @@ class _Loop:
         return batch
 
     def complete(self, number: int, batch: RankBatch, result: StepResult) -> bool:
-        """Record a step, and validate and save if due; return True if the run ends with it."""
+        """Validate, record and save what is due after a step; return True if it is the last one."""
         if not math.isfinite(result.loss):
             where = f"epoch {batch.epoch}, global batch {batch.step_in_epoch}, learning rate {result.learning_rate:g}"
             fix = "lower optimizer.lr or lengthen optimizer.warmup_steps; earlier checkpoints are not affected"
@@ -230,7 +230,7 @@ class _Loop:
         took = waited + computed
         initial, self._initial = self._initial, {}
         self.hooks.record(StepRecord(number, batch, result, took, waited, evaluations, compute_s, data_s, initial))
-        # A loss that is not finite counts as infinite: never lower, and it does not hide a lower one.
+        # One that is not a number is no lower loss, and hides none.
         self.losses += [] if own is None else [own.loss if math.isfinite(own.loss) else math.inf]
         patience = self.config.early_stop
         has_enough = own is not None and 0 < patience < len(self.losses)
@@ -251,7 +251,7 @@ class _Loop:
         return ends
 
     def _time(self) -> tuple[float, float]:
-        """Return the seconds since the last call, with and without the time that this rank waited for others."""
+        """Return the seconds since the last call, and those of them that this rank did not wait for others."""
         waits_s, now = self.hooks.waits_s(), time.perf_counter()
         (then, before), self._lap = self._lap, (now, waits_s)
         return now - then, now - then - (waits_s - before)

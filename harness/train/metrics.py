@@ -1,4 +1,4 @@
-"""Metrics of a run: one line of JSON per step, curves for trackers, and at the end a plot and a report."""
+"""Metrics of a run: a line of JSON per step, the curves of trackers, and at the end a plot and a report."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ class StepMetrics:
     """One line of `metrics.jsonl`.
 
     Attributes:
-        step, epoch: numbers of the step, from 1, and of the epoch, from 0.
+        step, epoch: 1 and 0 for the first.
         loss: mean over the trained tokens, in nats.
-        validation_loss: mean loss over the validation set; None if no validation followed this step.
-        learning_rate, grad_norm: learning rate of this step, and gradient norm before clipping.
+        validation_loss: the same over the validation set; None if no validation followed this step.
+        learning_rate, grad_norm: of this step; the norm before clipping.
         tokens: model tokens of the global batch, without padding.
-        tokens_per_s: tokens / step_s, for the whole job.
-        fill: tokens, including the padding of sequences, over the most that the rows can hold; with
-            `parallel.static_rows` the rest is padding too.
-        step_s: wall time of the step, including the wait for data, without validation and checkpoint.
+        tokens_per_s: tokens / step_s, of the whole job.
+        fill: share of the largest rows that holds tokens; with `parallel.static_rows` the rest is padding.
+        step_s: wall time of the step, with the wait for data, without validation and checkpoint.
         data_wait_s: wait for the loader on rank 0.
-        imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in cost; 1 is even.
-        packs_consumed: packs of this epoch that were consumed after this step.
-        evaluation_losses: mean losses over additional validation sets, by name.
-        initial_losses: in step 1, losses before it by validation set; `validation` belongs to the training data.
-        source_losses: mean loss of the trained tokens of each dataset of a blend, by path; datasets without trained
-            tokens in the step are omitted.
+        imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in training cost;
+            1 is even.
+        packs_consumed: of this epoch, after this step.
+        evaluation_losses: as validation_loss, of further validation sets by name.
+        initial_losses: of step 1, losses before it by validation set; `validation` is that of the training data.
+        source_losses: mean loss of the trained tokens of each dataset of a blend, by its path; without those that the
+            step trains no token of.
         experts: statistics of the routers of a mixture of experts; empty for a dense model. `routed_tokens`,
-            `shared_tokens` and `bias_tokens` are the real tokens sent to experts, processed by shared experts, and
-            counted for expert biases, summed over layers. Means over layers: `load`, tokens of the busiest expert over
-            the mean (`worst_load` for the most uneven layer), `entropy` of a token's scores in nats, `aux_loss`
+            `shared_tokens` and `bias_tokens` are real tokens that went to experts, passed shared experts, and were
+            counted for expert biases, over all layers. Means over layers: `load`, tokens of the busiest expert over the
+            mean (`worst_load` is that of the most uneven layer), `entropy` of a token's scores in nats, `aux_loss`
             without its coefficient, where 1 is even, and the absolute `bias` of an expert.
-        source_expert_loads: load of the busiest expert over the mean for the tokens of each dataset of a blend, by
-            path; datasets without a token in the step are omitted. Empty for a dense model, and without a blend.
-        mtp_losses, mtp_tokens: mean loss of each MTP layer (predicts a further token), nearest first, and the number of
-            tokens that these layers trained; empty and 0 without such layers.
+        source_expert_loads: load of the busiest expert over the mean for the tokens of each dataset of a blend alone,
+            by its path; without those that the step has no token of. Empty for a dense model, and without a blend.
+        mtp_losses, mtp_tokens: mean loss of each layer that predicts further tokens, the nearest first, and the tokens
+            that these layers trained together; empty and 0 where there are none.
         evaluation_expert_loads: load of the busiest expert over the mean in each validation set, by name; `validation`
-            belongs to the training data. Empty for a dense model.
-        rank_compute_s: computation time of each rank, without its loader and without waiting for other ranks.
+            is that of the training data. Empty for a dense model.
+        rank_compute_s: time of each rank in computation, without its loader and without waiting for other ranks.
         rank_media_bytes: bytes of audio and images that were read for the rows of each rank; empty if there are none.
     """
 
@@ -98,7 +98,7 @@ class StepMetrics:
 def step_metrics(
     record: StepRecord, times: Sequence[RankTimes] = (), stragglers: Sequence[Straggler] = ()
 ) -> StepMetrics:
-    """Return the metrics of one step, with the times of every rank and the slow ranks."""
+    """Return the metrics of one step, with the times of every rank and those that are slow."""
     batch, evaluations = record.batch, record.evaluations
     own = evaluations.get(OWN_VALIDATION)
     return StepMetrics(
@@ -127,10 +127,10 @@ def step_metrics(
 
 
 class MetricsWriter(LineFile):
-    """Writer that appends to `metrics.jsonl` in `folder`, and sends metrics to the run's trackers.
+    """Appends to `metrics.jsonl` in `folder`, and feeds the run's trackers.
 
     A tracker that fails is reported once and never ends the run, which continues without it. Lines of `first_step` and
-    later steps, left by a stopped run, are removed, because these steps are trained again.
+    later ones, left by a stopped run, are removed: they are trained again.
     """
 
     def __init__(
@@ -150,9 +150,9 @@ class MetricsWriter(LineFile):
         self._trackers = [Tracker(name, folder) for name in trackers if name in SERVICES]
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one step; raise HarnessError if the disk refuses."""
+        """Append one step; raises HarnessError if the disk refuses."""
         values = asdict(metrics)
-        # JSON has no NaN, and parsers of other languages refuse Python's, so write null.
+        # JSON has no NaN; parsers of other languages refuse Python's.
         line = json.loads(json.dumps(values), parse_constant=lambda constant: None)
         self.append(json.dumps(line) + "\n")
         steps = curves_of(values)
@@ -179,7 +179,7 @@ class MetricsWriter(LineFile):
     def _events_may_fail(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # its package may raise anything
+        except Exception as error:  # whatever its package raises
             self._events = None
             fix = how_to_install(error) if isinstance(error, ModuleNotFoundError) else ""
             why = f"({error}{fix and f'; {fix}'})"
@@ -191,12 +191,12 @@ class MetricsWriter(LineFile):
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Return the steps of a `metrics.jsonl` in order; raise FormatError for an invalid line."""
+    """Return the steps of a `metrics.jsonl` in order; raise FormatError for a line that is not one."""
     return read_lines(path, partial(from_plain, StepMetrics), "metrics", remedy=DAMAGED_FIX)
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, remedy: str) -> list[T]:
-    """Return the parsed lines of a file of JSON lines, one per step; raise FormatError for a line of another kind."""
+    """Return the parsed lines of a file of JSON lines, one per step; raise FormatError for a line of another `kind`."""
     steps = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
@@ -208,7 +208,7 @@ def read_lines(path: Path, parse: Callable[[dict[str, Any]], T], kind: str, *, r
 
 
 def _by_name(steps: Sequence[StepMetrics], kind: str) -> dict[str, dict[int, float]]:
-    """Return the values of a field that contains values by name, as name -> step -> value."""
+    """Return the numbers of a field that has one for each of several names, by name and step."""
     found: dict[str, dict[int, float]] = {}
     for step in steps:
         for name, value in getattr(step, kind).items():
@@ -217,7 +217,7 @@ def _by_name(steps: Sequence[StepMetrics], kind: str) -> dict[str, dict[int, flo
 
 
 def validation_losses(steps: Sequence[StepMetrics]) -> dict[str, dict[int, float]]:
-    """Return the losses of each validation set, by name and step; `validation` belongs to the training data."""
+    """Return the losses of each validation set, by name and step; `validation` is that of the training data."""
     losses: dict[str, dict[int, float]] = {"validation": {}}
     for step in steps:
         own = {} if step.validation_loss is None else {"validation": step.validation_loss}
@@ -247,7 +247,7 @@ def draw_runs(runs: Mapping[str, Sequence[StepMetrics]], *, title: str = "") -> 
 
 
 def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> None:
-    """Draw the load of the busiest expert over the steps as a PNG, also for each source and validation set."""
+    """Draw the load of the busiest expert over the steps as a PNG, also of each source and validation set."""
     figure, axes = new_axes(title, "tokens of the busiest expert, relative to the mean")
     trained = [s for s in steps if s.experts]
     for name, label, color in (("load", "training", "#1f6feb"), ("worst_load", "training, worst layer", "#9ec5fe")):
@@ -260,12 +260,12 @@ def plot_experts(steps: list[StepMetrics], path: Path, *, title: str = "") -> No
 
 
 def new_axes(title: str, label: str) -> tuple[Any, Any]:
-    """Return a figure and its axes: steps, and values with this label."""
+    """Return a figure and its axes: steps, and values of this label."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    # Draw text literally: a dollar sign in a name would start a formula.
+    # Drawn as it is: a name may hold a dollar sign, which would begin a formula.
     axes.set_title("\n".join(textwrap.wrap(title, 100)), fontsize=10, loc="left", parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel(label)
@@ -295,7 +295,7 @@ def _summary(losses: Mapping[int, float]) -> str:
 
 
 def _expert_rows(steps: Sequence[StepMetrics]) -> dict[str, str]:
-    """Return the load of the busiest expert in training and in the last validation; empty for a dense model."""
+    """Return the load of the busiest expert, in training and where it was validated last; nothing of a dense model."""
     first, last = steps[0], steps[-1]
     if not (first.experts and last.experts):
         return {}
@@ -313,7 +313,7 @@ def _expert_rows(steps: Sequence[StepMetrics]) -> dict[str, str]:
 
 
 def _slow_ranks(steps: Sequence[StepMetrics]) -> dict[str, str]:
-    """Return the ranks that delayed the others, with the reason and the steps."""
+    """Return the ranks that held the others up, with their steps and the reason."""
     found: dict[tuple[Any, ...], list[int]] = {}
     for step in steps:
         for straggler in step.stragglers:
@@ -326,7 +326,7 @@ def _slow_ranks(steps: Sequence[StepMetrics]) -> dict[str, str]:
 
 
 def write_report(folder: Path, steps: list[StepMetrics], facts: Mapping[str, Any]) -> Path:
-    """Write `report.md`: results first, then `facts` about the run, in their order."""
+    """Write `report.md`: the result first, then what ran where, the facts in their order."""
     first, last, count = steps[0], steps[-1], len(steps)
     seconds, tokens = sum(s.step_s for s in steps), sum(s.tokens for s in steps)
     rows = {

@@ -1,4 +1,4 @@
-"""Show the progress of a run: a line from time to time, and in a terminal a live bar below the lines."""
+"""Show the progress of a run: a line now and then, and in a terminal a live bar below the lines."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from harness.errors import discard_output
 from harness.printing import duration, open_console, print_line, redact
 from harness.train.metrics import StepMetrics
 
-# A run prints about this many lines, in addition to validations.
+# A run prints about this many lines between validations.
 LOG_LINES = 12
-# Steps between lines of a run of unknown length.
+# Steps between lines of a run whose length is not known.
 _LOG_STEPS = 20
 
 
 class RunProgress:
-    """Context manager that shows the steps of one run; `steps` is None for a run that ends with its data."""
+    """Shows the steps of one run; None steps where only the end of its data ends it. Use as a context manager."""
 
     def __init__(self, steps: int | None, *, done: int = 0, quiet: bool = False) -> None:
         self._quiet, self._steps, self._done_before = quiet, steps, done
         self._unlogged = ""
         is_terminal = sys.stdout.isatty()
-        # Do not let Rich decide: FORCE_COLOR, which schedulers pass on, would make it draw a bar into a log file.
+        # Not Rich's own judgment: FORCE_COLOR, which schedulers pass on, would draw a bar into a log file.
         self._console = open_console(force_terminal=is_terminal)
         self._began = time.perf_counter()
         columns = (
@@ -49,12 +49,12 @@ class RunProgress:
         self._progress.stop()
 
     def log(self, line: str) -> None:
-        """Print a permanent line."""
+        """Print a line that stays."""
         if self._quiet:
             return
         try:
             self._console.print(redact(line), soft_wrap=True)
-        except OSError as error:  # full or failing disk; metrics.jsonl contains everything shown here
+        except OSError as error:  # of a full or failing disk; the run's metrics have all that is shown
             self._quiet = True
             discard_output()
             with suppress(OSError):
@@ -69,7 +69,7 @@ class RunProgress:
         if self._steps is not None:
             of, every = f" of {self._steps}", max(1, self._steps // LOG_LINES)
             left = f"about {duration(each * (self._steps - metrics.step))} left"
-        # Keep this short, so that the bar fits into 80 columns; lines contain the other numbers.
+        # Short, so that the bar fits into 80 columns; the lines have the other numbers.
         speed = f"{metrics.tokens_per_s:,.0f} tokens/s"
         shown = f"loss {metrics.loss:.4f}, {speed}"
         self._progress.update(self._task, completed=metrics.step, description=shown, left=left)
@@ -82,14 +82,14 @@ class RunProgress:
             self.log_last_step()
 
     def log_last_step(self) -> None:
-        """Print the line of the newest step unless it was printed, so that a run ends with its last step's line."""
+        """Print the line of the newest step, if it was not printed: a run ends with the line of its last step."""
         if self._unlogged:
             self.log(self._unlogged)
         self._unlogged = ""
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Show an activity that delays the next step, while it lasts."""
+        """Show an activity that holds up the steps while it lasts."""
         before = self._progress.tasks[0].description
         self._progress.update(self._task, description=activity)
         yield

@@ -1,4 +1,4 @@
-"""Find ranks that are slower than the others, and the cause, from the times of every rank in each step."""
+"""Name ranks that are slower than the others, and why, from the times of every rank in each step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from harness.records import Float64Array
 
-# Nodes that the batch script could not exclude because the partition has too few others.
+# Nodes that the batch script could not leave out because the partition has too few others.
 KEPT_FILE = "kept_nodes"
-# Messages for each cause of slowness.
+# What a slow rank does longer than the others.
 CAUSES = {
     "data": "it waits for its data (disk, network storage or loader workers)",
     "core": "other processes run on its cores",
@@ -23,13 +23,13 @@ CAUSES = {
     "stopped": "it is suspended for part of the time (by a signal, or blocked in the kernel)",
     "network": "the ranks exchange data more slowly than before",
 }
-# The time of `RankTimes` that is longer with each cause, in the order in which they are checked.
+# The time in which a rank with that cause is slow, in the order in which they are looked at.
 _PARTS = {"data": "data_s", "core": "queued_s", "compute": "running_s"}
-# A rank that is slower by less than this share of a step does not delay the others.
+# A rank that is slower by less than this share of a step holds nobody up.
 _LEAST_SHARE = 0.1
-# Exchanges vary with the data and with other jobs on the network; a link that fell back to TCP takes many times longer.
+# Exchanges vary with the data and with other jobs of the network; a link that fell back to TCP takes many times longer.
 _NETWORK_RATIO = 3.0
-# The first steps of a run are slow: they fill caches, compile kernels and open connections.
+# Caches, kernels that are compiled and connections that are made: the first steps of a run are slow.
 _WARMUP_STEPS = 2
 
 
@@ -37,12 +37,12 @@ _WARMUP_STEPS = 2
 class RankTimes:
     """Seconds of one rank in one step."""
 
-    compute_s: float  # computation, without its loader and without waiting for other ranks
-    data_s: float  # in its loader, without waiting for other ranks
+    compute_s: float  # without its loader, and without waiting for other ranks
+    data_s: float  # of its loader, the same
     wait_s: float  # in exchanges with other ranks
-    running_s: float  # main thread running on a core
-    queued_s: float  # main thread ready to run while other processes used the core
-    media_bytes: float = 0  # not a time: bytes of media read for its rows
+    running_s: float  # of the main thread on a core
+    queued_s: float  # of the main thread ready to run while other processes had the core
+    media_bytes: float = 0  # that were read for its rows, no time
 
     @property
     def busy_s(self) -> float:
@@ -55,16 +55,16 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that delays the others, or, with neither rank nor node, the network of all ranks."""
+    """A rank that holds the others up, or the network of all of them, without a rank and a node."""
 
     cause: str
-    ratio: float  # its time without waits over the median of the others; for a network, time of exchanges over before
+    ratio: float  # its time without waiting over the median of the others; of a network, exchanges now over before
     rank: int | None = None
     node: str = ""
-    is_node: bool = False  # True if the node has several ranks, and all are slow
+    is_node: bool = False  # all ranks of the node are slow, and there are several
 
     def describe(self, steps: int) -> str:
-        """Return a sentence about `steps` slow steps."""
+        """Return a sentence about so many slow steps."""
         if self.rank is None:
             return f"for {steps} steps {CAUSES[self.cause]}: {self.ratio:.1f} times as long, although no rank is slow"
         who = f"node {self.node} (all of its ranks, such as rank {self.rank})" if self.is_node else ""
@@ -73,12 +73,12 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Detector of slow ranks from the times of all ranks; the same calls return the same results on every rank.
+    """Watches the times of all ranks; the same calls give the same answers on every rank.
 
     Args:
-        stages: pipeline stage of each rank. Ranks of a stage have equal work; a single rank of a stage is not compared.
-        ratio: threshold for a rank's time over that of the others.
-        on_gpu: True if an idle core does not mean that the rank is suspended.
+        stages: pipeline stage of each rank. Those of one stage have the same work, and one alone is not compared.
+        ratio: of a slow rank's time over that of the others.
+        on_gpu: a core that idles says nothing about the rank.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StragglerWatch:
         self._least_exchange_s = float("inf")
 
     def step(self, times: Sequence[RankTimes]) -> list[Straggler]:
-        """Add the times of every rank in one step, and return the ranks that are currently slow."""
+        """Add the times of every rank in one step, and return the ranks that are slow now."""
         self._seen += 1
         if self._seen <= _WARMUP_STEPS or len(times) < 2:
             return []
@@ -124,8 +124,8 @@ class StragglerWatch:
         ]
 
     def _slow_network(self, wait_s: Float64Array, step_s: Float64Array) -> list[Straggler]:
-        """Compare the time of exchanges against the fastest so far, on the rank that waits least for the others."""
-        # The preflight finds a network that is slow from the first step on.
+        """Compare exchanges, on every rank at least as long as on the one that others wait for, with the fastest."""
+        # A network that was slow from the first step on is a matter of the preflight.
         exchanges = wait_s.min(axis=1)
         before, self._least_exchange_s = self._least_exchange_s, min(self._least_exchange_s, float(exchanges.max()))
         least_s = np.maximum(_NETWORK_RATIO * before, _LEAST_SHARE * step_s.max(axis=1))
@@ -134,7 +134,7 @@ class StragglerWatch:
 
 
 def _medians_of_others(values: Float64Array) -> Float64Array:
-    """Return, for each value, the median of the other values in its row, float64 [steps, ranks]."""
+    """Return the median of a row without each of its numbers, float64 [steps, ranks]."""
     places, row = values.argsort(axis=1).argsort(axis=1), np.sort(values, axis=1)
     middle = ((values.shape[1] - 2) // 2, (values.shape[1] - 1) // 2)
     first, second = (np.take_along_axis(row, at + (at >= places), axis=1) for at in middle)
@@ -142,9 +142,9 @@ def _medians_of_others(values: Float64Array) -> Float64Array:
 
 
 def write_slow_nodes(folder: Path, stragglers: Sequence[Straggler], steps: int) -> list[str]:
-    """Write the nodes of stragglers, with reasons, to a file for the batch script of `harness submit`.
+    """Write the nodes of stragglers and the reasons for the batch script of `harness submit` in a run's folder.
 
-    Return their names; empty if the script keeps all of these nodes, or if there is no such script.
+    Return their names; none if the script keeps them all, or there is no such script.
     """
     job, logs, kept = os.environ.get("SLURM_JOB_ID"), folder / "logs", set[str]()
     if not job or not logs.is_dir():

@@ -1,8 +1,8 @@
-"""Weights & Biases and MLflow, in addition to TensorBoard; each gets its metrics from a separate thread.
+"""Weights & Biases and MLflow beside TensorBoard, each fed by a thread of its own.
 
-Training never waits for a service, or fails because of one. A service that cannot be reached is reported once, and
-receives no more metrics of this attempt; `metrics.jsonl` contains all. `NAME/told.json` in the run's folder contains
-the service's id of the run and the last step sent, so that a resumed run continues its curves and repeats no step.
+Training never waits for a service or fails by one. A service that cannot be reached is reported once, and receives no
+more of this part of the run; `metrics.jsonl` has everything. A folder NAME in that of the run has `told.json`, the
+service's id of the run and the last step sent, so that a resumed run continues its curves and repeats no step.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from harness.storage import write_atomically
 from harness.train.checkpoints import read_identity
 from harness.train.loop import OWN_VALIDATION
 
-# Each is also the name of its package and of our extra.
+# The package and the extra of each have the same name.
 SERVICES = ("wandb", "mlflow")
-# Default project of runs; WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME select another.
+# For runs that no variable (WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME) puts elsewhere.
 PROJECT = "megatron-sft-harness"
-# Seconds to wait for unsent metrics at the end of a run, by status; shorter if the run was asked to stop.
+# Wait at the end of a run for what is still on its way, by status; shorter if the run was asked to leave.
 PATIENCE_S = {"finished": 20.0, "stopped": 5.0}
 
 
@@ -43,7 +43,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError, with the extra to install, if the package of a service is missing."""
     for name in filter(SERVICES.__contains__, names):
         spec = find_spec(name)
-        # A plain folder of that name, which wandb creates in its working directory, has a spec too, but no origin.
+        # A folder of that name, which wandb makes where it runs, has a spec too, but no origin.
         if spec is None or spec.origin is None:
             what = f"the package {name} is not installed"
             fix = f"pip install 'megatron-sft-harness[{name}]', or remove {name} from trainer.trackers"
@@ -51,11 +51,11 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def curves_of(line: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:
-    """Return (step, values by curve) for each step in a metrics line: step 0 for initial losses, then its own step.
+    """Return the steps that a metrics line has numbers of, with these by curve: before the first, 0, and its own, last.
 
-    Curves of training are `train/loss` and so on. Validation has a separate group: `validation/loss`, and
-    `validation/code/loss` for an additional set `code`. Curves of a mixture of experts are `experts/load` and so on,
-    and `experts/data/code/load` for the tokens from `data/code`.
+    Curves of training are `train/loss` and so on. Those of validation are a group of their own: `validation/loss`, and
+    `validation/code/loss` of the further set `code`; those of a mixture of experts are `experts/load` and so on,
+    and `experts/data/code/load` of the tokens from `data/code`.
     """
     initial = {
         "validation/loss" if name == OWN_VALIDATION else f"validation/{name}/loss": loss
@@ -78,11 +78,11 @@ def curves_of(line: Mapping[str, Any]) -> list[tuple[int, dict[str, float]]]:
 
 
 class EventFile:
-    """A new TensorBoard event file in `folder`, written by the training thread.
+    """A new event file of TensorBoard in `folder`, written by the thread that trains.
 
-    The writers of TensorBoard and torch pass each value to a separate thread, which dies with a traceback if the disk
-    refuses, and opens the file again for every value. Here each step is one write, and a refusal raises OSError.
-    TensorBoard hides the values of `first_step` and later steps in earlier files of the folder.
+    The writers of TensorBoard and of torch hand each value to a thread of their own, which dies with a traceback where
+    the disk refuses, and opens the file again for every value. Here a step is one write, and a refusal an OSError.
+    TensorBoard hides what earlier files of the folder have of `first_step` and later ones.
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
@@ -100,7 +100,7 @@ class EventFile:
         )
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """Append the values of a step, given by curve name."""
+        """Append the values of a step by the names of their curves."""
         points = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=points)))
 
@@ -121,7 +121,7 @@ Steps = list[tuple[int, dict[str, float]]]
 
 
 class SentState:
-    """Record on disk of the run's id in a service, and of the last step sent."""
+    """The service's knowledge of the run, kept on disk."""
 
     def __init__(self, home: Path) -> None:
         self._path = home / "told.json"
@@ -129,9 +129,9 @@ class SentState:
         identity = read_identity(home.parent)
         self._identity = None if identity is None else identity.run
         if values.get("identity", self._identity) != self._identity:
-            values = {}  # this folder is a copy of another run, whose curves belong to that run
+            values = {}  # of a run of which this folder is a copy: its curves are not this run's
         self.run: str | None = values.get("run")
-        self.step: int = values.get("step", -1)  # 0 is before the first step
+        self.step: int = values.get("step", -1)  # 0 is before the first
 
     def update(self, *, run: str | None = None, step: int | None = None) -> None:
         self.run = self.run if run is None else run
@@ -141,7 +141,7 @@ class SentState:
 
 
 class Wandb:
-    """A run in Weights & Biases, configured by its own variables (WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, ...)."""
+    """A run of Weights & Biases, configured by its own variables (WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, ...)."""
 
     def __init__(self, folder: Path, sent: SentState, settings: dict[str, Any]) -> None:
         import wandb
@@ -170,10 +170,10 @@ class Wandb:
 
 
 class Mlflow:
-    """A run in MLflow, at MLFLOW_TRACKING_URI, or in files below the run's folder."""
+    """A run of MLflow, at MLFLOW_TRACKING_URI, or in files below the run's folder."""
 
     def __init__(self, folder: Path, sent: SentState, settings: dict[str, Any]) -> None:
-        # Newer versions refuse a file store without this variable.
+        # Newer versions refuse a store of files unless it is asked for.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
@@ -189,7 +189,7 @@ class Mlflow:
         self._run = sent.run
         self._client.update_run(self._run, status="RUNNING")
         known = self._client.get_run(self._run).data.params
-        # MLflow refuses longer values.
+        # Longer values are refused.
         flat = {key: str(value)[:500] for key, value in flatten(settings).items()}
         new = [Param(key, value) for key, value in flat.items() if key not in known]
         for first in range(0, len(new), 100):
@@ -209,14 +209,14 @@ class Mlflow:
 
 
 def mlflow_name(curve: str) -> str:
-    """Return a name for a curve that MLflow accepts; it refuses most paths of a blend's sources."""
-    # Replace a refused character by its code point, so that two sources keep separate curves.
+    """Return the name of a curve as MLflow takes it, which refuses those of most paths of a blend's sources."""
+    # What it refuses is named by its number: two sources keep curves of their own.
     parts = (re.sub(r"[^\w. -]", lambda found: f"_{ord(found[0]):x}", part) for part in curve.split("/"))
     return "/".join(part if part.strip(".") else f"_{part}" for part in parts)
 
 
 class Tracker:
-    """Sender of the steps of the run in `folder` to one service."""
+    """Feeds one service with the steps of the run in `folder`."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name, self._folder = name, folder
@@ -229,16 +229,16 @@ class Tracker:
             self._problem = f"{name} receives no metrics of this run ({error}); training continues"
 
     def send(self, steps: Steps | str) -> None:
-        """Pass on steps, and finally how the run ended: `finished` or `stopped` (to be continued)."""
+        """Pass on steps, and at last how the run ended: `finished` or `stopped` (to be continued)."""
         self._waiting.put(steps)
 
     def problem(self) -> str:
-        """Return, only once, why the service receives no more metrics; otherwise empty."""
+        """Return why the service receives nothing more, once; empty before and after it."""
         found, self._problem = self._problem, ""
         return found
 
     def wait(self, deadline: float) -> str:
-        """Wait until the service has everything, or until time.monotonic() reaches `deadline`; return `problem`."""
+        """Wait until the service has everything, at most until time.monotonic() is `deadline`; return `problem`."""
         if self._thread.ident is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         return f"{self._name} did not finish in time" if self._thread.is_alive() else self.problem()
@@ -254,6 +254,6 @@ class Tracker:
                     service.send(new)
                     sent.update(step=new[-1][0])
             service.finish(steps)
-        except Exception as error:  # services raise many kinds of errors
+        except Exception as error:  # services raise many kinds
             why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
             self._problem = redact(f"{self._name} receives no more metrics of this run ({why}); training continues")

@@ -1,4 +1,4 @@
-"""Verify a run's folder: its settings, the metrics of each step, checkpoints, and exported models."""
+"""Verification of a run's folder: its settings, the metrics of each step, checkpoints, and exported models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Answer:
 
 
 def find_run_check(path: str) -> Callable[..., list[Problem]] | None:
-    """Return the function that verifies a run's folder, a checkpoint or an exported model; None for other paths."""
+    """Return the function that verifies a run's folder, a checkpoint, or an exported model; None for any other path."""
     folder = Path(path)
     if (folder / CHECKPOINTS).is_dir() or ((folder / METRICS_FILE).is_file() and (folder / SETTINGS_FILE).is_file()):
         return verify_run
@@ -45,7 +45,7 @@ def find_run_check(path: str) -> Callable[..., list[Problem]] | None:
 
 
 def verify_run(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """List all problems in a run's folder: settings, metrics, identity, checkpoints, and models exported into it."""
+    """List all problems of a run's folder: settings, metrics, identity, checkpoints, and models exported into it."""
     folder = Path(path)
     checkpoints = list_checkpoints(folder / CHECKPOINTS)
     exports = sorted(place.parent for place in folder.glob(f"*/{CHECKSUMS_FILE}"))
@@ -78,7 +78,7 @@ def verify_checkpoint(path: str | Path, *, progress: Callable[[int, int], None] 
 
 
 def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """List all problems with the files in `checksums.json`, and all files that are not in it."""
+    """List all problems of the files that `checksums.json` lists, and the files that it does not list."""
     folder = Path(path)
     try:
         files = read_checksums(folder)
@@ -101,7 +101,7 @@ def verify_folder(path: str | Path, *, progress: Callable[[int, int], None] | No
 
 
 def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
-    """Yield problems with the run's identity and its settings, including those in its newest checkpoint."""
+    """Yield the problems of the run's identity and of its settings, also in its newest checkpoint."""
     try:
         read_identity(folder)
     except CheckpointError as error:
@@ -119,14 +119,14 @@ def _settings_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Proble
         with suppress(FormatError):
             known.append(read_settings(earlier))
     for checkpoint in checkpoints[-1:]:
-        with suppress(OSError, FormatError, *MISREAD):  # `verify_checkpoint` reports these
+        with suppress(OSError, FormatError, *MISREAD):  # `verify_checkpoint` has these
             written = json.loads((checkpoint / RUN_FILE).read_bytes()).get("settings")
             if written is not None and check_settings(written, where=checkpoint) not in known:
                 yield Problem(f"the run's settings differ from those of {checkpoint.name}", str(path))
 
 
 def _step_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
-    """Yield problems with the files of per-step lines: metrics, digests, and answers to sample prompts."""
+    """Yield the problems of the files that have lines of steps: metrics, digests, and answers to sample prompts."""
     path, digests_path = folder / METRICS_FILE, folder / DIGESTS_FILE
     metrics, problems = _read_steps(path, partial(from_plain, StepMetrics), "metrics")
     digests, damaged = _read_steps(digests_path, from_json, "digests")
@@ -162,10 +162,10 @@ def _step_problems(folder: Path, checkpoints: list[Path]) -> Iterator[Problem]:
 
 
 def _read_steps(path: Path, parse: Callable[[Any], T], kind: str) -> tuple[list[tuple[str, T]], list[Problem]]:
-    """Return the records of a file with their locations, and its damaged lines; both empty for a missing file."""
+    """Return the records of a file with their places, none for one that was not written, and what is damaged."""
     records, problems = [], []
     try:
-        # Bytes that are not UTF-8 are replaced, which makes the line invalid or changes its text.
+        # Text that is not UTF-8 has replacements, which are no JSON or other text.
         lines = path.read_bytes().decode(errors="replace").split("\n")
     except FileNotFoundError:
         return [], []

@@ -34,9 +34,9 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
     """Megatron's router with losses, expert bias and statistics over real tokens.
 
     Attributes:
-        layer: number of its layer, 0 for the first of the model.
+        layer: number of its layer, 0 for the model's first.
         token_weight: weight of a real token in the losses, which Megatron divides by the divisor of the step's loss.
-        counts: float64 [experts], real tokens that this rank sent to each expert in this step.
+        counts: float64 [experts], real tokens sent to each expert in this step, on this rank.
         row_sources: int64 [T], dataset of each token of this rank in the current row, or None.
         source_counts: float64 [datasets, experts], `counts` for each dataset.
         shared_experts_ran: True if this layer's shared experts processed the tokens that are routed next.
@@ -84,7 +84,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
             # If only the first layers are recomputed, Megatron passes the mask only to them.
             padding_mask = own_tokens(whole, config)
         padding = None if padding_mask is None else padding_mask.reshape(-1)
-        counted = self.training and torch.is_grad_enabled()  # once, even if activations are recomputed
+        counted = self.training and torch.is_grad_enabled()  # once, also where activations are computed again
         if counted and config.moe_z_loss_coeff:
             squares = torch.logsumexp(logits, dim=-1).square()
             squares = squares if padding is None else squares.masked_fill(padding, 0.0)
