@@ -1,4 +1,4 @@
-"""One microbatch row as tensors on the device, with the PackedSeqParams that attention and RoPE read."""
+"""Tensors of one microbatch row on the device, with the PackedSeqParams that attention and RoPE read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from harness.thd import RowMedia, ThdBatch, context_parallel_indices, loss_weigh
 
 @dataclass(frozen=True)
 class TokenTensors:
-    """This rank's slice of the tokens of a row of T padded ones, or of a row of `harness.thd.tokens_ahead`.
+    """This rank's slice of the tokens of a row, padded to T, or of a row of `harness.thd.tokens_ahead`.
 
     Attributes:
         tokens, labels: int64 [1, T / cp].
-        loss_mask: float32 [1, T / cp], the weights of `loss_weights`.
+        loss_mask: float32 [1, T / cp], weights from `loss_weights`.
         padding_mask: bool [1, T / cp], True at padding.
     """
 
@@ -41,11 +41,11 @@ class RowTensors(TokenTensors):
 
     Attributes:
         position_ids: int64 [1, T / cp].
-        divisor: int32, the row's part of what divides the sum of all losses; 0 on all of its context-parallel ranks but
+        divisor: int32, the row's part of the divisor of the summed loss; 0 on all of its context-parallel ranks except
             the first.
-        packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group; and this
-            rank's TokenTensors ahead, for layers that predict these.
-        sources: int64 [1, T / cp], number of the dataset that each token is from; None for a row without them.
+        packed_seq_params: boundaries of the whole row, the same on every rank of its context-parallel group, and this
+            rank's `TokenTensors` of tokens ahead, for layers that predict them.
+        sources: int64 [1, T / cp], number of each token's dataset; None for a row without datasets.
     """
 
     position_ids: torch.Tensor
@@ -54,7 +54,7 @@ class RowTensors(TokenTensors):
     sources: torch.Tensor | None = None
 
     def all(self) -> list[torch.Tensor]:
-        """Return every tensor, those of the boundaries included."""
+        """Return every tensor, including those of `packed_seq_params`."""
         ahead = [value for fields in self.packed_seq_params.ahead for value in vars(fields).values()]
         media = self.packed_seq_params.media
         seen = [] if media is None else [media.places, media.features, *media.arrays.values()]
@@ -68,10 +68,10 @@ class RowTensors(TokenTensors):
 
 
 class RowsAhead:
-    """Rows of a step, each copied to the device while the one before it is computed.
+    """Rows of a step, each copied to the device while the previous one is computed.
 
-    Copies go from pinned memory through a stream of their own, so that neither the host nor the kernels of a row wait
-    for those of the next. On a CPU they are made at the same points.
+    Copies run from pinned memory on a separate stream, so that neither the host nor the kernels of a row wait for the
+    copies of the next one. On a CPU the copies are made at the same points.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class RowsAhead:
         self._begun: tuple[ThdBatch, RowTensors] | None = None
 
     def take(self) -> tuple[ThdBatch, RowTensors]:
-        """Return the next row with its tensors, and begin to copy the one after it."""
+        """Return the next row with its tensors, and start copying the row after it."""
         row, tensors = self._begun or self._begin(next(self._rows))
         if self._stream is not None:
             computing = torch.cuda.current_stream()
             computing.wait_stream(self._stream)
             for tensor in tensors.all():
-                # Its memory comes from the stream of the copies, which must not take it back while it is read.
+                # Its memory belongs to the copy stream, which must not reuse it while it is read.
                 tensor.record_stream(computing)
         after = next(self._rows, None)
         self._begun = None if after is None else self._begin(after)
@@ -109,27 +109,27 @@ def to_device(
     is_static: bool = False,
     loss_average: str = "token",
 ) -> RowTensors:
-    """Copy this rank's context-parallel slice of a row to `device`; a GPU's copies do not wait.
+    """Copy this rank's context-parallel slice of a row to `device`; copies to a GPU are asynchronous.
 
-    The device widens ids and weights and derives labels and positions, so that about 5 bytes a token are copied.
+    The device widens ids and weights and derives labels and positions, so only about 5 bytes per token are copied.
 
     Args:
-        cp_size, cp_rank, cp_group: context-parallel ranks of the row, this one, and where rows differ, their group.
+        cp_size, cp_rank, cp_group: context-parallel ranks of the row, this rank, and their group if rows differ in it.
     """
     weights, divisor = loss_weights(row, loss_average)
     weighed = replace(row, loss_mask=weights)
     keep: Any = slice(None)
     if cp_size > 1:
         keep = context_parallel_indices(row.cu_seqlens_padded, cp_size=cp_size, cp_rank=cp_rank)
-    # Moved before they are cut, so that no rank needs a token of another.
+    # Shift tokens before slicing, so that no rank needs another rank's tokens.
     own, *ahead = (
         _copy_tokens(tokens_ahead(weighed, distance) if distance else weighed, keep, device)
         for distance in range(mtp_layers + 1)
     )
-    # Kernels take a slower path with padded bounds, so these are passed only if they differ.
+    # Kernels take a slower path with padded bounds, so pass them only if they differ.
     is_padded = is_static or not np.array_equal(row.cu_seqlens, row.cu_seqlens_padded)
     cu_seqlens = _copied(row.cu_seqlens, device)
-    # The bounds decide where a token is in its sequence, for attention and for the rotary embedding alike.
+    # The same bounds give positions in sequences for attention and for the rotary embedding.
     bounds = _copied(row.cu_seqlens_padded, device) if is_padded else cu_seqlens
     owners, positions = _find_places(bounds, len(row), cp_size=cp_size, cp_rank=cp_rank)
     position_ids = positions if _counts_up(row) else _copied(row.position_ids[keep].astype(np.int32), device).long()
@@ -141,7 +141,7 @@ def to_device(
     return RowTensors(
         **vars(own),
         position_ids=position_ids.unsqueeze(0),
-        # Its context-parallel ranks sum the losses of their slices, and count the whole row once.
+        # Context-parallel ranks sum the losses of their slices, so only the first adds the divisor of the row.
         divisor=_copied(np.asarray(divisor if cp_rank == 0 else 0, np.int32), device),
         packed_seq_params=packed_seq_params(
             cu_seqlens=cu_seqlens,
@@ -161,7 +161,7 @@ def to_device(
 
 
 def _place_media(media: RowMedia, row: ThdBatch, keep: Any, device: torch.device) -> MediaTensors | None:
-    """Return what a slice of a row shows of its media, without those that it has no token of; None for none."""
+    """Return the media that have tokens in a slice of a row, or None."""
     places, owners = media.places(row.cu_seqlens_padded), np.repeat(np.arange(len(media.tokens)), media.tokens)
     if isinstance(keep, np.ndarray):
         held = np.full(len(row), -1, np.int64)
@@ -171,7 +171,7 @@ def _place_media(media: RowMedia, row: ThdBatch, keep: Any, device: torch.device
     used = np.unique(owners[is_held])
     if not len(used):
         return None
-    # The features of the used ones are numbered end to end.
+    # Features of the used media are numbered consecutively.
     numbers = np.cumsum(np.isin(owners, used)) - 1
     return MediaTensors(
         {name: _copied(array, device) for name, array in media.arrays_of(used).items()},
@@ -182,9 +182,9 @@ def _place_media(media: RowMedia, row: ThdBatch, keep: Any, device: torch.device
 
 
 def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> TokenTensors:
-    """Copy the tokens, a byte each of weight and padding, and the labels that are not the token after, at once."""
+    """Copy tokens, a byte of weight and padding for each, and labels other than the next token, in one transfer."""
     tokens, labels, weights = row.tokens[keep].astype(np.int32), row.labels[keep].astype(np.int32), row.loss_mask[keep]
-    # Tensor-parallel ranks would take them for tokens of each other. Only of other ranks may they be unknown, and -1.
+    # Embeddings on tensor-parallel ranks would silently treat negative ids as tokens of another rank.
     if (low := min(tokens.min(), labels.min())) < 0:
         raise FormatError(f"a token id is {low}", where="a row", fix="write the data again: ids are 0 or more")
     others = np.flatnonzero(labels != np.roll(tokens, -1)).astype(np.int32)
@@ -206,22 +206,22 @@ def _copy_tokens(row: ThdBatch, keep: Any, device: torch.device) -> TokenTensors
 
 
 def _counts_up(row: ThdBatch) -> bool:
-    """Return True if positions are counted from 0 in every sequence, as `_find_places` counts them."""
+    """Return True if positions count up from 0 in every sequence, as in `_find_places`."""
     starts = row.cu_seqlens_padded[:-1][np.diff(row.cu_seqlens_padded) > 0]
     jumps = np.count_nonzero(np.diff(row.position_ids) != 1)
     return not row.position_ids[starts].any() and int(jumps) == len(starts) - 1
 
 
 def _find_places(bounds: torch.Tensor, total: int, *, cp_size: int, cp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sequence of each token of a rank's slice and its position there, [T / cp], without a wait of the host.
+    """Return the sequence and position of each token in a rank's slice, [T / cp], without a host synchronization.
 
-    `bounds` are int32 [S + 1], of padded sequences, and `total` is T.
+    `bounds` are int32 [S + 1], for padded sequences, and `total` is T.
     """
     held = bounds if cp_size == 1 else bounds // cp_size
     owners = torch.repeat_interleave(held.diff(), output_size=total // cp_size)
     positions = torch.arange(total // cp_size, device=bounds.device) - held[owners]
     if cp_size > 1:
-        # Of the 2 * cp_size chunks of a sequence, a rank holds those of `context_parallel_indices`.
+        # A rank holds two of the 2 * cp_size chunks of a sequence, as in `context_parallel_indices`.
         chunk = (held.diff() // 2)[owners]
         positions += torch.where(positions < chunk, cp_rank, 2 * cp_size - 2 - cp_rank) * chunk
     return owners, positions
@@ -229,12 +229,12 @@ def _find_places(bounds: torch.Tensor, total: int, *, cp_size: int, cp_rank: int
 
 def _copied(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
-    # From memory that is not pinned, a copy to a GPU waits for all work before it.
+    # A copy to a GPU from memory that is not pinned would wait for all earlier work.
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.Tensor:
-    """Run a row through one chunk of the model; return its losses, or logits, or what the next stage gets."""
+    """Run a row through one chunk of the model; return its losses, logits, or activations for the next stage."""
     output: torch.Tensor = chunk(
         input_ids=row.tokens,
         position_ids=row.position_ids,
@@ -254,11 +254,11 @@ def sum_loss(
     sources: torch.Tensor | None = None,
     num_sources: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the summed loss, its divisor, and for the report a float64 tensor [3 + 2 * num_sources].
+    """Return the summed loss, its divisor, and a report, float64 [3 + 2 * num_sources].
 
-    The report has the sum, the divisor and the trained tokens, then the sum and the weights of each source. The sum,
-    not the mean: Megatron divides gradients by the divisors of the whole global batch, so the loss does not depend on
-    the placement of sequences.
+    The report contains the sum, the divisor and the number of trained tokens, then the sum of each source, then the
+    weight of each source. The loss is a sum, not a mean: Megatron divides gradients by the divisor of the whole global
+    batch, so that the loss does not depend on the placement of sequences.
     """
     weighed = losses.float() * loss_mask
     total, tokens = weighed.sum(), torch.count_nonzero(loss_mask)
@@ -271,9 +271,9 @@ def sum_loss(
 
 
 def padding_argument(chunk: Any, padding_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the argument that names padding to a chunk's routers of experts; none for a chunk without experts.
+    """Return the argument that marks padding for a chunk's expert routers; empty for a model without experts.
 
-    Megatron cuts the mask, bool [1, T / cp], True at padding, for sequence parallelism on the first stage alone.
+    Megatron slices the mask, bool [1, T / cp], True at padding, for sequence parallelism only on the first stage.
     """
     config = get_model_config(chunk)
     if config.num_moe_experts is None:

@@ -1,7 +1,7 @@
-"""All differences between the supported versions of Megatron-Core (0.16 to 0.19), and of a CPU from a GPU.
+"""All differences between the supported versions of Megatron-Core (0.16 to 0.19), and between a CPU and a GPU.
 
-Megatron-Core has `device="cuda"` and `torch.cuda.current_device()` in many places. On a CPU the same code runs under a
-function mode that maps these to the CPU; no part of Megatron is replaced, so a CPU trains with the code of a GPU.
+Megatron-Core uses `device="cuda"` and `torch.cuda.current_device()` in many places. On a CPU the same code runs under a
+function mode that maps these to the CPU, so that a CPU trains with the same code paths as a GPU.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from harness.storage import StoredFile
 MEGATRON_VERSION: str = megatron.core.__version__
 _ENGINE = "transformer_engine.pytorch"
 _HAS_PADDING_FIELD = "pad_between_seqs" in PackedSeqParams.__dataclass_fields__
-# False for newer versions, which keep these values of a checkpoint among its objects.
+# False for newer versions, which store the common values of a checkpoint with its other objects.
 COMMON_VALUES_HAVE_A_FILE = not hasattr(serialization, "_legacy_common_state_exists")
 
 
 @dataclasses.dataclass
 class PackedRow(PackedSeqParams):  # type: ignore[misc]
-    """PackedSeqParams of a row whose positions are known, so that its rotary angles are gathered once a microbatch.
+    """PackedSeqParams of a row with known positions, so that its rotary angles are gathered once per microbatch.
 
     Attributes:
-        positions: int64 [T / cp], of this rank's tokens in their sequences.
-        grid: int64 [3, T / cp], positions in time, height and width; None where all three are `positions`.
-        lengths: padded tokens of each sequence that has any, for layers that split a row on the host.
+        positions: int64 [T / cp], positions of this rank's tokens in their sequences.
+        grid: int64 [3, T / cp], positions in time, height and width; None if all three equal `positions`.
+        lengths: padded length of each nonempty sequence, for layers that split a row on the host.
         padding_mask: bool [1, T / cp], True at padding.
-        is_static: rows differ in the values of tensors alone; what is computed reads no value on the host.
-        ahead: by the number of tokens ahead, from 1 on, what layers that predict further tokens read.
-        media: `harness.megatron.model.media.MediaTensors` of this rank's tokens; None for none.
+        is_static: rows differ only in the values of tensors; no computation reads a value on the host.
+        ahead: inputs of the layers that predict further tokens, one entry per number of tokens ahead, starting at 1.
+        media: `harness.megatron.model.media.MediaTensors` of this rank's tokens, or None.
     """
 
     positions: torch.Tensor | None = None
@@ -83,7 +83,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     _scanned: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def forget_angles(self) -> None:
-        """Gather the angles again: the positions are those of another row now."""
+        """Discard the cached angles and scan order: the positions now belong to another row."""
         self._angles.clear()
         self._scanned = None
 
@@ -92,7 +92,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine [T / cp, 1, 1, d] of `freqs` [max_seqlen, 1, 1, d] at the positions, times `mscale`.
 
-        Layers that share `freqs` share the result. `axes` are int64 [d], for each number of a head the row of `grid`.
+        Layers that share `freqs` share the result. `axes`, int64 [d], gives the row of `grid` for each head dimension.
         """
         for known, of_dtype, of_scale, cos, sin in self._angles:
             if known is freqs and of_dtype == dtype and of_scale == mscale:
@@ -107,12 +107,12 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
         return cos, sin
 
     def scan_order(self, cp_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return what a scan of the whole row needs, without a wait of the host; all layers share it.
+        """Return the sequences and token order for a scan of the whole row, without a host synchronization.
 
         Returns:
-            the sequences, padding included (padding at the end of a row is one more), as bounds, int64 [S + 1], and by
-            token, int32 [1, T]; and for ranks that share the row int64 [T], the place of each token among their slices,
-            one after the other (`harness.thd.context_parallel_indices`).
+            sequence bounds, int64 [S + 1], padding included (padding at the end of a row is one more sequence); the
+            sequence of each token, int32 [1, T]; and, if ranks share the row, the index of each token in their
+            concatenated slices, int64 [T] (`harness.thd.context_parallel_indices`). All layers share the result.
         """
         if self._scanned is None:
             assert self.positions is not None
@@ -124,7 +124,7 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]
                 chunk = bounds.diff()[owners] // (2 * cp_size)
                 places = torch.arange(held * cp_size, device=bounds.device) - bounds[owners]
                 number = places // chunk
-                # Rank r has chunks r and 2 * cp_size - 1 - r of a sequence.
+                # Rank r holds chunks r and 2 * cp_size - 1 - r of a sequence.
                 rank = torch.minimum(number, 2 * cp_size - 1 - number)
                 second = torch.where(number < cp_size, 0, chunk)
                 order = rank * held + bounds[owners] // cp_size + second + places % chunk
@@ -144,27 +144,27 @@ def packed_seq_params(
 ) -> PackedSeqParams:
     """Return the PackedSeqParams of one row whose queries and keys are the same tokens.
 
-    `total_tokens` of newer versions is left out: it makes them look for the sequence of every token, which only layers
+    `total_tokens` of newer versions is not set: with it, they look up the sequence of every token, which only layers
     with a state scan need.
 
     Args:
-        cu_seqlens: int32 [S + 1], real tokens.
-        cu_seqlens_padded: int32 [S + 1], padded tokens; None if nothing is padded.
-        max_seqlen: the longest padded sequence.
-        positions: int64 [T / cp], of this rank's tokens in their sequences; with them, a `PackedRow`.
-        cp_group: process group of the row's context-parallel ranks, where rows differ in it.
-        is_padded: False for padded bounds that equal the real ones; None where they are given only if they differ.
+        cu_seqlens: int32 [S + 1], cumulative lengths without padding.
+        cu_seqlens_padded: int32 [S + 1], cumulative lengths with padding; None if nothing is padded.
+        max_seqlen: length of the longest padded sequence.
+        positions: int64 [T / cp], positions of this rank's tokens in their sequences; if given, returns a `PackedRow`.
+        cp_group: process group of the row's context-parallel ranks, if it varies by row.
+        is_padded: False if the padded bounds equal the real ones; None if they are given only when they differ.
     """
     values: dict[str, Any] = {"qkv_format": "thd"}
     for of in ("q", "kv"):
         values |= {f"cu_seqlens_{of}": cu_seqlens, f"cu_seqlens_{of}_padded": cu_seqlens_padded}
         values[f"max_seqlen_{of}"] = max_seqlen
     if _HAS_PADDING_FIELD:
-        # Without it, versions of Transformer Engine compare the bounds on the device in every layer, and wait.
+        # Without it, some versions of Transformer Engine compare the bounds on the device in every layer, and wait.
         values["pad_between_seqs"] = cu_seqlens_padded is not None if is_padded is None else is_padded
     if cp_group is not None:
         values["local_cp_size"] = cp_group.size()
-        # Layers of Transformer Engine take the ring of the row before unless they get another, or the size 1 alone.
+        # Transformer Engine's layers keep the ring of the previous row unless given another, or size 1 without a group.
         values["cp_group"] = cp_group if cp_group.size() > 1 else None
     if positions is None:
         return PackedSeqParams(**values)
@@ -172,9 +172,9 @@ def packed_seq_params(
 
 
 def make_ring_stream() -> None:
-    """Give the attention of Transformer Engine the stream on which ranks that share a row exchange.
+    """Give Transformer Engine's attention a stream for the exchanges between ranks that share a row.
 
-    Megatron makes it only for layouts in which every row is shared.
+    Megatron creates it only for layouts in which every row is shared.
     """
     if _can_import(_ENGINE):
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -183,16 +183,16 @@ def make_ring_stream() -> None:
 
 
 def missing_kernels(*, delta_rule: bool) -> str | None:
-    """Return the package that has the kernels of Mamba-2 or of the gated delta rule, where it cannot be imported."""
+    """Return the package with the kernels of Mamba-2 or the gated delta rule if it cannot be imported, or None."""
     if delta_rule:
         return None if _can_import("fla.ops.gated_delta_rule") else "flash-linear-attention"
     return None if _can_import("mamba_ssm.ops.triton.ssd_combined") else "mamba-ssm"
 
 
 class WholeLinear(torch.nn.Module):
-    """A linear layer without bias that every tensor-parallel rank has all of, for its own part of the tokens.
+    """A linear layer without bias, replicated on every tensor-parallel rank, which applies it to its own tokens.
 
-    Megatron makes some layers with that of Transformer Engine alone, which takes the `rest` besides.
+    Megatron builds some layers only with Transformer Engine's linear layer, which accepts the arguments in `rest`.
     """
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any = None, **rest: Any) -> None:
@@ -209,7 +209,7 @@ class WholeLinear(torch.nn.Module):
 
 
 def _can_import(name: str) -> bool:
-    """Return False for a module of a package that is missing or damaged, or of a folder that only has its name."""
+    """Return True if a module can be imported; a damaged package, or a folder with its name, counts as missing."""
     try:
         import_module(name)
     except (ImportError, OSError):
@@ -218,10 +218,10 @@ def _can_import(name: str) -> bool:
 
 
 def import_scans(reference: Any) -> Any:
-    """Return Megatron's modules of Mamba-2 and of the gated delta rule, also where packages that they need are missing.
+    """Return Megatron's modules for Mamba-2 and the gated delta rule, even if packages that they need are missing.
 
-    They refuse to make a layer without the kernels, Triton or einops. Of these, only a norm is used here:
-    `GroupedRMSNorm` of `reference` where that of the kernels is missing.
+    They refuse to build a layer without the kernels, Triton and einops. Only a norm of these packages is used here;
+    `GroupedRMSNorm` of `reference` replaces it if the kernels are missing.
     """
     stand_in = mock.MagicMock()
     stand_in.RMSNorm = reference.GroupedRMSNorm
@@ -243,31 +243,31 @@ _OF_KERNELS = (
 
 
 def why_no_packed_scan(*, delta_rule: bool) -> str | None:
-    """Return which version of the kernels trains packed rows, where those installed do not."""
+    """Return the version of the kernels required to train packed rows if the installed ones cannot, or None."""
     if delta_rule:
-        # On Hopper with Triton 3.4 to 3.7.0, older ones compute wrong gradients, and later ones refuse (fla issue 640).
+        # On Hopper with Triton 3.4 to 3.7.0, older ones compute wrong gradients; later ones refuse (fla issue 640).
         names = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), ("fla.modules.convolution", "causal_conv1d")
         known = all(accepts(getattr(import_module(module), name), "cu_seqlens") for module, name in names)
         version = utils.PkgVersion(getattr(import_module("fla"), "__version__", "0"))
         return None if known and version >= utils.PkgVersion("0.5.0") else "flash-linear-attention >= 0.5.0 is required"
-    # Since 2.2.5, mamba-ssm takes the convolution from a module of later versions, and otherwise has none.
+    # Since 2.2.5, mamba-ssm imports the convolution from a module that older versions of causal_conv1d lack.
     least = "1.5.1" if utils.is_mamba_min_version("2.2.5") else "1.4.0"
     if find_spec("causal_conv1d") is None or not utils.is_causal_conv1d_min_version(least):
         return f"causal_conv1d >= {least} is required"
-    # Since 2.0 they know where sequences begin, but their gradients were wrong (mamba issue 352, pull request 537).
+    # Versions since 2.0 accept sequence starts, but their gradients were wrong (mamba issue 352, pull request 537).
     return None if utils.is_mamba_min_version("2.2.4") else "mamba_ssm >= 2.2.4 is required"
 
 
 def engine_compares_bounds() -> bool:
-    """Return True if attention of Transformer Engine finds out on the host whether rows are padded, in every layer.
+    """Return True if Transformer Engine's attention checks on the host, in every layer, whether rows are padded.
 
-    Versions before 2.19 do unless they are told, and Megatron-Core 0.16 has no field for that.
+    Versions before 2.19 do so unless `pad_between_seqs` is given, and Megatron-Core 0.16 has no field for it.
     """
     return not _HAS_PADDING_FIELD and not utils.is_te_min_version("2.19.0")
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return True where graphs can be captured, and exchanges between ranks run while the device computes."""
+    """Return True if the device can capture graphs and overlap communication between ranks with computation."""
     return device.type == "cuda"
 
 
@@ -277,7 +277,7 @@ def accepts(function: Any, name: str) -> bool:
 
 
 def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
-    """Return Megatron's settings of a pretraining dataset; raise ConfigError if this version lacks one."""
+    """Return Megatron's settings for a pretraining dataset; raise ConfigError if this version lacks one."""
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init})
     if unknown:
         what = f"megatron-core {MEGATRON_VERSION} has no {', '.join(unknown)}"
@@ -286,17 +286,17 @@ def gpt_dataset_config(values: dict[str, Any]) -> GPTDatasetConfig:
 
 
 def async_checkpoint_arguments(save: Any) -> dict[str, Any]:
-    """Return the arguments that select Megatron's own background writer, which is not the default of 0.19."""
+    """Return the arguments that select Megatron's own background writer, which is not the default in 0.19."""
     strategy = {"async_strategy": "mcore"} if accepts(save, "async_strategy") else {}
     return {"validate_access_integrity": False, "async_sharded_save": True, **strategy}
 
 
 @contextmanager
 def checkpoints_read_by(reader: Callable[[str], FileSystemReader]) -> Iterator[None]:
-    """Let Megatron's loader open checkpoints with `reader` inside the block.
+    """Make Megatron's loader open checkpoints with `reader` inside the block.
 
-    Megatron 0.16 opens one in its strategy of torch's format, 0.19 in its entry points too, for values that 0.16 keeps
-    in `common.pt`.
+    Megatron 0.16 opens them in its strategy for torch's format; 0.19 does so in its entry points too, for the values
+    that 0.16 stores in `common.pt`.
     """
     assert hasattr(torch_format, "_get_filesystem_reader"), "this version would unpickle without restrictions"
     with ExitStack() as stack:
@@ -309,25 +309,25 @@ def checkpoints_read_by(reader: Callable[[str], FileSystemReader]) -> Iterator[N
 
 @contextmanager
 def without_kernels(*, on_cpu: bool) -> Iterator[None]:
-    """Let Megatron run without Transformer Engine, and on a CPU even where it is installed, inside the block.
+    """Run Megatron without Transformer Engine, on a CPU even if it is installed, inside the block.
 
-    Megatron takes its optimizer and norms of gradients where it can be imported, which a machine without a GPU can do
-    too: a CPU gets PyTorch's AdamW and Megatron's own functions.
+    Wherever Transformer Engine can be imported, even without a GPU, Megatron uses its optimizer and gradient norms.
+    On a CPU they are replaced by PyTorch's AdamW and Megatron's own functions.
 
-    Megatron 0.16 reads a name of Transformer Engine that exists only with it. The dispatcher of experts expects counts
-    of tokens as numpy arrays, which Megatron makes of a GPU's tensors alone, and keeps its stream forever.
+    Megatron 0.16 reads a name that exists only with Transformer Engine. The expert dispatcher expects token counts as
+    numpy arrays, which Megatron creates only from tensors on a GPU, and never releases its CUDA stream.
     """
 
     def as_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     with ExitStack() as stack:
-        # The layers around experts of another size, which Megatron makes with Transformer Engine alone.
+        # Projections to and from experts of another hidden size, which Megatron builds only with Transformer Engine.
         stack.enter_context(mock.patch.multiple(moe_layer, create=True, HAVE_TE=True, TELinear=WholeLinear))
         if on_cpu or not _can_import(_ENGINE):
-            # Its names are there without it, or where it cannot be imported, and are no classes.
+            # Without Transformer Engine, or if importing it fails, its names exist but are not classes.
             stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
-            # Megatron 0.16 compares versions with None where it is missing.
+            # Megatron 0.16 compares versions with None if it is missing.
             stack.enter_context(mock.patch.object(optimizer_config, "is_te_min_version", return_value=False))
         if on_cpu or not hasattr(moe_utils, "te_general_gemm"):
             stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
@@ -341,13 +341,13 @@ def without_kernels(*, on_cpu: bool) -> Iterator[None]:
             stack.enter_context(mock.patch.object(HybridDeviceOptimizer, sort, _sort_by_device))
             dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
             stack.enter_context(mock.patch.object(dispatcher, "cuda_dtoh_stream", None))
-            # Only fused kernels read these tables, which are cut for context parallelism by way of pinned memory.
+            # Only fused kernels read these tables; slicing them for context parallelism would need pinned memory.
             stack.enter_context(mock.patch.object(YarnRotaryEmbedding, "_set_cos_sin_cache", return_value=None))
         yield
 
 
 def require_moments() -> None:
-    """Raise ConfigError unless Megatron's Adam is Transformer Engine's, which can keep its moments in bfloat16."""
+    """Raise ConfigError unless Megatron uses Transformer Engine's Adam, which can store its moments in bfloat16."""
     if accepts(optimizer.Adam, "exp_avg_dtype"):
         return
     what = f"optimizer.moments_dtype is bfloat16, but Adam of {optimizer.Adam.__module__.partition('.')[0]} does not "
@@ -357,9 +357,9 @@ def require_moments() -> None:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Map `device="cuda"` and `Tensor.cuda()` to the CPU; `Tensor.type()` returns what it would on a GPU.
+    """Map `device="cuda"` and `Tensor.cuda()` to the CPU; `Tensor.type()` returns the same string as on a GPU.
 
-    Megatron's optimizers sort parameters by the string `torch.cuda.FloatTensor`.
+    Megatron's optimizers group parameters by strings such as `torch.cuda.FloatTensor`.
     """
 
     def __torch_function__(
@@ -378,7 +378,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Now:
-    """A stream and an event of a device whose work is never asynchronous."""
+    """Stream and event of a device that never works asynchronously."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
@@ -421,16 +421,16 @@ def _cpu_as_cuda() -> Iterator[None]:
         manual_seed=torch.default_generator.manual_seed,  # without other devices, each of which keeps a stack trace
         empty_cache=lambda: None,
     )
-    # Megatron's seed tracker uses the GPU's generator; a CPU has one generator for everything.
+    # Megatron's seed tracker uses the generator of the GPU; a CPU has one generator for everything.
     generator = mock.patch.multiple(megatron_random, _set_cuda_rng_state=set_state, _get_cuda_rng_state=get_state)
     with cuda, generator, _CudaMeansCpu():
         yield
 
 
 class _HostCopies(TorchFunctionMode):
-    """Tell copies on the host from the weights that they are of, on a CPU that has both.
+    """Distinguish host copies from the weights they were copied from, on a CPU that holds both.
 
-    Megatron's optimizer on the host looks for weights of a GPU, and puts copies of them into pinned memory.
+    Megatron's offloading optimizer looks for weights on a GPU, and copies them into pinned memory.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -451,7 +451,7 @@ _SORT_BY_DEVICE = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
 
 def _gather_parts(input_: Any, group: Any, output_split_sizes: Any = None, *options: Any) -> Any:
-    """Gather parts of any lengths, as NCCL does and gloo does not: tokens of ranks that share experts."""
+    """Gather parts of different lengths, the tokens of ranks that share experts; gloo cannot, unlike NCCL."""
     if output_split_sizes is None or torch.distributed.get_backend(group) != "gloo":
         return _GATHER(input_, group, output_split_sizes, *options)
     gathered = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
@@ -463,7 +463,7 @@ def _gather_parts(input_: Any, group: Any, output_split_sizes: Any = None, *opti
 
 
 def _scatter_parts(input_: Any, group: Any, input_split_sizes: Any = None, *options: Any) -> Any:
-    """Sum over ranks and return this rank's part, of any length."""
+    """Sum over ranks and return this rank's part; parts can differ in length."""
     if input_split_sizes is None or torch.distributed.get_backend(group) != "gloo":
         return _SCATTER(input_, group, input_split_sizes, *options)
     for rank, part in enumerate(input_.split(list(input_split_sizes))):
@@ -483,7 +483,7 @@ _NORMS = {
     "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
     "multi_tensor_scale_tensor_impl": None,
 }
-# Names that modules of Megatron have from Transformer Engine (or Apex) where it is installed.
+# Names that Megatron's modules import from Transformer Engine (or Apex) if it is installed.
 _OF_A_CPU: dict[Any, dict[str, Any]] = {
     optimizer: {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
     distrib_optimizer: dict.fromkeys(("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER", "USING_APEX_OPTIMIZER"), False)
@@ -495,7 +495,7 @@ _OF_A_CPU: dict[Any, dict[str, Any]] = {
 
 
 def with_router(layer: Any, router: type[TopKRouter]) -> Any:
-    """Return a layer's specification whose mixture of experts, if it has one, has this router."""
+    """Return a layer's specification with this router in its mixture of experts, if it has one."""
     mlp = layer.submodules.mlp
     experts: Any = mlp.keywords.get("submodules") if isinstance(mlp, partial) else mlp.submodules
     if not hasattr(experts, "router"):
@@ -506,10 +506,10 @@ def with_router(layer: Any, router: type[TopKRouter]) -> Any:
 
 
 def reduce_over_copies(experts: torch.nn.Module) -> None:
-    """Sum the gradients of a layer's experts over the ranks that have the same ones, as Megatron 0.19 does.
+    """Mark a layer's experts so that their gradients are summed over the ranks that hold copies, as Megatron 0.19 does.
 
-    Megatron 0.16 sums those of experts on one expert-parallel rank over the data-parallel ranks, as if they were dense:
-    tensor-parallel ranks, which send them tokens of their own, would be left out.
+    With one expert-parallel rank, Megatron 0.16 sums expert gradients over the data-parallel ranks, as for dense
+    parameters. That leaves out the tensor-parallel ranks, which send the experts tokens of their own.
     """
     for parameter in experts.parameters():
         setattr(parameter, "allreduce", False)  # noqa: B010 - not an attribute of torch
@@ -520,21 +520,21 @@ def predicting_layer(layer: Any) -> Any:
     return layer.transformer_layer if hasattr(layer, "transformer_layer") else layer.mtp_model_layer
 
 
-# Matches the part of the names of its parameters that is of this layer.
+# Matches the prefix of this decoder layer in parameter names.
 PREDICTING_LAYER = r"(?:transformer_layer|mtp_model_layer)\."
 
 
 def keep_checkpoint_results_in_a_file() -> None:
-    """Return the results of checkpoint writers through a file, not through the process that Megatron starts for that.
+    """Return the results of checkpoint writers through a file, not through the manager process that Megatron starts.
 
-    That process takes seconds to start and outlives a killed run. A SIGTERM that Slurm sends to every process of a job
-    kills it, and the checkpoint that the signal requested is lost.
+    That process takes seconds to start and outlives a killed run. When Slurm sends SIGTERM to every process of a job,
+    it dies, and the checkpoint that the signal requested is lost.
     """
     if hasattr(filesystem_async, "_results_queue") and filesystem_async._results_queue is None:
         filesystem_async._results_queue = _ResultFile()
 
 
-# Functions that write a file of a checkpoint on rank 0 alone; no version has all.
+# Functions that write a file of a checkpoint on rank 0 only; no version has all of them.
 _WRITTEN_ALONE = (
     (filesystem_async.FileSystemWriterAsync, "finish"),
     (getattr(common, "TorchCommonSaveStrategy", None), "save_common"),
@@ -545,7 +545,7 @@ _WRITTEN_ALONE = (
 
 @contextmanager
 def rank_0_goes_on() -> Iterator[list[Exception]]:
-    """Collect the errors of files that rank 0 writes alone inside the block, where the other ranks wait for it."""
+    """Collect, instead of raising, errors of files that only rank 0 writes, because other ranks wait for rank 0."""
     errors: list[Exception] = []
 
     def without_errors(write: Callable[..., None]) -> Callable[..., None]:
@@ -565,22 +565,22 @@ def rank_0_goes_on() -> Iterator[list[Exception]]:
 
 
 class WrittenHashes:
-    """Hashes of checkpoint files, taken from the bytes on their way to the disk.
+    """Hashes of checkpoint files, computed while the bytes are written.
 
-    Megatron's writers open their files by the name `open` in their module. They run in a forked process, and only there
-    is the name given another meaning; the hashes come back through a pipe. Storage that Megatron reaches without
-    `open`, through the package multistorageclient, is not covered.
+    Megatron's writers call `open` in their module. They run in a forked process, and the name is replaced only there;
+    the hashes come back through a pipe. Storage that Megatron writes to without `open`, through the package
+    multistorageclient, is not covered.
     """
 
     def __init__(self) -> None:
-        # Some hundred bytes a file, one or two files a rank: a pipe holds hundreds of them.
+        # About 100 bytes per file, one or two files per rank: a pipe holds hundreds of them.
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._reading, False)
         for descriptor in (self._reading, self._writing):
             weakref.finalize(self, os.close, descriptor)
 
     def of_files_written_by(self, request: Any) -> Any:
-        """Return the request of a checkpoint, whose writers take hashes; for a rank that writes nothing, the same."""
+        """Return a checkpoint request whose writers compute hashes; unchanged on a rank that writes nothing."""
         if request.async_fn is None:
             return request
         return request._replace(async_fn=partial(_hash_and_write, request.async_fn, self._writing))
@@ -595,24 +595,24 @@ class WrittenHashes:
 
 
 def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> Any:
-    # In a process forked for this call: the name in the training process is not touched. The garbage of that process
-    # is not collected here: the end of a group of ranks waits for threads that a fork does not copy.
+    # Runs in a process forked for this call, so `open` in the training process is unchanged. Freeze its garbage:
+    # destroying a process group here would wait for threads that a fork does not copy.
     gc.freeze()
 
     def open_hashed(path: str, mode: str) -> io.BufferedWriter:
         return io.BufferedWriter(_HashedFile(path, mode, pipe))
 
-    # This process waits for its own children to report; one that is killed, or cannot start a thread to report, never
-    # does. One that ends before its process is known is seen at the next look. The process ends in the handler: Python
-    # drops an exception that a handler raises inside a hook of a fork or while an object is freed.
+    # This process waits for reports of its own children; a child that is killed, or cannot start a thread, never sends
+    # one. A child that ends before its process is known is found by the next timer signal. The handler exits instead of
+    # raising: Python drops exceptions that a handler raises inside a fork hook or while an object is freed.
     def look(*_: object) -> None:
         if lost := _find_lost_writer():
             results = filesystem_async._results_queue
             assert results is not None
             results.put(RuntimeError(lost))
-            for signum in (signal.SIGCHLD, signal.SIGALRM):  # for the next lines, whose kills are no loss
+            for signum in (signal.SIGCHLD, signal.SIGALRM):  # the kills below are not lost writers
                 signal.signal(signum, signal.SIG_IGN)
-            for other in _started_processes():  # which may wait for a reader of their results
+            for other in _started_processes():  # may be waiting for their results to be read
                 if other.returncode is None:
                     os.kill(other.pid, signal.SIGKILL)
             os._exit(0)
@@ -625,21 +625,21 @@ def _hash_and_write(write: Any, pipe: int, *arguments: Any, **options: Any) -> A
             return write(*arguments, **options)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # no process waits for a report now
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # nothing waits for a report now
 
 
 def _started_processes() -> list[Any]:
-    # The list of children loses those that have ended when another one starts; this set has all.
+    # Starting a process removes ended ones from the list of children; this set keeps all.
     all_known = list(process._dangling)  # type: ignore[attr-defined]
     return [popen for child in all_known if child._parent_pid == os.getpid() and (popen := child._popen) is not None]
 
 
 def _find_lost_writer() -> str | None:
-    """Return how a process that this one has started ended without a report; None for none."""
+    """Return a description of a failed child process that ended without a report, or None."""
     for started in _started_processes():
         code = started.returncode or 0
         with suppress(ChildProcessError):
-            # Left to be waited for by those who started it.
+            # WNOWAIT leaves the process to be waited for by the code that started it.
             ended = os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -650,7 +650,7 @@ def _find_lost_writer() -> str | None:
 
 
 class _HashedFile(io.FileIO):
-    """A file written front to back, whose size and hash go into a pipe when it is closed."""
+    """A file written sequentially; closing it sends its size and hash through a pipe."""
 
     def __init__(self, path: str, mode: str, pipe: int) -> None:
         super().__init__(path, mode)
@@ -670,7 +670,7 @@ class _HashedFile(io.FileIO):
 
 
 class _ResultFile:
-    """The two queue methods that Megatron calls, for one result at a time, shared with forked processes."""
+    """The two queue methods that Megatron calls, for one result at a time; shared with forked processes."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open until the process ends

@@ -1,7 +1,7 @@
-"""Compare the copies of parameters that several ranks hold, so that ranks that drift apart are named.
+"""Compare copies of parameters on several ranks, to name ranks whose copies have drifted apart.
 
-Each rank digests its parameters on its device: the sum of a parameter's bits as whole numbers, exact in any order. One
-all-gather a group of 8 bytes a parameter, and one value read by the host, then compare them all.
+Each rank digests its parameters on its device: the sum of a parameter's bits as integers, exact in any order. One
+all-gather per group, of 8 bytes per parameter, and one value read by the host then compare all of them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _MOST_NAMED = 8
 
 
 def copies(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, torch.distributed.ProcessGroup, Named]]:
-    """Yield each group of ranks that hold copies: its kind, the group, and the parameters by name, alike on its ranks.
+    """Yield (kind, group, named parameters) for each group of ranks that hold copies of the same parameters.
 
-    Parameters that tensor-parallel ranks divide have copies on data-parallel ranks alone, and experts on those ranks
-    that have the same experts. The expert biases of routers, which are buffers, are among them.
+    Parameters that tensor-parallel ranks divide have copies only on data-parallel ranks, and experts only on ranks that
+    hold the same experts. Expert biases of routers, which are buffers, are included.
     """
     named = [pair for chunk in chunks for pair in global_parameters(chunk.module, adapters=True)]
     experts = [(name, values) for name, values in named if ".experts." in name]
@@ -37,9 +37,9 @@ def copies(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, tor
     yield "tensor-parallel", parallel_state.get_tensor_model_parallel_group(), whole(dense)
     yield "expert-data-parallel", parallel_state.get_expert_data_parallel_group(), experts
     yield "expert-tensor-parallel", parallel_state.get_expert_tensor_parallel_group(), whole(experts)
-    # Tied embeddings, and those of layers that predict further tokens, are on the first and the last stage.
+    # Tied embeddings, and embeddings for MTP layers, are on the first and the last stage.
     is_shared = chunks[0].module.share_embeddings_and_output_weights or chunks[0].module.config.mtp_num_layers
-    # Not by is_rank_in_embedding_group, which remembers the ranks of an earlier layout in this process.
+    # Do not use is_rank_in_embedding_group, which remembers the ranks of an earlier layout in this process.
     group = parallel_state.get_embedding_group(check_initialized=False)
     if is_shared and group is not None:
         place = 0 if parallel_state.is_pipeline_first_stage(ignore_virtual=True) else -1
@@ -48,7 +48,7 @@ def copies(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[str, tor
 
 
 def check_copies(chunks: Sequence[DistributedDataParallel], step: int) -> None:
-    """Raise HarnessError, with parameter and ranks, on ranks whose copies of a parameter differ after `step`."""
+    """Raise HarnessError, with parameter and ranks, on all ranks of a group whose copies differ after `step`."""
     gathered = []
     for kind, group, parameters in copies(chunks):
         if group.size() == 1 or not parameters:
@@ -78,7 +78,7 @@ def check_copies(chunks: Sequence[DistributedDataParallel], step: int) -> None:
 
 def _digest(values: torch.Tensor) -> torch.Tensor:
     flat, size = values.detach().reshape(-1), values.element_size()
-    # Whole int64 words need no conversion: 16 GB/s on one core, where those of int16 are summed at 0.3.
+    # int64 words need no conversion: 16 GB/s on one core, compared with 0.3 for sums of int16.
     return flat.view(torch.int64 if flat.numel() * size % 8 == 0 else _WORDS[size]).sum(dtype=torch.int64)
 
 

@@ -13,17 +13,17 @@ import torch
 from harness.errors import FormatError
 
 INDEX_FILE, _WHOLE_FILE = "model.safetensors.index.json", "model.safetensors"
-# Ends of the names of tensors that are quantized to MXFP4, whose eight numbers of either sign follow.
+# Suffixes of the names of tensors that are quantized to MXFP4; `_FP4` lists its numbers, without signs.
 _BLOCKS, _SCALES = "_blocks", "_scales"
-# Of all experts of a layer together, gate before up; with biases (gpt-oss) they are stacked in another way.
+# Stacked weights of all experts in a layer, gate before up; with biases (gpt-oss) they are stacked differently.
 _GATES, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 class _Stored(NamedTuple):
-    """A tensor of a file, or some rows of one of its experts: all of it where `expert` is None.
+    """A tensor in a file, or, if `expert` is set, some rows of one of its experts.
 
-    The rows are columns in the file where `is_turned`.
+    If `is_turned`, these rows are columns in the file.
     """
 
     file: Any
@@ -47,10 +47,10 @@ class _Stored(NamedTuple):
 
 
 class HfWeights(ExitStack):
-    """The safetensors files of a folder, mapped into memory. Use as a context manager.
+    """Context manager for the safetensors files of a folder, mapped into memory.
 
-    Tensors have the names of a text model whose experts are apart, whatever the files have. Raise FormatError if there
-    are none, or one cannot be opened.
+    Tensors are named as in a text model with separate experts, whatever their names in the files. Raises FormatError if
+    the folder has no such files, or one cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,7 +95,7 @@ class HfWeights(ExitStack):
             if [len(shape) for shape in shapes] != [3, 3]:
                 continue
             (experts, both, _), (others, hidden, _) = shapes
-            # Files of qwen3_vl_moe have the inputs of an expert first.
+            # In files of qwen3_vl_moe, the inputs of an expert are the first dimension.
             if is_turned := shapes[0][1] == shapes[1][2]:
                 both, hidden = shapes[0][2], shapes[1][2]
             if others != experts or both % 2:
@@ -125,7 +125,7 @@ class HfWeights(ExitStack):
 
 
 def _name_of_part(name: str) -> str:
-    """Return the name that a tensor of a model that also encodes media has in its text model, or in its encoder."""
+    """Return the name of a tensor of a multimodal model within its text model or its encoder."""
     name = name.removeprefix("thinker.").replace("vision_tower.vision_model.", "vision_tower.", 1)
     if name.startswith(("model.vision_tower.", "model.multi_modal_projector.")):
         return name.removeprefix("model.")
@@ -145,11 +145,11 @@ def _indexed_files(folder: Path) -> list[str]:
 
 
 def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return bfloat16 [experts, inputs, outputs] of matrices in 4 bits, with a power of two for each 32 numbers.
+    """Convert 4-bit matrices, with a power-of-two scale for each 32 numbers, to bfloat16 [experts, inputs, outputs].
 
     Args:
-        blocks: uint8 [experts, outputs, inputs / 32, 16], two numbers each, the first in the low bits.
-        scales: uint8 [experts, outputs, inputs / 32], exponents, 127 for 1.
+        blocks: uint8 [experts, outputs, inputs / 32, 16], two numbers per byte, the first in the low bits.
+        scales: uint8 [experts, outputs, inputs / 32], exponents; 127 means a scale of 1.
 
     Source: OCP Microscaling Formats (MX) Specification, 2023.
     """

@@ -1,4 +1,4 @@
-"""Weights that a model starts from: found, compared with its settings and its data, and loaded."""
+"""Find the weights that a model starts from, compare them against its settings and data, and load them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder of Hugging Face weights that fit the model.
+    """Folder of Hugging Face weights that fit the model.
 
     Attributes:
-        vocab_size: rows of its embedding, padding included.
-        mtp_layers: its layers that predict further tokens (MTP) and are left out.
+        vocab_size: rows of the embedding, including padding.
+        mtp_layers: number of layers that predict further tokens (MTP) in the weights and are not loaded.
     """
 
     folder: Path
@@ -37,7 +37,7 @@ class Pretrained:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences about what of the weights is not used."""
+        """Warnings about weights that are not used."""
         if prefixes := self.model.left_out:
             with HfWeights(self.folder) as weights:
                 counts = {start: sum(name.startswith(start) for name in weights.names) for start in prefixes}
@@ -52,7 +52,7 @@ class Pretrained:
         ]
 
     def check_data(self, *, vocab_size: int | None, dataset_tokenizer: str, where: str) -> None:
-        """Raise ConfigError, with both values, if the data has another tokenizer."""
+        """Raise ConfigError, with both values, if the data was prepared with another tokenizer."""
         problem = ""
         if vocab_size is not None and vocab_size > self.vocab_size:
             problem = f"the dataset's tokenizer has {vocab_size:,} tokens, but the weights have {self.vocab_size:,}"

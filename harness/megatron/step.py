@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation with Megatron-Core's own schedules, optimizer and learning-rate scheduler."""
+"""Train a step, or evaluate, with Megatron-Core's own schedules, optimizer and learning-rate scheduler."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from harness.schedule.batch import largest_share
 from harness.thd import ThdBatch, loss_weights, pad_row, static_row
 from harness.train import Evaluation, StepResult
 
-# Runs one microbatch through one chunk: returns its output, and the function that computes the loss from it.
+# Runs one microbatch through one chunk; returns its output, and the function that computes the loss from it.
 ForwardStep = Callable[[RowsAhead, Any], tuple[torch.Tensor, Any]]
-# Steps after which a rate that does not decay would have decayed: Megatron asks for a number.
+# Decay steps of a learning rate that does not decay, because Megatron requires a number.
 _NO_DECAY = 1 << 31
 
 
 def _build_optimizer(
     chunks: list[DistributedDataParallel], settings: OptimizerConfig, parallel: ParallelConfig, device: torch.device
 ) -> tuple[Any, OptimizerParamScheduler]:
-    """Return the optimizer of these chunks, and the scheduler of its learning rate."""
+    """Return the optimizer of these chunks, and its learning-rate scheduler."""
     config, overlaps = get_model_config(chunks[0]), chunks[0].ddp_config.overlap_param_gather
     assert settings.lr is not None
     assert settings.warmup_steps is not None
@@ -78,7 +78,7 @@ def _build_optimizer(
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.lr * settings.min_lr_ratio,
-        # Megatron requires a warm-up that ends before the decay does.
+        # Megatron requires the warm-up to end before the decay does.
         lr_warmup_steps=min(settings.warmup_steps, decay_steps - 1),
         lr_decay_steps=decay_steps,
         lr_decay_style=decay,
@@ -86,14 +86,14 @@ def _build_optimizer(
         end_wd=settings.weight_decay,
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
-        # A resumed run follows its current settings from the step that it has reached, not those of the checkpoint.
+        # A resumed run uses its current settings from the step that it has reached, not the settings of the checkpoint.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
 
 
 def _shared_groups(layout: RankLayout) -> dict[int, Any]:
-    """Return by their size the process groups of data-parallel ranks that share rows with this one."""
+    """Return the process groups of data-parallel ranks that share rows with this one, by size."""
     if not layout.shares_rows:
         return {}
     make_ring_stream()
@@ -105,18 +105,18 @@ def _shared_groups(layout: RankLayout) -> dict[int, Any]:
 
 
 class MegatronStep:
-    """Trains and evaluates a model on this rank's rows; its optimizer is by the settings' defaults unless it is given.
+    """Train and evaluate a model on this rank's rows. Omit `optimizer` for the default settings.
 
     Args:
-        vocab_size: of the tokenizer; a row with a token beyond it is refused.
-        pad_rows_to: pad every row to this many tokens; None to leave rows as long as they are.
-        max_sequences: the most that a row has; needed for `parallel.cuda_graphs`, as is `pad_rows_to`.
+        vocab_size: vocabulary size of the tokenizer; a row with a larger token id is refused.
+        pad_rows_to: pad every row to this many tokens; None to leave the length of rows unchanged.
+        max_sequences: most sequences in a row; `parallel.cuda_graphs` requires it and `pad_rows_to`.
         fill: replaces the random weights, before the optimizer copies them.
-        loss_average: as of `TrainerConfig`.
+        loss_average: `TrainerConfig.loss_average`.
 
     Attributes:
-        sources: the datasets of a blend, whose losses are summed apart, and whose tokens the routers of experts count
-            apart; None for none.
+        sources: the datasets of a blend; losses, and the tokens that routers send to experts, are also summed for each
+            of them. None if there is no blend.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class MegatronStep:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
-            chunk.module.predicted = 0  # by MTP layers
+            chunk.module.predicted = 0  # sums of MTP layers
         for router in routers(self.chunks):
             router.reset()
         self.optimizer.zero_grad()
@@ -201,16 +201,16 @@ class MegatronStep:
         return () if self.sources is None else self.sources.names
 
     def _rows_of(self, batch: RankBatch) -> list[ThdBatch]:
-        """Return the rows of a batch, of a blend with the dataset of each sequence."""
+        """Return the rows of a batch; for a blend, with the dataset of each sequence."""
         if self.sources is None or self._graph is not None:
             return batch.rows
         pairs = zip(batch.rows, batch.sequence_ids, strict=True)
         return [replace(row, sources=self.sources.of(sequences)) for row, sequences in pairs]
 
     def gather_weights(self) -> None:
-        """Make the weights of every rank those of the last step; every rank takes part.
+        """Gather the weights of the last step on every rank; every rank takes part.
 
-        Where the next forward pass gathers them, a checkpoint may come before that.
+        If the next forward pass would gather them, a checkpoint may need them before that.
         """
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
@@ -222,14 +222,14 @@ class MegatronStep:
         together(lambda: check_copies(self.chunks, number), device=self.device)
 
     def _weigh_tokens(self, rows: Sequence[ThdBatch]) -> None:
-        """Let the routers' losses be means over the real tokens of the global batch, whatever divides its loss."""
-        # Ranks that share a row count it once.
+        """Make the routers' losses means over the real tokens of the global batch, whatever divides its loss."""
+        # A row that ranks share is counted once.
         own = [row for row in rows if self.layout.dp_rank % row.shared_by == 0]
         divisor = sum(loss_weights(row, self.loss_average)[1] for row in own)
         real = sum(int(np.count_nonzero(~row.padding_mask)) for row in own)
         counts = torch.tensor([divisor, real], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # middle stages know no divisor
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # middle stages do not compute the divisor
             stages = parallel_state.get_pipeline_model_parallel_group()
             torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=stages)
         for router in routers(self.chunks):
@@ -258,15 +258,15 @@ class MegatronStep:
         return rows if size is None else [pad_row(row, size * row.shared_by) for row in rows]
 
     def _sum(self, reports: list[torch.Tensor], *, num_sources: int = 0) -> torch.Tensor:
-        """Return the sum of the reports of rows; zeros on a stage that computes no loss."""
+        """Return the sum of the rows' reports; zeros on a stage that computes no loss."""
         if not reports:
             return torch.zeros(3 + 2 * num_sources, dtype=torch.float64, device=self.device)
         return torch.stack(reports).sum(dim=0)
 
     def run_rows(self, rows: Sequence[ThdBatch], forward: ForwardStep, *, forward_only: bool = True) -> list[Any]:
-        """Run rows through the model by Megatron's schedule; return each report of `forward`'s loss function.
+        """Run rows through the model with Megatron's schedule; return each report of `forward`'s loss function.
 
-        Those of a model that multiplies in 8 bits are padded to whole blocks.
+        For a model with FP8 matrix products, rows are padded to whole blocks.
         """
         multiples = [self._row_multiple * row.shared_by for row in rows]
         sizes = [math.ceil(len(row) / multiple) * multiple for row, multiple in zip(rows, multiples, strict=True)]
@@ -297,7 +297,7 @@ class MegatronStep:
         )
 
     def forward_row(self, rows: RowsAhead, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-        """Run the next row through a chunk; return its losses, and the function that sums those of trained tokens."""
+        """Run the next row through a chunk; return its losses, and the function that sums them over trained tokens."""
         arrays, row = rows.take()
         self.check_tokens(arrays)
         number = len(self.source_names)
@@ -314,14 +314,14 @@ class MegatronStep:
             raise ConfigError(what, where="model.vocab_size", fix=fix)
 
     def _reduce(self, sums: torch.Tensor) -> list[float]:
-        """Return the sums of `sum_loss` over the whole job, which start on the last pipeline stage."""
+        """Return the sums of `sum_loss` over the whole job; only the last pipeline stage has computed them."""
         torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         share_last_stage(sums)
         return cast(list[float], sums.tolist())
 
 
 def share_last_stage(values: torch.Tensor) -> None:
-    """Give all stages of a pipeline the values of the last one."""
+    """Broadcast the values of the last pipeline stage to all stages."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         torch.distributed.broadcast(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())

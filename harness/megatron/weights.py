@@ -1,7 +1,7 @@
 """Convert Hugging Face weights to Megatron's parameters and back, one tensor at a time.
 
-Each rank reads only its own rows and columns of the safetensors files, which are mapped into memory. Megatron keeps
-queries, keys and values of a group together, and the two halves of the gated layer one after the other on each rank.
+Each rank reads only its own rows and columns of the safetensors files, which are mapped into memory. Megatron stores
+the queries, keys and values of a group together, and on each rank the two halves of the gated layer in sequence.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from harness.megatron.job.runtime import gather
 from harness.plan import ModelConfig
 from harness.plan.families.base import ExpertNames
 
-# Part of the names of parameters that `harness.megatron.model.lora` adds to the model's own.
+# Part of the names of the parameters that `harness.megatron.model.lora` adds to the model.
 ADAPTER = "_adapter."
-# Beginning of those of `harness.megatron.model.media`.
+# Prefix of the names of the parameters that `harness.megatron.model.media` adds.
 ENCODER = "encoder."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# As this rank numbers them: of the model, and of those that predict a further token, whose own layer is inside.
+# Layers as this rank numbers them: decoder layers, and MTP layers, each of which contains a decoder layer.
 _OWN_LAYER = re.compile(rf"(decoder|mtp)\.layers\.(\d+)\.(?:{compat.PREDICTING_LAYER})?(.+)")
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-# The tensor that a parameter of a layer is, by suffix, and which dimension of it tensor-parallel ranks divide, None for
-# none. Transformer Engine has two norms elsewhere.
+# The tensor of each layer parameter, by suffix, and the dimension that tensor-parallel ranks divide, or None.
+# Transformer Engine fuses the norms into the linear layers that follow.
 _TENSORS: dict[str, tuple[str, int | None]] = {
     "input_layernorm.weight": ("input_layernorm.weight", None),
     "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight", None),
@@ -49,7 +49,7 @@ _TENSORS: dict[str, tuple[str, int | None]] = {
     **{f"mlp.{name}_latent_proj.weight": (f"mlp.{name}_latent_proj.weight", None) for name in ("fc1", "fc2")},
 }
 _HEAD_NORMS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
-# The same with latent attention.
+# The same for latent attention.
 _LATENT: dict[str, tuple[str, int | None]] = {
     "self_attention.linear_q_down_proj.weight": ("self_attn.q_a_proj.weight", None),
     "self_attention.linear_kv_down_proj.weight": ("self_attn.kv_a_proj_with_mqa.weight", None),
@@ -59,16 +59,16 @@ _LATENT: dict[str, tuple[str, int | None]] = {
     "self_attention.linear_q_up_proj.weight": ("self_attn.q_b_proj.weight", 0),
     "self_attention.linear_kv_up_proj.weight": ("self_attn.kv_b_proj.weight", 0),
 }
-# The same of a layer that predicts a further token, beside those of its decoder layer.
+# The same for an MTP layer, in addition to the parameters of its decoder layer.
 _PREDICTING: dict[str, tuple[str, int | None]] = {
     "enorm.weight": ("enorm.weight", None),
     "hnorm.weight": ("hnorm.weight", None),
     "eh_proj.weight": ("eh_proj.weight", 0),
     "final_layernorm.weight": ("shared_head.norm.weight", None),
 }
-# Copies of the model's own that such a layer has in published weights, by the names of these.
+# Copies of the model's own tensors that MTP layers have in published weights, by the name of the original.
 _COPIES = {_EMBEDDING: "embed_tokens.weight", _OUTPUT: "shared_head.head.weight"}
-# Of a Mamba-2 layer, and which of `ModelConfig.scan_pieces` their rows are; ranks divide each piece.
+# Parameters of a Mamba-2 layer, and the pieces of `ModelConfig.scan_pieces` in their rows; ranks divide each piece.
 _MAMBA = {
     "in_proj.weight": slice(0, 5),
     "conv1d.weight": slice(1, 4),
@@ -76,7 +76,7 @@ _MAMBA = {
     **dict.fromkeys(("A_log", "D", "dt_bias"), slice(4, 5)),
     "norm.weight": slice(0, 1),
 }
-# The same of a layer with the gated delta rule; its first matrix is several tensors, by whether key heads group rows.
+# The same for the gated delta rule. Its first matrix is several tensors; the key is whether key heads group rows.
 _DELTA = {"conv1d.weight": slice(0, 3), "A_log": slice(5, 6), "dt_bias": slice(5, 6)}
 _DELTA_INPUTS = {
     True: {"in_proj_qkvz.weight": slice(0, 4), "in_proj_ba.weight": slice(4, 6)},
@@ -86,7 +86,7 @@ _DELTA_INPUTS = {
     },
 }
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-# Of an expert in Megatron, by its number on this rank, and in `global_parameters`, by its number in the layer.
+# Parameters of an expert: in Megatron, numbered on this rank; in `global_parameters`, numbered in the layer.
 _LOCAL_EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)|linear_fc([12])\.(weight|bias)(\d+))"
 )
@@ -96,7 +96,7 @@ _GATED = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A rank's part of every matrix that tensor parallelism divides, and of each expert, which others may share."""
+    """A rank's place among the tensor-parallel ranks that divide a matrix, and among those that divide an expert."""
 
     rank: int = 0
     size: int = 1
@@ -113,21 +113,21 @@ def _scan_module(model: ModelConfig) -> str:
 
 
 def linear_names(target: str, model: ModelConfig) -> list[str]:
-    """Return the linear layers of transformers that one of Megatron's is, such as `linear_qkv`."""
+    """Return the linear layers of transformers that one of Megatron's, such as `linear_qkv`, combines."""
     end = f"{'mlp' if '_fc' in target else 'self_attention'}.{target}.weight"
     tensors = [tensor for tensor, *_ in _row_pieces(end, model, TensorShard())] or _tensors_of(end, model)[0]
     return list(dict.fromkeys(name.split(".")[-2] for name in tensors))
 
 
 def copied_names(model: ModelConfig) -> dict[str, str]:
-    """Return the names of tensors that are copies of the model's own, with the names of these."""
+    """Return the names of tensors that are copies of other tensors of the model, mapped to the originals."""
     layers = range(model.num_layers, model.num_layers + model.mtp_layers)
     tied = {_OUTPUT: _EMBEDDING} if model.tie_embeddings else {}
     return tied | {f"model.layers.{number}.{copy}": own for number in layers for own, copy in _COPIES.items()}
 
 
 def expert_names(model: ModelConfig) -> ExpertNames:
-    """Return the names of the tensors of experts, which settings are checked to have (`check_exported`)."""
+    """Return the names of the expert tensors; `check_exported` makes sure that the family defines them."""
     names = model.traits.experts
     assert names is not None
     return names
@@ -141,9 +141,9 @@ def check_weights(
     vocab_size: int,
     mtp_layers: int = 0,
 ) -> None:
-    """Raise FormatError, on every rank, if weights lack a tensor of the model, have another, or one of another shape.
+    """Raise FormatError on every rank if a tensor of the model is missing, has another shape, or is unknown.
 
-    So many layers after the model's own, which predict further tokens, are left out.
+    Tensors of the `mtp_layers` layers after the model's own, which predict further tokens, are ignored.
     """
     stored, there = model.traits.stored_name, weights.names
     expected = {
@@ -185,7 +185,7 @@ def _refuse_odd(weights: HfWeights, verb: str, names: list[str]) -> None:
 def _whole_shapes(
     name: str, part: torch.Tensor, model: ModelConfig, shard: TensorShard, vocab_size: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the Hugging Face tensors, with their shapes, that a rank's parameter is a part of."""
+    """Yield the name and whole shape of each Hugging Face tensor that a rank's parameter is part of."""
     if (match := _LAYER.fullmatch(name)) is None:
         tensor = _outer_tensor(name, model)
         yield tensor, (vocab_size if tensor in (_EMBEDDING, _OUTPUT) else part.shape[0], *part.shape[1:])
@@ -207,7 +207,7 @@ def _whole_shapes(
 def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
     """Copy this rank's part of the weights into its chunks. Rows that pad the vocabulary become zero.
 
-    Raise FormatError if a matrix of which Megatron has one differs from its copy, in the rows of this rank.
+    Raise FormatError if, in this rank's rows, a copy differs from the matrix that Megatron uses instead.
     """
     weights.stored_name = model.traits.stored_name
     with torch.no_grad():
@@ -227,10 +227,10 @@ def fill_model(chunks: list[GPTModel], weights: HfWeights, model: ModelConfig, s
 
 
 def global_parameters(chunk: GPTModel, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, and biases of experts, by name; those of adapters too where `adapters` is set.
+    """Yield the names and tensors of parameters and expert biases, including adapters if `adapters` is set.
 
-    Layers are numbered from 0 over the whole model, those that predict further tokens after its own, and experts over
-    their layer, as `mlp.experts.N.linear_fc1.weight`.
+    Layers are numbered from 0 over the whole model, MTP layers after its own, and experts over their layer, as
+    `mlp.experts.N.linear_fc1.weight`.
     """
     biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")]
     for name, parameter in [*chunk.named_parameters(), *biases]:
@@ -248,11 +248,11 @@ def global_parameters(chunk: GPTModel, *, adapters: bool = False) -> Iterator[tu
         if (expert := _LOCAL_EXPERT.fullmatch(end)) is not None:
             index = layer.mlp.local_expert_indices[int(expert[1] or expert[6])]
             end = f"mlp.experts.{index}.linear_fc{expert[2] or expert[4]}.{expert[3] or expert[5]}"
-        yield f"decoder.layers.{number}.{end.replace('.conv1d_', '.conv1d.')}", parameter  # as 0.16 names it
+        yield f"decoder.layers.{number}.{end.replace('.conv1d_', '.conv1d.')}", parameter  # Megatron 0.16's name
 
 
 def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: ModelConfig, shard: TensorShard) -> None:
-    """Fill one parameter of this rank, piece by piece: no more memory is needed than for one piece."""
+    """Fill one parameter of this rank piece by piece, which needs memory for only one piece at a time."""
     match = _LAYER.fullmatch(name)
     if match is None:
         tensor = _outer_tensor(name, model)
@@ -272,7 +272,7 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
             target[place : place + count].copy_(weights.rows(layer + tensor, first, first + count))
             place += count
     elif expert is not None and expert_names(model).are_stacked:
-        # Gate before up, [outputs, inputs] or [outputs]. They have biases, so that no ranks share one.
+        # Gate before up, [outputs, inputs] or [outputs]. These experts have biases, so ranks never divide one.
         number = int(expert[1])
         own = weights.rows(layer + _stack_of(expert, model), number, number + 1)[0].t()
         target.copy_(torch.cat((own[0::2], own[1::2])) if expert[2] == "1" else own)
@@ -285,7 +285,7 @@ def read_parameter(name: str, target: torch.Tensor, weights: HfWeights, model: M
 
 
 def _outer_tensor(name: str, model: ModelConfig) -> str:
-    """Return the tensor of a parameter that is in no layer."""
+    """Return the tensor of a parameter outside the layers."""
     if name.startswith(ENCODER):
         assert model.media is not None
         return model.media.encoder_name(name.removeprefix(ENCODER))
@@ -295,13 +295,13 @@ def _outer_tensor(name: str, model: ModelConfig) -> str:
 
 
 def _stack_of(expert: re.Match[str], model: ModelConfig) -> str:
-    """Return the tensor in a layer that has the matrix, or bias, of each of its experts."""
+    """Return the tensor in a layer that stacks this matrix, or bias, of all its experts."""
     names = expert_names(model)
     return (names.gate if expert[2] == "1" else names.down) + ("_bias" if expert[3] == "bias" else "")
 
 
 def _tensors_of(end: str, model: ModelConfig) -> tuple[tuple[str, ...], int | None]:
-    """Return the tensors in a layer that a parameter consists of, and which dimension of each ranks divide."""
+    """Return the tensors in a layer that make up a parameter, and the dimension that ranks divide, or None."""
     known = _TENSORS | _PREDICTING | (_LATENT if model.kv_lora_rank else {})
     if end in known:
         tensor, dim = known[end]
@@ -323,7 +323,7 @@ def _tensors_of(end: str, model: ModelConfig) -> tuple[tuple[str, ...], int | No
 
 
 def _row_pieces(end: str, model: ModelConfig, shard: TensorShard) -> list[tuple[str, int, int]]:
-    """Return tensor in the layer, first row and count of all rows of a parameter whose rows are in several places."""
+    """Return (tensor in the layer, first row, count) for each piece of a parameter with rows from several places."""
     kind = end.rpartition(".")[2]
     if end == f"self_attention.linear_qkv.{kind}":
         return [(f"{tensor}.{kind}", first, count) for tensor, first, count in _qkv_rows(model, shard)]
@@ -339,7 +339,7 @@ def _row_pieces(end: str, model: ModelConfig, shard: TensorShard) -> list[tuple[
         pieces, groups = model.scan_pieces[own], 1
         if "in_proj" in tensor and model.traits.groups_scan_rows:
             groups = model.scan_num_groups
-        # Each group has its part of all pieces; ranks have groups, or a part of the only one.
+        # Each group holds its part of all pieces; ranks divide the groups, or the pieces of the only group.
         whole = sum(pieces) // groups
         for place, piece in enumerate(pieces):
             before, size = sum(pieces[:place]) // groups, piece // groups
@@ -352,7 +352,7 @@ def _row_pieces(end: str, model: ModelConfig, shard: TensorShard) -> list[tuple[
 
 
 def _qkv_rows(model: ModelConfig, shard: TensorShard) -> Iterator[tuple[str, int, int]]:
-    """Yield the tensor of queries, keys or values, first row and count of all rows: those of a group together."""
+    """Yield (query, key or value tensor, first row, count) for all rows; the rows of a group are consecutive."""
     head, each = model.head_size, model.num_attention_heads // model.num_query_groups
     for group in range(*shard.of(model.num_query_groups)):
         if model.traits.has_output_gate:  # the rows of a head's gate follow those of its query
@@ -365,7 +365,7 @@ def _qkv_rows(model: ModelConfig, shard: TensorShard) -> Iterator[tuple[str, int
 
 
 def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the Hugging Face tensors of a whole model by name; those of stacked experts once all are there."""
+    """Yield the names and Hugging Face tensors of a whole model; stacked experts once all of them are converted."""
     stacks: dict[str, list[torch.Tensor]] = {}
     stacks_media = model.media is not None and model.media.stacks_experts
     for ours, parameter in global_parameters(chunk):
@@ -386,7 +386,7 @@ def hf_tensors(chunk: GPTModel, model: ModelConfig, vocab_size: int) -> Iterator
 
 
 def to_hf(name: str, tensor: torch.Tensor, model: ModelConfig, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Return one whole parameter (tensor parallelism of 1) as Hugging Face tensors by name, or as a part of a stack."""
+    """Return a whole parameter (tensor parallelism of 1) as Hugging Face tensors by name, or as a part of a stack."""
     stored, media = model.traits.stored_name, model.media
     if media is not None and name.startswith(ENCODER):
         return {_outer_tensor(name, model): tensor}

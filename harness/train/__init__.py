@@ -1,4 +1,4 @@
-"""The trainer without a framework: the loop, and the files of a run's folder.
+"""Trainer, independent of a framework: the training loop, and the files in a run's folder.
 
 Read `loop.py` first, then `folder.py`. Nothing here imports torch or Megatron-Core.
 """

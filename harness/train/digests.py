@@ -1,7 +1,7 @@
-"""Digests of the data of every step: each sequence's tokens, labels, mask, positions and boundaries.
+"""Digests of the data in every step: each sequence's tokens, labels, mask, positions and boundaries.
 
-They are computed from the rows that the step receives, without padding, so that runs on any layout compare: equal
-digests prove the data path, whatever the model does.
+They are computed from the rows that the step receives, without padding, so that runs on any layout can be compared:
+equal digests prove that the data path is the same, independent of the model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from harness.train.metrics import Log, read_lines
 DIGESTS_FILE = "digests.jsonl"
 BATCHES = "batches"
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
-# The first stage of a pipeline reads tokens, the last one labels; stages between read positions and boundaries alone.
+# The first pipeline stage reads tokens, the last one labels; the stages between read only positions and boundaries.
 _OF_FIRST_STAGE, _OF_LAST_STAGE = ("tokens",), ("labels", "loss_mask")
 
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
@@ -39,20 +39,20 @@ _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowDigests:
-    """One microbatch row on one data-parallel rank, the first of those that share it; S is its number of sequences."""
+    """One microbatch row of S sequences on one data-parallel rank, the first of the ranks that share it."""
 
     microbatch: int
     rank: int
-    sequences: Int64Array  # int64 [S], ids in the dataset; -1 for tokens that belong to no planned sequence
-    lengths: Int64Array  # int64 [S], real tokens between the boundaries that attention receives; 0 if there are none
+    sequences: Int64Array  # int64 [S], ids in the dataset; -1 for tokens outside the planned sequences
+    lengths: Int64Array  # int64 [S], number of real tokens between the boundaries that attention receives, or 0
     digests: UInt64Array  # uint64 [S, fields], xxh3_64 of each of FIELDS
     arrays: dict[str, npt.NDArray[Any]]  # real tokens of the whole row by field, if batches are kept
-    shared_by: int = 1  # data-parallel ranks
+    shared_by: int = 1  # number of data-parallel ranks
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankRows:
-    """The rows of one process of the job, of a data-parallel rank, and the fields that it really reads."""
+    """The rows of one process of the job, its data-parallel rank, and the fields that it actually reads."""
 
     process: int
     rank: int
@@ -67,12 +67,12 @@ class StepDigests:
     step: int
     epoch: int
     packs: list[int]  # ids, in training order
-    rows: list[RowDigests]  # by microbatch, then rank; without those of zero loss
-    disagreements: list[str]  # messages about ranks that train one row and had different data
+    rows: list[RowDigests]  # by microbatch, then rank; without rows of zero loss
+    disagreements: list[str]  # messages about ranks that train the same row but received different data
 
     @property
     def digest(self) -> str:
-        """32 hexadecimal digits over the global batch: its packs in order, and its sequences in any placement."""
+        """Hash of the global batch, 32 hexadecimal digits: packs in order, and sequences independent of placement."""
         columns = [
             np.column_stack([row.sequences.astype(np.uint64), row.lengths.astype(np.uint64), row.digests])
             for row in self.rows
@@ -88,7 +88,7 @@ class StepDigests:
 def rank_rows(
     batch: RankBatch, *, process: int, dp_rank: int, is_first_stage: bool, is_last_stage: bool, keep: bool = False
 ) -> RankRows:
-    """Return digests of the rows that this process trains."""
+    """Return the digests of the rows that this process trains."""
     fields = (*(_OF_FIRST_STAGE * is_first_stage), *(_OF_LAST_STAGE * is_last_stage), "position_ids")
     rows = []
     for microbatch, (row, sequences) in enumerate(zip(batch.rows, batch.sequence_ids, strict=True)):
@@ -109,10 +109,10 @@ def rank_rows(
 
 
 def sequence_digests(row: ThdBatch) -> UInt64Array:
-    """Return the real length and the xxh3_64 of each of FIELDS of every sequence of a row, uint64 [S, 1 + fields].
+    """Return the real length, and the xxh3_64 of each of FIELDS, for every sequence of a row, uint64 [S, 1 + fields].
 
-    Sequences without a real token, which are padding, are left out. The others are read at the boundaries that
-    attention receives, never those of the dataset's index: a lost boundary must show.
+    Sequences without a real token, which are padding, are omitted. Sequences are split at the boundaries that attention
+    receives, not at those of the dataset's index, so that a lost boundary changes the digests.
     """
     lengths = np.diff(row.cu_seqlens).astype(np.int64)
     starts = row.cu_seqlens_padded[:-1].astype(np.int64)
@@ -126,8 +126,8 @@ def sequence_digests(row: ThdBatch) -> UInt64Array:
 
 
 def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepDigests:
-    """Return one step of the job from the rows of its processes, which must agree where they train the same rows."""
-    # Tokens are those of the first pipeline stage, labels and masks those of the last.
+    """Return one step of the job from the rows of its processes; processes that train the same row must agree."""
+    # Tokens come from the first pipeline stage, labels and masks from the last.
     merged: dict[tuple[int, int], RowDigests] = {}
     disagreements: set[str] = set()
     for rank in {part.rank for part in parts}:
@@ -154,7 +154,7 @@ def merge_ranks(step: int, batch: RankBatch, parts: Sequence[RankRows]) -> StepD
 
 
 class DigestWriter(LineFile):
-    """Appends to `digests.jsonl` in a run's folder, one line per step, after those before `first_step`."""
+    """Writer that appends to `digests.jsonl` in a run's folder, one line per step, from `first_step` on."""
 
     def __init__(self, folder: Path, *, first_step: int = 1, log: Log = print_line) -> None:
         self._folder, path = folder, folder / DIGESTS_FILE
@@ -165,7 +165,7 @@ class DigestWriter(LineFile):
         super().__init__(path, "the digests of the run's data")
 
     def write(self, step: StepDigests) -> None:
-        """Append a step, and its arrays, if kept, as `batches/step-NNNNNNNN.npz`; raise HarnessError if that fails."""
+        """Append a step; write its arrays, if kept, to `batches/step-NNNNNNNN.npz`; raise HarnessError on failure."""
         arrays = {
             f"{row.microbatch}.{row.rank}.{name}": values for row in step.rows for name, values in row.arrays.items()
         }
@@ -179,7 +179,7 @@ class DigestWriter(LineFile):
 
 
 def to_json(step: StepDigests) -> dict[str, Any]:
-    """Return the step as a line of `digests.jsonl`; digests of a row's sequences are hexadecimal, 16 digits each."""
+    """Return the step as a line of `digests.jsonl`; a row has 16 hexadecimal digits for each sequence and field."""
     rows = [
         {
             "microbatch": row.microbatch,
@@ -196,7 +196,7 @@ def to_json(step: StepDigests) -> dict[str, Any]:
 
 
 def from_json(values: dict[str, Any]) -> StepDigests:
-    """Return the step of a line of `to_json`; raise ValueError if its digest is not that of its rows."""
+    """Return the step of a line from `to_json`; raise ValueError if its digest does not match its rows."""
     rows = [
         RowDigests(
             int(row["microbatch"]),
@@ -205,7 +205,7 @@ def from_json(values: dict[str, Any]) -> StepDigests:
             np.asarray(row["lengths"], dtype=np.int64),
             np.column_stack([np.frombuffer(bytes.fromhex(row[name]), ">u8").astype(np.uint64) for name in FIELDS]),
             {},
-            int(row.get("shared_by", 1)),  # older runs recorded none
+            int(row.get("shared_by", 1)),  # not recorded by older versions
         )
         for row in values["rows"]
     ]
@@ -225,7 +225,7 @@ def read_digests(folder: Path) -> list[StepDigests]:
 
 
 def kept_sequence(folder: Path, step: int, row: RowDigests, index: int) -> dict[str, npt.NDArray[Any]]:
-    """Return a sequence's trained arrays by field, none if batches were not kept; raise FormatError for a bad file."""
+    """Return a sequence's arrays by field, empty if batches were not kept; raise FormatError for a damaged file."""
     path = _batch_file(folder, step)
     if not path.exists():
         return {}

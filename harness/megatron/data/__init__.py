@@ -1,4 +1,4 @@
-"""Data of a Megatron job: batches for every rank, a pretraining corpus through Megatron's datasets, and streams.
+"""Data of a Megatron job: batches for every rank, pretraining corpora in Megatron's datasets, and live streams.
 
 Read `feed` first.
 """

@@ -1,8 +1,8 @@
-"""A pretraining corpus through Megatron-Core's own builder: GPTDataset, BlendedDataset and their built indices.
+"""Pretraining corpora, built with Megatron-Core's own builder: GPTDataset, BlendedDataset and their indices.
 
 Megatron builds on rank 0 while the others wait in a barrier, forever if rank 0 fails. Here each rank builds as if
-it were alone: rank 0 first, then the first rank of every node, which finds the indices of rank 0 where they share the
-folder, and then the others. An error of one is an error of all.
+it were alone: rank 0 first, then the first rank of every node, which finds the indices of rank 0 if they share the
+folder, and then the others. An error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Corpus:
     """Open datasets of a run; samples are in training order.
 
     Attributes:
-        train, validation, test: GPTDataset, PackDataset or BlendedDataset; None where the split has no share.
-        fingerprint: of the content of the sources, as far as it shows in their indices.
-        order: facts that decide the order of samples; runs of equal order and fingerprint see the same samples.
+        train, validation, test: GPTDataset, PackDataset or BlendedDataset; None if the split is empty.
+        fingerprint: hash of facts about the content of the sources, read from their indices.
+        order: facts that decide the order of samples; runs with equal order and fingerprint see the same samples.
     """
 
     train: Any
@@ -67,10 +67,10 @@ class Corpus:
 
 
 class TokenIds:
-    """A stand-in for the tokenizer of a corpus that is stored as tokens.
+    """Stand-in for the tokenizer of a corpus that is stored as tokens.
 
-    Megatron finds a built index by the source's path, its settings and the tokenizer. Facts about the source go in
-    here, because otherwise an index of other data at the same path would be trusted.
+    Megatron finds a built index by the source's path, its settings and the tokenizer. `facts` about the source are
+    part of the identifiers here; otherwise Megatron would trust an index of other data at the same path.
     """
 
     def __init__(self, eod: int | None, vocab_size: int | None, facts: str = "") -> None:
@@ -79,7 +79,7 @@ class TokenIds:
 
 
 class OwnClient:
-    """Megatron's client of S3, of which each process has its own: forked ones must not share their connections."""
+    """Megatron's S3 client, opened once per process: forked processes must not share connections."""
 
     def __init__(self, client: Any) -> None:
         self._client, self._owner = client, os.getpid()
@@ -96,9 +96,9 @@ class OwnClient:
 
 
 class _Sources:
-    """A stand-in for the dataset class of Megatron's builder: GPTDataset for corpora, PackDataset for packs.
+    """Stand-in for the dataset class of Megatron's builder: GPTDataset for corpora, PackDataset for packs.
 
-    `fetch` copies built indices from where they are shared; None where they are not.
+    `fetch` copies built indices from shared storage; None if they are not shared.
     """
 
     __name__ = "GPTDataset"
@@ -120,7 +120,7 @@ class _Sources:
     def _open(self, path: str, config: Any) -> IndexedDataset:
         if not is_object_storage_path(path):
             dataset = GPTDataset.build_low_level_dataset(path, config)
-            # With counts Megatron reads no header, and assumes a dtype.
+            # With counts, Megatron does not read the header and assumes a dtype.
             stored = HEADER.unpack_from(dataset.index.bin_buffer)[2]
             if self._config.counts() is not None and stored != DType.code_from_dtype(dataset.index.dtype):
                 what = f"with per_dataset_sequences_path Megatron-Core reads {np.dtype(dataset.index.dtype).name} for "
@@ -146,14 +146,14 @@ class _Sources:
             kind, facts = BlockGPTDataset, facts + json.dumps(options)
         kind = shared_kind(kind, self.fetch)
         if indices is None and not self._config.is_per_split:
-            # Later versions may leave this out with fast_cache_load.
+            # Later versions may pass no indices with fast_cache_load.
             size = self.numel_low_level_dataset(dataset)
             first, last = (round(bound * size) for bound in config.split_matrix[split.value])
             indices = np.arange(first, last, dtype=np.int32)
         if indices is not None:
             _check_split(dataset, path, indices, num_samples, split.name, config.sequence_length)
         config = copy.copy(config)
-        # A digest: Megatron writes what is here as JSON, indented, for every blend of sources at every start.
+        # Only a digest: at every start, Megatron writes the identifiers as indented JSON for every blend of sources.
         digest = xxhash.xxh3_64_hexdigest(facts.encode())
         config.tokenizer = TokenIds(config.tokenizer.eod, config.tokenizer.vocab_size, digest)
         built = kind(dataset, path, indices, num_samples, split, config, **options)
@@ -163,7 +163,7 @@ class _Sources:
 
 class _Builder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
     def build_generic_dataset(self, cls: Any, *arguments: Any) -> Any:
-        """Build a dataset as Megatron does, with indices from where they are shared."""
+        """Build a dataset as Megatron does, fetching blend indices from shared storage."""
         kind = shared_kind(cls, self.cls.fetch) if cls is BlendedDataset else cls
         return super().build_generic_dataset(kind, *arguments)
 
@@ -178,10 +178,10 @@ def open_corpus(
     reads: bool,
     ranks: runtime.Runtime,
 ) -> Corpus | None:
-    """Open the datasets of a run on every rank, and build the indices that are missing.
+    """Open the datasets of a run on every rank, and build missing indices; return None on ranks without `reads`.
 
-    Sizes are samples of training, validation and test; None for all of them, once. Raise HarnessError on every rank if
-    sources are missing or damaged, or Megatron-Core refuses the settings.
+    `sizes` are the samples of training, validation and test; None for one pass over all of them. Raise HarnessError on
+    every rank if sources are missing or damaged, or Megatron-Core refuses the settings.
     """
     shared = SharedIndices(config.cache) if is_uri(config.cache) else None
     if shared is not None:
@@ -206,7 +206,7 @@ def build_corpus(
     finds_built: bool = False,
     fetch: Fetch | None = None,
 ) -> Corpus:
-    """Do the same as `open_corpus` in this process alone."""
+    """Open the datasets, and build missing indices, in this process only; see `open_corpus`."""
     blends = config.sources()
     sources = _Sources(config, packs, fetch)
     as_a_lone_process = mock.patch.multiple(torch.distributed, is_initialized=lambda: False, get_rank=lambda *group: 0)
@@ -242,19 +242,19 @@ def build_corpus(
 
 
 def _megatron_config(config: CorpusConfig, seed: int, vocab_size: int, packs: dict[str, PackReader]) -> Any:
-    """Return Megatron's config of the datasets, and let its clients of object storage find the endpoint."""
+    """Return Megatron's config of the datasets, and set the S3 endpoint that its clients use."""
     blends, counts = config.sources(), config.counts()
     named = {source.path for some in blends.values() for source in some}
     is_remote = any(is_object_storage_path(path) and path not in packs for path in named)
     if is_remote and not os.environ.get("AWS_ENDPOINT_URL") and (endpoint := s3_endpoint()):
-        # Megatron makes its own clients, here and in workers, which know the names of AWS alone.
+        # Megatron creates its own clients, here and in workers; they read only the environment variables of AWS.
         os.environ.setdefault("AWS_ENDPOINT_URL_S3", endpoint)
     same = ["sequence_length", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"]
     same += ["object_storage_cache_path", "num_dataset_builder_threads"]
     values: dict[str, Any] = {name: getattr(config, name) for name in same} | {
         "random_seed": seed,
         "tokenizer": TokenIds(config.eod, vocab_size),
-        # Attention gets bounds instead: a mask would be S * S bytes a sample.
+        # Attention gets bounds instead: a mask would take S * S bytes per sample.
         "create_attention_mask": False,
         "path_to_cache": config.cache,
         "mmap_bin_files": config.mmap_bin_files and not is_remote,
@@ -264,7 +264,7 @@ def _megatron_config(config: CorpusConfig, seed: int, vocab_size: int, packs: di
     else:
         values |= {"blend": _megatrons(blends["all"]), "split": config.split}
     fast = {name: True for name in ("fast_cache_load", "defer_npy_index_mmap") if getattr(config, name)}
-    # Megatron refuses fast_cache_load where a split divides the sources, and then reads built indices as for others.
+    # If a split divides the sources, Megatron refuses fast_cache_load, but works with it if it is set afterwards.
     afterwards = {} if config.is_per_split or not fast.pop("fast_cache_load", False) else {"fast_cache_load": True}
     values |= fast
     if counts is not None:
@@ -275,11 +275,11 @@ def _megatron_config(config: CorpusConfig, seed: int, vocab_size: int, packs: di
 
 
 def epochs_of(dataset: Any) -> str:
-    """Return the part of the requested number of samples that decides the order of a GPTDataset.
+    """Return the number of epochs of a GPTDataset in a form that identifies the order of its samples.
 
-    `3+` means two epochs shuffled as one, and a third shuffled alone.
+    `3+` means two epochs shuffled as one, and a third shuffled separately.
 
-    Source: GPTDataset, which sets the last epoch apart where fewer than 80% of its samples are needed.
+    Source: GPTDataset, which shuffles the last epoch separately if fewer than 80% of its samples are needed.
     """
     if isinstance(dataset, PackDataset):
         return "each"
@@ -305,11 +305,11 @@ def _megatrons(sources: list[CorpusSource]) -> tuple[list[str], list[float] | No
 
 @contextmanager
 def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
-    """Lock the folder of the indices, and remove those that a killed builder left cut short.
+    """Lock the folder of the indices, and remove indices that a killed builder left truncated.
 
-    Megatron writes indices in place and trusts those that it finds.
+    Megatron writes indices in place and trusts any that it finds.
     """
-    folder.mkdir(parents=True, exist_ok=True)  # one per node, where nodes share none
+    folder.mkdir(parents=True, exist_ok=True)  # one per node if the folder is local
     with (folder / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         if shared:
@@ -323,16 +323,16 @@ def _alone_in(folder: Path, *, shared: bool) -> Iterator[None]:
                 path.unlink(missing_ok=True)
         building.touch()
         yield
-        building.unlink(missing_ok=True)  # other nodes get in where locks are local to a node
+        building.unlink(missing_ok=True)  # another node may have removed it, if locks are local to a node
 
 
 def find_packs(config: CorpusConfig) -> dict[str, PackReader]:
     """Open the packed SFT datasets among the sources, by path; raise HarnessError if packs are longer than a sample."""
-    if config.fast_cache_load:  # each file access costs time, and packs have no index to build
+    if config.fast_cache_load:  # packs have no index to build, so skip the file accesses
         return {}
     packs = {}
     for path in dict.fromkeys(source.path for some in config.sources().values() for source in some):
-        if is_object_storage_path(path):  # a lookup costs a request for each of many sources
+        if is_object_storage_path(path):  # checking would cost a request per source, and there can be many
             is_packed = path.endswith("/")
         else:
             is_packed = holds_manifest(path) or holds_manifest(f"{path}/train")
@@ -357,7 +357,7 @@ def _facts_of(opened: Any) -> list[Any]:
 
 
 def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
-    """Refuse pairs that are missing, and those on a disk whose sizes do not match their index."""
+    """Raise HarnessError for missing pairs, and for local pairs whose sizes do not match their index."""
     named = [source.path for some in config.sources().values() for source in some if source.path not in packs]
     remote = [path for path in named if is_object_storage_path(path)]
     if remote and config.object_storage_cache_path is None:
@@ -367,7 +367,7 @@ def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
     if in_s3 is not None and find_spec("boto3") is None:
         fix = "pip install 'megatron-sft-harness[s3]'"
         raise ConfigError("Megatron-Core reads from S3 with boto3, which is not installed", where=in_s3, fix=fix)
-    # Before the folder of the indices is made, which may be beside a source that does not exist.
+    # Check before creating the index folder, which may be next to a source that does not exist.
     for path in named if not config.fast_cache_load else ():
         if path in remote:
             for suffix in (IDX, BIN):
@@ -394,14 +394,14 @@ def _check_sources(config: CorpusConfig, packs: dict[str, PackReader]) -> None:
 def _check_split(
     opened: Any, path: str, indices: npt.NDArray[Any], num_samples: int | None, split: str, sequence_length: int
 ) -> None:
-    """Refuse an empty split of a source, for which Megatron would count epochs for ever."""
+    """Raise ConfigError for an empty split of a source, for which Megatron would count epochs forever."""
     if isinstance(opened, PackReader):
         if indices.shape[0]:
             return
         what = f"0 of {len(opened):,} packs"
     else:
         needed = sequence_length if num_samples is None else 0
-        # So many documents are enough with a token each, and reading all lengths takes long.
+        # This many documents suffice if each has a token; reading all lengths takes long.
         for some in (indices[: sequence_length + 1], indices):
             if (tokens := int(opened.sequence_lengths[some].sum(dtype=np.int64))) > needed:
                 return

@@ -1,8 +1,8 @@
-"""Batches for every rank of a job: read once for ranks that share them; an error of one rank is an error of all.
+"""Batches for every rank of a job, read once for ranks that share them; an error on one rank is raised on all.
 
-Ranks of one tensor-parallel group train the same rows: the first reads, through its loader's workers, and broadcasts to
-the others, which open nothing. Middle stages of a pipeline need no tokens, only the bounds of sequences, which follow
-from the schedule: they read nothing either. Live chunks are read once for each copy of the model (`live_feed`).
+Ranks of one tensor-parallel group train the same rows: the first one reads, through its loader's workers, and
+broadcasts to the others, which open no files. Middle stages of a pipeline need only the bounds of sequences, which
+follow from the schedule, so they do not read tokens. Live chunks are read once per copy of the model (`live_feed`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def together(function: Callable[[], T], *, device: torch.device) -> T:
-    """Run `function` on every rank; where it raises a HarnessError on one, every rank raises.
+    """Run `function` on every rank; if it raises a HarnessError on one, every rank raises.
 
     A failed rank raises its own error; the others raise one of the same kind that names the first failed rank and its
     error. Otherwise they would wait in their next collective for a rank that has exited.
@@ -50,7 +50,7 @@ def together(function: Callable[[], T], *, device: torch.device) -> T:
                 error = type(theirs)(f"rank {first}: {theirs.what}", where=theirs.where, fix=theirs.fix)
                 error.is_shared, error.rank = True, first
             elif rank == first:
-                error.is_shared, error.rank = rank > 0, rank  # rank 0 prints the one with its number
+                error.is_shared, error.rank = rank > 0, rank  # rank 0 prints its copy, which names the rank
             else:
                 error.is_shared = str(error) == str(theirs)  # print it only once
     if error is not None:
@@ -61,13 +61,13 @@ def together(function: Callable[[], T], *, device: torch.device) -> T:
 class LengthsOnly:
     """A dataset whose packs have lengths but no tokens, for ranks that need only the bounds of sequences."""
 
-    # Looked up again in each worker: the arrays may be mapped files, which pickle as their whole content.
+    # Properties, so that workers look the arrays up: mapped files would be pickled with their whole content.
     pack_offsets = property(lambda self: self._source.pack_offsets)
     sequence_lengths = property(lambda self: self._source.sequence_lengths)
     fingerprint = property(lambda self: self._source.fingerprint)
     path = property(lambda self: getattr(self._source, "path", ""))
     max_weight = property(lambda self: getattr(self._source, "max_weight", 1))
-    # Grids of images decide positions, which every stage needs.
+    # Positions depend on the grids of images, and every stage needs them.
     has_media = property(lambda self: getattr(self._source, "has_media", False))
     read_media = property(lambda self: self._source.read_media)
     media_tokens = property(lambda self: self._source.media_tokens)
@@ -91,21 +91,21 @@ class LengthsOnly:
 
 
 def readable(source: PackSource, layout: RankLayout) -> PackSource:
-    """Return the dataset as this rank needs it: with tokens at the ends of a pipeline, without in the middle."""
+    """Return the dataset as this rank needs it: with tokens on the first and last pipeline stage, otherwise without."""
     return source if layout.needs_tokens else LengthsOnly(source)
 
 
 class Feed:
-    """The batches of a loader on every rank that trains the same rows, in step with all ranks of the job.
+    """Batches of a loader on every rank that trains the same rows, in step with all ranks of the job.
 
     Args:
-        device: of the exchange between all ranks; batches stay numpy arrays.
-        copy: the rank that reads for this one, and the gloo group that gets its batches, None for a rank alone; without
-            it, those of the tensor-parallel group.
+        device: device of the exchange between all ranks; batches stay numpy arrays.
+        copy: the rank that reads for this one, and the gloo group that receives its batches (None for one rank); omit
+            for the first rank and the group of tensor parallelism.
 
     Attributes:
-        while_waiting: called on all ranks together at each look for data that is still being made. A reason to stop
-            that it returns, the same on all of them, ends the iteration.
+        while_waiting: called on all ranks together at each check for data that is not ready yet. If it returns a
+            reason to stop, the same on all ranks, the iteration ends.
     """
 
     def __init__(self, make: Callable[[], Any], *, device: torch.device, copy: tuple[int, Any] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Live chunks on every rank of a job: one rank of each copy of the model reads, and all continue together.
 
-Ranks exchange data over gloo, on GPUs too. All of them take part in each look for a missing chunk, so that none spends
+Ranks exchange data over gloo, on GPUs too. All of them take part in each check for a missing chunk, so that none waits
 long in a collective.
 """
 
@@ -41,11 +41,11 @@ _RATE_OVER_S = 30.0
 
 
 class LiveFeed(Feed):
-    """The batches of a stream of live chunks, in step with all other ranks of the job, each of which answers in time.
+    """Batches from a stream of live chunks, in step with all other ranks, which keep making progress during waits.
 
     Raises:
-        HarnessError: on every rank: a pack would not fit a row, another run trains on the chunks, or `state` belongs to
-            other data.
+        HarnessError: a pack would not fit a row, another run trains on the chunks, or `state` belongs to other data;
+            raised on every rank.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LiveFeed(Feed):
                 state=fresh if state is None else replace(state, live=positions_to_json(positions)),
                 timeout_s=config.timeout_s,
                 folders=config.folders,
-                # Flushed, so that a wait shows in a log file while it lasts.
+                # `_log` flushes, so that a log file shows a wait while it lasts.
                 log=_log if self._is_rank_0 else lambda line: None,
                 report=self._report if self._is_rank_0 else lambda positions, offers: None,
             )
@@ -113,7 +113,7 @@ class LiveFeed(Feed):
             yield batch
 
     def trained(self, state: LoaderState) -> None:
-        """On rank 0, mark the chunks of which a checkpoint with this state covers every row."""
+        """On rank 0, mark the chunks whose rows are all covered by a checkpoint with this state."""
         if self._is_rank_0 and state.live:
             positions = positions_from_json(state.live, len(self._folders))
             self._check_marks()
@@ -129,7 +129,7 @@ class LiveFeed(Feed):
             mark.release(remove=False)
 
     def _lock(self, positions: Sequence[LivePosition], *, is_new: bool) -> list[LivePosition]:
-        """Make this run the only one of its folders; return the positions without the chunks that it has lost."""
+        """Lock the folders for this run; return the positions without chunks that were deleted."""
         locked: list[Marker | Lease] = []
         found = []
         try:
@@ -139,7 +139,7 @@ class LiveFeed(Feed):
                 try:
                     mark.acquire()
                 except FormatError:
-                    if not mark.holder:  # the folder cannot be written, or its store does not answer
+                    if not mark.holder:  # the folder is not writable, or its store does not respond
                         raise
                     fix = "wait for it or stop it; each run needs its own folder"
                     what = f"another run trains on these chunks: {mark.holder}"
@@ -178,7 +178,7 @@ class LiveFeed(Feed):
                 "read_below": position.done_below,
                 "read": sorted(position.finished),
                 "waiting_for": [chunk for waiting, chunk in waits if waiting == source],
-                # Of all folders together.
+                # Rates of all folders together.
                 "packs_per_s": (packs - packs_then) / seconds,
                 "tokens_per_s": (tokens - tokens_then) / seconds,
                 "ranks": [
@@ -200,19 +200,19 @@ class LiveFeed(Feed):
             self._write_statuses()
 
     def _check_marks(self) -> None:
-        """Stop this run where another one may have its folders by now."""
+        """Raise an error if another run may have locked the folders since."""
         for mark in self._marks:
             mark.check()
 
     def _write_statuses(self, **changed: str) -> None:
         for mark, status in zip(self._marks, self._statuses, strict=True):
-            with suppress(OSError, FormatError):  # the producer reports a full disk, and `check` a store that is gone
+            with suppress(OSError, FormatError):  # the producer reports a full disk, and `check` a lost store
                 mark.write(json.dumps({**status, **changed}).encode())
 
 
 def _without_lost(folder: LiveFolder, position: LivePosition) -> LivePosition:
-    """Return the position without the chunks that were deleted before a checkpoint held all of their rows."""
-    # First the marks, so that the producer deletes no chunk that is found here.
+    """Return the position without chunks that were deleted before a checkpoint covered all of their rows."""
+    # Remove the marks first, so that the producer does not delete a chunk that is found here.
     completed = folder.look().completed
     folder.keep_again(set(completed).difference(position.trained_chunks(completed)))
     contents, end = folder.look(), folder.end()
@@ -245,17 +245,17 @@ def _log(line: str) -> None:
 
 
 def _groups(dp_rank: int, timeout_s: float) -> tuple[tuple[int, Any], Any]:
-    """Make gloo groups of the ranks that train the same rows, and of those that read.
+    """Create gloo groups of the ranks that train the same rows, and of the ranks that read.
 
-    Return the rank that reads for this one with the first group, and the second; None for a group of one rank, and for
-    the second on a rank that does not read.
+    Return (rank that reads for this one, group of the same rows) and the group of reading ranks. A group of one rank is
+    None, and so is the second group on a rank that does not read.
     """
     if torch.distributed.get_world_size() == 1:
         return (0, None), None
     timeout = timedelta(seconds=timeout_s)
     places = runtime.gather(dp_rank)
     copies = {place: [rank for rank, other in enumerate(places) if other == place] for place in sorted(set(places))}
-    # Every rank takes part in the making of every group; all places have the same number of ranks.
+    # Every rank takes part in creating every group; every data-parallel rank has the same number of copies.
     reading = [ranks[0] for ranks in copies.values()]
     readers = torch.distributed.new_group(reading, timeout, "gloo") if len(reading) > 1 else None
     mine = copies[dp_rank]
@@ -266,7 +266,7 @@ def _groups(dp_rank: int, timeout_s: float) -> tuple[tuple[int, Any], Any]:
 
 
 def _exchange(offers: list[Offer], readers: Any) -> list[Offer]:
-    """Return the offers of all reading ranks, by data-parallel rank and folder."""
+    """Return the offers of all reading ranks, sorted by data-parallel rank and folder."""
     if readers is None:
         return offers
     gathered: list[list[Offer]] = [[]] * readers.size()
@@ -275,7 +275,7 @@ def _exchange(offers: list[Offer], readers: Any) -> list[Offer]:
 
 
 def _swap(outgoing: list[UInt8Array], expected: list[int], readers: Any) -> list[UInt8Array]:
-    """Send bytes to each reading rank, by data-parallel rank, and return what each of them sent; empty the list."""
+    """Send `outgoing` to the reading ranks, by data-parallel rank, clear it, and return the bytes that each sent."""
     if readers is None:
         return outgoing
     sizes = [part.shape[0] for part in outgoing]

@@ -1,4 +1,4 @@
-"""Samples of a pretraining corpus as the rows of a step: in Megatron's order, read by workers, resumed by number."""
+"""Samples of a pretraining corpus as rows of a step, in Megatron's order; workers read them, runs resume by number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from harness.thd import build_thd_batch, padded_lengths
 
 
 def missing_index(error: FileNotFoundError) -> LoaderError:
-    """Return the error for an index that the fast options trust to exist."""
+    """Return the error for a missing index; the fast options assume that it exists."""
     path = Path(error.filename or "")
     fix = "to build it, train once with data.fast_cache_load=false and data.defer_npy_index_mmap=false and the same "
     fix += "other settings, including the number of samples (trainer.steps, data.num_samples)"
@@ -32,10 +32,10 @@ def missing_index(error: FileNotFoundError) -> LoaderError:
 
 
 class PackDataset(MegatronDataset):  # type: ignore[misc]
-    """The packs of an SFT dataset as samples, shuffled again in every epoch, for Megatron's builder and blends.
+    """Packs of an SFT dataset as samples, shuffled again in every epoch, for Megatron's builder and blends.
 
-    A sample has the entries of a GPTDataset's, up to `sequence_length` tokens, and `lengths`, int64 [S], of its
-    sequences. Arguments are those of MegatronDataset; the low-level dataset is a PackReader.
+    A sample has the entries of a GPTDataset sample, up to `sequence_length` tokens, and `lengths`, int64 [S], of its
+    sequences. Arguments are the same as for MegatronDataset; the low-level dataset is a PackReader.
     """
 
     def __init__(self, dataset: Any, path: str, indices: Any, num_samples: int | None, split: Any, config: Any) -> None:
@@ -57,7 +57,7 @@ class PackDataset(MegatronDataset):  # type: ignore[misc]
         return int(self._order[place])
 
     def lengths_of(self, index: int) -> Int64Array:
-        """Return model tokens of the sample's sequences, int64 [S], from the dataset's index alone."""
+        """Return the model tokens of each sequence of the sample, int64 [S], from the dataset's index only."""
         pack = self.pack_of(index)
         offsets = self.dataset.pack_offsets
         stored = self.dataset.sequence_lengths[int(offsets[pack]) : int(offsets[pack + 1])]
@@ -70,22 +70,22 @@ class PackDataset(MegatronDataset):  # type: ignore[misc]
 
 
 _PART = 1 << 22
-# Of a sample's fields, on the way from a worker.
+# Fields of a sample, and their dtypes in a worker's result.
 _DTYPES = {"tokens": np.int32, "labels": np.int32, "loss_mask": np.uint8, "position_ids": np.int32}
 
 
 class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
-    """A GPTDataset whose documents are shuffled in blocks and windows, as packs of SFT data are (`EpochOrder`).
+    """A GPTDataset whose documents are shuffled in blocks and windows, like packs of SFT data (`EpochOrder`).
 
-    Neighboring documents are read together, for corpora that no cache can hold. Samples are cut from the documents, and
-    indexed, as Megatron does. Then samples are shuffled within windows that hold as many tokens as a window of
-    documents. Every epoch has an order of its own, which depends on the seed, the documents and the two sizes alone:
-    with more samples the earlier ones stay the same.
+    Neighboring documents are read together, for corpora that do not fit in any cache. Samples are cut from the
+    documents and indexed as in Megatron, then shuffled within windows with as many tokens as a window of documents.
+    Every epoch has its own order, which depends only on the seed, the documents and the two sizes: requesting more
+    samples does not change the earlier ones.
     """
 
     def __init__(self, *arguments: Any, block_documents: int, window_blocks: int) -> None:
         config = arguments[-1]
-        # The identity of the source keeps sources of equal length from one order.
+        # The identity of the source gives sources of equal length different orders.
         source = int(config.tokenizer.unique_identifiers["source"] or "0", 16)
         self.order_config = LoaderConfig(
             seed=config.random_seed ^ source, block_packs=block_documents, window_blocks=window_blocks
@@ -93,7 +93,7 @@ class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
         super().__init__(*arguments)
 
     def _build_document_sample_shuffle_indices(self) -> Any:
-        """Write the indices where Megatron looks for built ones, unless they are there, and let it map them."""
+        """Write missing indices to the paths where Megatron looks for built ones, and let it map them."""
         if not (self.config.defer_npy_index_mmap or self.config.fast_cache_load):
             base = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
             folder = Path(self.config.path_to_cache)
@@ -112,7 +112,7 @@ class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
         count, tokens = documents.shape[0], int(mine.sum())
         epochs = max(1, -(-((self.num_samples or 0) * size + 1) // tokens))
         order = np.concatenate([EpochOrder(self.order_config, count, epoch).packs(0, count) for epoch in range(epochs)])
-        # Token number at which each document ends. A sample has one token of the next one.
+        # Token number at which each document ends. A sample includes the first token of the next one.
         ends = np.cumsum(mine[order])
         bounds = [(epoch * tokens - 1) // size if epoch else 0 for epoch in range(epochs + 1)]
         sample_index = np.empty((bounds[-1] + 1, 2), np.int32 if order.shape[0] < 2**31 else np.int64)
@@ -121,8 +121,8 @@ class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
             at = np.searchsorted(ends, starts, side="right")
             sample_index[first : first + _PART, 0] = at
             sample_index[first : first + _PART, 1] = starts - (ends[at] - mine[order[at]])
-        # A sample that crosses the end of an epoch is the first of the next one, so that each epoch keeps its order
-        # when there are more.
+        # A sample that crosses the end of an epoch is the first of the next one, so that more epochs do not change the
+        # order of earlier ones.
         window = self.order_config.block_packs * self.order_config.window_blocks
         window_samples = max(1, window * tokens // (count * size))
         seed = self.order_config.seed
@@ -136,7 +136,7 @@ class BlockGPTDataset(GPTDataset):  # type: ignore[misc]
 
 
 class BlendPart(MegatronDataset):  # type: ignore[misc]
-    """One source of a blend of corpora and packs, because Megatron's BlendedDataset requires one type of all."""
+    """One source of a blend of corpora and packs: Megatron's BlendedDataset requires the same type for all sources."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.index_split = inner, inner.index_split
@@ -151,10 +151,10 @@ class BlendPart(MegatronDataset):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Reads the samples of one rank in a step. Sent to every worker.
+    """Reader of one rank's samples in a step. Sent to every worker.
 
-    Number i of a row is sample `start + (microbatch * dp_size + dp_rank) * micro_batch_size + i`, as in Megatron-LM.
-    Attention starts again after the token `boundary`, if there is one.
+    Element i of a row is sample `start + (microbatch * dp_size + dp_rank) * micro_batch_size + i`, as in Megatron-LM.
+    Attention restarts after each token equal to `boundary`, if it is set.
     """
 
     dataset: Any
@@ -165,7 +165,7 @@ class SampleReader:
     cost: SequenceCost | None = None
 
     def rows(self, step: BatchRange) -> list[range]:
-        """Return the samples of every row of the job; an empty row trains nothing."""
+        """Return the sample numbers of every row of the job; an empty row trains nothing."""
         rows_per_round = self.layout.dp_size * self.layout.group_size
         needed = -(-(step.stop - step.start) // self.micro_batch_size)
         count = -(-needed // rows_per_round) * rows_per_round
@@ -173,7 +173,7 @@ class SampleReader:
         return [range(min(at, step.stop), min(at + self.micro_batch_size, step.stop)) for at in starts]
 
     def read(self, step: BatchRange) -> RawBatch:
-        """Read this rank's rows of `step`; raise LoaderError for a sample that is not one of Megatron-Core's."""
+        """Read this rank's rows of `step`; raise LoaderError for a sample that is not as Megatron-Core builds it."""
         rows = self.rows(step)
         mine = rows[self.layout.dp_rank :: self.layout.dp_size]
         samples = {index: self._sample(index) for row in mine for index in row}
@@ -202,12 +202,12 @@ class SampleReader:
         )
 
     def lengths_of(self, index: int) -> Int64Array:
-        """Return model tokens of the sequences of sample `index`, int64, without reading it; S for a corpus."""
+        """Return the tokens of each sequence of a sample, int64, without reading it; `sequence_length` for a corpus."""
         part = self.dataset
         if isinstance(part, BlendedDataset):
             if not isinstance(part.datasets[0], BlendPart):
                 return np.asarray([self.sequence_length], np.int64)
-            if part.dataset_index is None:  # not mapped before its first use
+            if part.dataset_index is None:  # mapped on first use
                 self._sample(index)
             part, index = part.datasets[part.dataset_index[index]].inner, part.dataset_sample_index[index]
         return part.lengths_of(index) if isinstance(part, PackDataset) else np.asarray([self.sequence_length])
@@ -239,9 +239,9 @@ class SampleReader:
 
 
 class SampleLoader(BatchStream[RawBatch]):
-    """Global batches of samples in Megatron's order, from a state, whose `packs_consumed` are samples, on to the last.
+    """Global batches of samples in Megatron's order, starting at a state whose `packs_consumed` counts samples.
 
-    The last batch, which ends at `num_samples`, may be ragged.
+    The last batch ends at `num_samples` and may be smaller.
     """
 
     def __init__(

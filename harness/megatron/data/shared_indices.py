@@ -1,4 +1,4 @@
-"""Built indices that runs on several machines share through a bucket: one builds them, the others copy them."""
+"""Built indices that runs on several machines share through a bucket; one machine builds them, the others copy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from harness.storage.bucket import read_blocks
 from harness.storage.claims import ClaimStore, Lease
 
 _BUILDING = "_building"
-# Megatron trusts a set of indices that has one, so it is uploaded last.
+# Megatron trusts a set of indices with a description, so it is uploaded last.
 _DESCRIPTION = "-description.txt"
 T = TypeVar("T")
-# Takes what the names of a dataset's indices begin with.
+# Copies the indices of a dataset, given the prefix of their names.
 Fetch = Callable[[str], None]
 
 
@@ -24,9 +24,9 @@ def _upload_order(name: str) -> tuple[bool, str]:
 
 
 def shared_kind(kind: Any, fetch: Fetch | None) -> Any:
-    """Return what makes a dataset of a class whose indices `fetch` copies before Megatron looks for them.
+    """Return a function that creates a `kind` dataset; `fetch` copies its indices before Megatron looks for them.
 
-    It returns `kind` itself where they are not shared.
+    Return `kind` itself if indices are not shared.
     """
     if fetch is None:
         return kind
@@ -38,20 +38,20 @@ def shared_kind(kind: Any, fetch: Fetch | None) -> Any:
                 copy_indices(f"{self.unique_description_hash}-{kind.__name__}-")
                 return super()._build_document_sample_shuffle_indices()
 
-            def _build_indices(self) -> Any:  # of a blend
+            def _build_indices(self) -> Any:  # called for a blend
                 copy_indices(f"{self.unique_description_hash}-{kind.__name__}-")
                 return super()._build_indices()
 
-        Shared.__name__ = kind.__name__  # in files and descriptions
+        Shared.__name__ = kind.__name__  # used in file names and descriptions
         made = Shared(*arguments, **options)
-        made.__class__ = kind  # workers get the dataset, and copy nothing
+        made.__class__ = kind  # workers receive the dataset, and copy nothing
         return made
 
     return make
 
 
 class SharedIndices:
-    """The indices at a URI, and copies of those that this machine needs."""
+    """Indices at a URI, and local copies of those that this machine needs."""
 
     def __init__(self, uri: str) -> None:
         self._place = ObjectPath.parse(uri)
@@ -59,9 +59,9 @@ class SharedIndices:
         self.folder = LocalCache().folder / "index_cache" / hashlib.sha256(str(self._place).encode()).hexdigest()[:16]
 
     def run(self, build: Callable[..., T], *, builds: bool) -> T:
-        """Return the result of `build(fetch=...)`; `fetch` copies indices by the beginning of their names to `folder`.
+        """Return the result of `build(fetch=...)`; `fetch` copies the indices with a given name prefix to `folder`.
 
-        A process that `builds` what is missing waits for another builder, and uploads what it has made.
+        If `builds` is set, the process may build missing indices: it waits for other builders, and uploads its results.
         """
         if not builds:
             return build(fetch=self._fetch_from(BucketFolder(self._place)))

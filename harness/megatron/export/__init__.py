@@ -1,4 +1,4 @@
-"""Export a checkpoint as a folder that serves: weights, settings of generation, tokenizer, chat template, model card.
+"""Export a checkpoint to a folder for serving: weights, generation settings, tokenizer, chat template, model card.
 
-Read `folder` first: it writes the folder. `data` finds what the run was trained on, and `card` writes the card.
+Read `folder` first: it writes the folder. `data` finds the run's training data, and `card` writes the card.
 """

@@ -1,4 +1,4 @@
-"""The model card of an exported folder: what it was trained on, how, and how to load it."""
+"""Model card of an exported folder: its training data and settings, and how to load it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(tokenizer.decode(answer, skip_special_tokens=True))
 def model_card(
     checkpoint: Path, settings: Mapping[str, Any], data: TrainedData, tokens: SpecialTokens | None, *, is_adapter: bool
 ) -> str:
-    """Return the text of the card of the exported `checkpoint`; the metrics of its run are two folders above it."""
+    """Return the model card of the exported `checkpoint`; the metrics of its run are two folders above it."""
     document = json.loads((checkpoint / RUN_FILE).read_text())
     run = checkpoint.resolve().parent.parent
     path, step = run / METRICS_FILE, int(document["step"])
@@ -56,7 +56,7 @@ def model_card(
         "pipeline_tag": "text-generation",
         "tags": ["megatron-core", *(["lora"] if settings["model"].get("lora_rank") else [])],
     }
-    if base and not Path(base).exists():  # an id of the hub
+    if base and not Path(base).exists():  # a hub id
         head["base_model"] = base
     encoder = settings["model"].get("encoder")
     kind = read_encoder(encoder)[0].architecture if encoder else "AutoModelForCausalLM"
@@ -108,7 +108,7 @@ def data_facts(data: TrainedData, tokens: SpecialTokens | None) -> dict[str, str
 def _mask(facts: Mapping[str, str]) -> str:
     if not facts:
         return "not recorded"
-    # These are elsewhere on the card, or say nothing.
+    # Omit facts that are elsewhere on the card, or empty.
     shown = {name: text for name, text in facts.items() if name not in ("schema", "end_tokens") and text != "[]"}
     rule, why = shown.pop("rule", "unknown"), shown.pop("why", "")
     return ", ".join([rule + (f" ({why})" if why else ""), *(f"{name} {text}" for name, text in shown.items())])

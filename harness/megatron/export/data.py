@@ -1,4 +1,4 @@
-"""Find the data that a run was trained on, and its tokenizer: by fingerprint and hashes, never by name alone."""
+"""Find the data that a run was trained on, and its tokenizer, by fingerprint and hashes, never by name alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.prep.tokenize.recorded import end_tokens
 from harness.printing import count_of
 from harness.storage import join_path
 
-# Beside these, the folder of a tokenizer may hold a whole model.
+# The folder of a tokenizer may also contain a whole model; copy only these files.
 _TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt"),
     *("*.model", "*.tiktoken", "*processor_config.json"),
@@ -30,12 +30,12 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass
 class TrainedData:
-    """Data of a run, as far as it is on this machine.
+    """Data of a run that was found on this machine.
 
     Attributes:
-        tokenizer: folder or hub id; empty if there is none that is known to be the right one.
-        template: a file or name that replaces the tokenizer's own template.
-        live_mask: how the conversations of live chunks were masked; empty for other data.
+        tokenizer: folder or hub id; empty if no tokenizer is known to be the right one.
+        template: file or name of a template that replaces the tokenizer's own.
+        live_mask: facts about the masks of conversations in live chunks; empty for other data.
         eod: id of the token that ends a document of a pretraining corpus.
     """
 
@@ -49,19 +49,19 @@ class TrainedData:
 
     @property
     def masks(self) -> list[Mapping[str, str]]:
-        """Facts about the masks of the data; one without facts if none was read."""
+        """Facts about the masks of each dataset; only those of live data, possibly empty, if no manifest was read."""
         return [manifest.provenance.mask for manifest in self.manifests.values()] or [self.live_mask]
 
 
 def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequence[str] = ()) -> TrainedData:
-    """Find the data of a run; what is missing does not raise, unless `moved_to` says where it is.
+    """Find the data of a run; missing data raises an error only if `moved_to` lists its location.
 
     Args:
-        state: of the loader, in the checkpoint: a dataset of another fingerprint is not the one that was trained.
-        moved_to: where the run's data is now, in the order of its settings; empty for where it was.
+        state: loader state in the checkpoint; a dataset with another fingerprint is not the one that was trained on.
+        moved_to: current locations of the run's data, in the order of its settings; empty if it has not moved.
 
     Raises:
-        ConfigError: there is other data, or none, at `moved_to`.
+        ConfigError: `moved_to` contains other data, or none.
         MemoryError: memory ran out.
     """
     data = settings["data"]
@@ -77,7 +77,7 @@ def find_data(settings: Mapping[str, Any], state: LoaderState, moved_to: Sequenc
         if not found.tokenizer:
             found.missing.append(f"tokenizer and chat template: {', '.join(folders)}: chunks of packs do not list them")
             return found
-        # `write_tokenizer` reports what is wrong with it; other versions may have other settings.
+        # `write_tokenizer` reports problems with the tokenizer; settings of other versions may differ.
         with suppress(ConfigError, FormatError, TypeError):
             config, _ = as_prepared(TokenizerConfig(**tokenizer), found.tokenizer)
             found.live_mask = ChatTokenizer(config, found.tokenizer).mask_facts()
@@ -118,11 +118,11 @@ def _is_packed(path: str) -> bool:
 
 
 def _find_tokenizer(found: TrainedData, reader: PackReader, settings: Mapping[str, Any]) -> None:
-    """Set the tokenizer to the first one known that has the hashes in the dataset's manifest."""
+    """Set the tokenizer to the first candidate whose hashes match the dataset's manifest."""
     assert reader.manifest is not None
     recorded = reader.manifest.provenance
     reasons = []
-    # Beside the data, then those that the run names.
+    # Candidates: next to the data, then those that the run names.
     names = [settings["data"].get("tokenizer"), settings["model"].get("init_from")]
     with suppress(ConfigError):
         names.insert(0, str(find_tokenizer_folder(reader)))
@@ -156,11 +156,11 @@ def _hashes(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Tokens that control generation, as ids; None where there is none.
+    """Ids of the tokens that control generation; None for a missing token.
 
     Attributes:
-        ends: end an answer; the end token of the tokenizer among them.
-        pad: fills the rows of a batch; another token than those that end an answer, if there is one.
+        ends: tokens that end an answer, including the end token of the tokenizer.
+        pad: token that fills the rows of a batch; different from the tokens that end an answer, if possible.
     """
 
     ends: tuple[int, ...]
@@ -170,7 +170,7 @@ class SpecialTokens:
 
 
 def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> SpecialTokens | None:
-    """Write the tokenizer of the data with its chat template; None, with a reason in `found.missing`, if that fails.
+    """Write the tokenizer of the data with its chat template; return None, and add to `found.missing`, if that fails.
 
     Raise ConfigError if the data records an end token that the tokenizer does not have.
     """
@@ -179,7 +179,7 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
     try:
         source = Path(found.tokenizer)
         if source.is_dir() and not found.template:
-            # Byte by byte, and nothing else that lies beside them.
+            # Copy these files unchanged, and no other files of the folder.
             for file in {file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()}:
                 shutil.copy(file, folder / file.name)
             if (source / _TEMPLATES).is_dir():
@@ -189,7 +189,7 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    # The library raises almost anything for a damaged folder.
+    # The library raises almost any exception for a damaged folder.
     except Exception as error:
         if reason_of_memory(error) is not None or ((refused := os_error_of(error)) is not None and is_of_disk(refused)):
             raise
@@ -205,13 +205,13 @@ def write_tokenizer(found: TrainedData, folder: Path, *, vocab_size: int) -> Spe
 
 def _special_tokens(tokenizer: Any, ends: set[int], vocab_size: int) -> SpecialTokens:
     added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # Not the placeholder tokens of media, for which an encoder has to give features.
+    # Exclude placeholder tokens of media, which require features from an encoder.
     named = [id for id, text in sorted(added.items()) if re.search(r"(?i)^(?!.*(image|audio|video)).*pad", text)]
     ids = (tokenizer.pad_token_id, *named, tokenizer.unk_token_id)
     known = [id for id in ids if id is not None and id < vocab_size]
-    # A trainer that masks the padding must not mask the end of an answer too.
+    # Prefer another token than those that end an answer: a trainer that masks padding would mask them too.
     pad = next((id for id in known if id not in ends), next(iter(known), min(ends, default=None)))
     used = {*ends, *(id for id in (pad, tokenizer.bos_token_id) if id is not None)}
-    # One that the model has and the tokenizer has not has no text.
+    # An id in the model's vocabulary but not in the tokenizer's has no text.
     texts = {id: tokenizer.convert_ids_to_tokens(id) or f"token {id}" for id in used}
     return SpecialTokens(tuple(sorted(ends)), pad, tokenizer.bos_token_id, texts)

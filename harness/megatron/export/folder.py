@@ -1,4 +1,4 @@
-"""Write the folder of an exported checkpoint: config, safetensors, settings of generation, tokenizer, and card."""
+"""Write the folder of an exported checkpoint: config, safetensors, generation settings, tokenizer, and model card."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from harness.storage.files import PlacingClaim, sync_tree
 from harness.train.checkpoints import CHECKPOINTS, RUN_FILE, read_progress
 from harness.train.folder import SETTINGS_FILE, check_settings, read_settings
 
-# Largest size of one safetensors file; a larger tensor has a file of its own.
+# Largest size of one safetensors file; a larger tensor gets its own file.
 _SHARD_BYTES = 5 * 10**9
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 
@@ -61,23 +61,23 @@ def export_checkpoint(
     data_paths: Sequence[str] = (),
     unchecked: bool = False,
 ) -> Exported:
-    """Write a checkpoint as a folder that serves. Needs memory for one copy of the weights, on the CPU.
+    """Write a checkpoint as a folder that can be served. Needs CPU memory for one copy of the weights.
 
-    Beside the weights it has config.json and generation_config.json with every token that ends an answer, the tokenizer
-    and the chat template of the data, and a model card. LoRA adapters are merged into the weights of their layers.
-    Data that is no longer there does not prevent an export; `Exported.missing` names what could not be written.
+    Besides the weights, it contains config.json and generation_config.json with every token that ends an answer, the
+    tokenizer and chat template of the data, and a model card. LoRA adapters are merged into the weights of their
+    layers. Missing data does not prevent an export; `Exported.missing` lists the parts that could not be written.
 
     Args:
-        source: a run's folder (its newest whole checkpoint), or one of its checkpoints.
+        source: the folder of a run (exports its newest whole checkpoint), or one of its checkpoints.
         out: a folder that does not exist yet, or is empty.
-        keep_mtp: write the layers that predict further tokens (MTP) too, as the initial weights have them: they were
-            not trained, and a server that drafts with them accepts fewer of their tokens.
-        data_paths: where the run's data is now, in the order of its settings; empty for where it was.
+        keep_mtp: also write the layers that predict further tokens (MTP), copied from the initial weights: they were
+            not trained, so a server that drafts with them accepts fewer of their tokens.
+        data_paths: current location of the run's data, in the order of its settings; empty if it has not moved.
         unchecked: export even a checkpoint without `checksums.json`.
 
     Raises:
-        ConfigError: `source` is not a run, `out` is not empty, the run has no adapters to write alone, its initial
-            weights have no layers to keep, or other data, or none, is at `data_paths`.
+        ConfigError: `source` is not a run, `out` is not empty, the run has no adapters to export separately, its
+            initial weights have no MTP layers to keep, or `data_paths` contain other data or none.
         CheckpointError: there is no whole checkpoint, or it is damaged.
     """
     if not _marker_of(out).path.exists():
@@ -85,7 +85,7 @@ def export_checkpoint(
     path, settings = _find_checkpoint(source, unchecked=unchecked)
     progress = read_progress(path)
     data = find_data(settings, progress.loader, data_paths)
-    # PyTorch's layers have the weights of all others, and a CPU runs them.
+    # Layers of PyTorch can hold the weights of any other kind, and run on a CPU.
     model = ModelConfig(**{**settings["model"], "attention": "torch", "fp8": "off"})
     vocab_size = _check_choices(model, path, adapters_only=adapters_only, keep_mtp=keep_mtp)
     copied = _copied_tensors(model, path, keep_mtp=keep_mtp)
@@ -103,7 +103,7 @@ def export_checkpoint(
             _write_json(writing / CONFIG_FILE, config)
         (writing / CARD_FILE).write_text(model_card(path, settings, data, tokens, is_adapter=adapters_only))
         files = sorted(str(file.relative_to(writing)) for file in writing.rglob("*") if file.is_file())
-        for file in files:  # safetensors writes files that others cannot read
+        for file in files:  # safetensors writes files that other users cannot read
             shutil.copymode(writing / CARD_FILE, writing / file)
         write_checksums(writing, digest_files(writing, files))
     ends = () if tokens is None else tuple(tokens.texts[token] for token in tokens.ends)
@@ -111,19 +111,19 @@ def export_checkpoint(
     return Exported(progress.step, *size, tokens is not None, ends, pad, tuple(data.missing))
 
 
-# Families into whose experts PEFT 0.21 loads adapters; it skips those of others without a word.
+# Families for which PEFT 0.21 loads expert adapters; for others it silently skips them.
 _EXPERTS_IN_PEFT = ("qwen3_moe", "olmoe")
 
 
 def _check_choices(model: ModelConfig, path: Path, *, adapters_only: bool, keep_mtp: bool) -> int:
-    """Raise ConfigError where the model has nothing to write as chosen; return its vocabulary size."""
+    """Raise ConfigError if the model cannot be exported as requested; return its vocabulary size."""
     if model.vocab_size is None:
         raise ConfigError("the run's config.yaml has no model.vocab_size", where=str(path), fix="resume it once")
     if adapters_only and not (model.lora_rank and model.init_from):
         what = "the run trained all weights" if not model.lora_rank else "the adapters belong to random base weights"
         raise ConfigError(what, where=str(path), fix="export the full model: omit --adapter")
     check_exported(model)
-    # PEFT skips those of experts that it does not know, and refuses those of Mamba's output projections.
+    # PEFT skips adapters of experts that it does not know, and refuses those of Mamba's output projections.
     odd = ["linear_fc1", "linear_fc2"] * (model.num_experts > 0 and model.family not in _EXPERTS_IN_PEFT)
     has_mamba = "M" in (model.layer_pattern or "")
     odd = [name for name in (*odd, *["linear_proj"] * has_mamba) if name in model.lora_targets]
@@ -152,8 +152,8 @@ def _load(model: ModelConfig, path: Path, vocab_size: int) -> GPTModel:
 def _settings_of(
     model: ModelConfig, data: TrainedData, tokens: SpecialTokens | None, vocab_size: int, *, has_mtp: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json and generation_config.json; add to `data.missing` if the data names no end tokens."""
-    base: dict[str, dict[str, Any]] = {}  # of the initial weights; empty where there are none any more
+    """Return config.json and generation_config.json; add to `data.missing` if the data does not define end tokens."""
+    base: dict[str, dict[str, Any]] = {}  # of the initial weights; empty if they are missing
     if model.init_from is not None:
         with suppress(ConfigError):
             folder = find_weights(model.init_from)
@@ -163,7 +163,7 @@ def _settings_of(
                     base[name] = dict(json.loads((folder / name).read_text()))
     of_base = base.get(CONFIG_FILE) or to_hf_config(model, vocab_size=vocab_size)
     config = text_config(of_base) if model.media is None else dict(of_whole(of_base))
-    if config is not of_base:  # of a model that also encodes images, or of one part of another
+    if config is not of_base:  # extracted from the config of a multimodal model
         config["architectures"] = [model.traits.architecture if model.media is None else model.media.architecture]
     ends = sorted({*(tokens.ends if tokens is not None else ()), *([] if data.eod is None else [data.eod])})
     begin, pad = (tokens.begin, tokens.pad) if tokens is not None else (None, None)
@@ -177,17 +177,17 @@ def _settings_of(
     generation.pop("_from_model_config", None)
     if not has_mtp:
         config |= {name: 0 for name in (*MTP_SETTINGS, "mtp_num_hidden_layers") if config.get(name)}
-    # The weights are written as they were trained, for the model's class in transformers.
+    # The weights are written unquantized, for the model's own class in transformers.
     config = {name: value for name, value in config.items() if name not in ("quantization_config", "auto_map")}
-    # Many programs read a list of one in config.json as no number.
+    # Many programs do not accept a list of one id in config.json.
     config |= {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in ids.items()}
-    # transformers 5 reads the first name, and versions before 4.56 the second alone.
+    # transformers 5 reads the first name; versions before 4.56 read only the second.
     return {**config, "dtype": model.number, "torch_dtype": model.number}, generation
 
 
 @contextmanager
 def _claim(out: Path) -> Iterator[Path]:
-    """Keep other exports out of `out`, and yield the folder to write; what is in it then becomes `out`."""
+    """Keep other exports out of `out`, and yield a folder to write to, which becomes `out` at the end."""
     place, claim = out.absolute(), PlacingClaim(_marker_of(out), lambda: _refuse_used(out))
     fix = "fix the cause (space, permissions, quota) and run the same command again"
     with os_errors_as(CheckpointError, "the export cannot be written", where=out, fix=fix):
@@ -195,7 +195,7 @@ def _claim(out: Path) -> Iterator[Path]:
         claim.enter()
         writing = place.with_name(f"{place.name}.unfinished")
         try:
-            # Of an export that was killed; `out` was empty or missing when that one began.
+            # Left by a killed export; `out` was empty or missing when it began.
             for left in [writing, *([out] if claim.is_placing else [])]:
                 if left.is_dir():
                     shutil.rmtree(left)
@@ -240,7 +240,7 @@ def _find_checkpoint(source: Path, *, unchecked: bool) -> tuple[Path, dict[str, 
         what = "the run has no complete checkpoint"
         raise CheckpointError(what, where=str(run / CHECKPOINTS), fix="train it for a few steps first")
     own = json.loads((path / RUN_FILE).read_text()).get("settings")
-    # Older checkpoints have none of their own.
+    # Older checkpoints do not contain the settings.
     return path, read_settings(config) if own is None else check_settings(own, where=path / RUN_FILE)
 
 
@@ -281,7 +281,7 @@ def _write_weights(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) ->
 
 
 def _copied_tensors(model: ModelConfig, where: Path, *, keep_mtp: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over the tensors that an export has as the initial weights have them, by name."""
+    """Return an iterator over the names and tensors that an export copies unchanged from the initial weights."""
     parts = () if model.media is None else model.media.copied
     layers: tuple[str, ...] = ()
     names: list[str] = []

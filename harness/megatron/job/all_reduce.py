@@ -1,4 +1,4 @@
-"""Measure the links and the processors of a job before training: the preflight's all-reduce and matrix product."""
+"""Measure the links and processors of a job before training: the all-reduce and matrix product of the preflight."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from harness.megatron.job.runtime import choose_device, gather
 
 # Large enough to measure the rate of the links, small compared with a GPU's memory.
 _GPU_BYTES, _CPU_BYTES = 256 << 20, 4 << 20
-# Rows of the square matrices that are multiplied.
+# Rows of the square matrices to multiply.
 _GPU_ROWS, _CPU_ROWS = 8192, 512
 _REPEATS = 3
-# A link that would take longer with the whole tensor is measured with this part of it: a slow one has a rate, too.
+# If the whole tensor would take longer than `_LONGEST_S`, measure with 1 / `_SMALLER` of it, so slow links get a rate.
 _SMALLER, _LONGEST_S = 64, 2.0
 
 
 def check_all_reduce(*, timeout_s: float) -> dict[str, Any]:
-    """Add up a tensor over all ranks, over those of each node and of pairs of nodes, by NCCL on GPUs or gloo on CPUs.
+    """Sum a tensor over all ranks, over each node and over pairs of nodes, with NCCL on GPUs or gloo on CPUs.
 
-    Rates are those of the links, in GB/s: 2 (n - 1) / n of the tensor's bytes a second for n ranks.
+    Rates are bus bandwidths in GB/s: 2 (n - 1) / n of the tensor's bytes per second for n ranks.
 
     Returns:
-        backend, ranks, the number of visible GPUs, NCCL's version, seconds_s from the start to the first sum, and
-        rate_s over all ranks; node_rates_s by node, of nodes with several ranks; pair_rates_s by `NODE NODE`, of every
-        node with the next one, for jobs of three nodes and more; ranks_s, for every rank its node, the TFLOP/s of a
+        backend, ranks, the number of visible GPUs, NCCL's version, seconds_s from the start until the first sum, and
+        rate_s over all ranks; node_rates_s by node, for nodes with several ranks; pair_rates_s by `NODE NODE`, for
+        every node and the next one, in jobs of three or more nodes; ranks_s, for every rank its node, the TFLOP/s of a
         matrix product, and the GB/s of copies within its memory and from the host's.
 
     Raises:
@@ -92,9 +92,9 @@ def _measure_nodes(
         by_node.setdefault(entry["node"], []).append(number)
     nodes = list(by_node)
     rounds = [{node: members for node, members in by_node.items() if len(members) > 1}]
-    # Each node meets two others: one whose rate is low with both is the slow one.
+    # Each node is paired with two others: a node with a low rate in both pairs is the slow one.
     ring = [(node, nodes[(number + 1) % len(nodes)]) for number, node in enumerate(nodes)] if len(nodes) > 2 else []
-    # No node has two neighbors at the same time; of an odd number of pairs, the last is alone.
+    # Pairs of one round share no node; with an odd number of pairs, the last one gets its own round.
     even = len(ring) - len(ring) % 2
     parts = filter(None, (ring[:even:2], ring[1:even:2], ring[even:]))
     rounds += [{f"{one} {other}": by_node[one] + by_node[other] for one, other in part} for part in parts]
@@ -114,7 +114,7 @@ def _measure_nodes(
 
 
 def _rate(numbers: torch.Tensor, members: Sequence[int], group: Any = None) -> float:
-    """Return the rate of the best of several all-reduces over a group, 0 for a group of one rank."""
+    """Return the rate of the fastest of several all-reduces over a group, or 0 for a group of one rank."""
     if len(members) < 2:
         return 0.0
     few = numbers[: numbers.numel() // _SMALLER]
@@ -136,7 +136,7 @@ def _measure_processor(device: torch.device) -> dict[str, Any]:
     measured = {"gemm_tflops": 2 * rows**3 / _median_seconds(lambda: left @ left) / 1e12}
     source = torch.ones((_GPU_BYTES if is_gpu else _CPU_BYTES) // 4, device=device)
     target = torch.empty_like(source)
-    # Read and written.
+    # Twice the bytes, because a copy reads and writes them.
     measured["copy_gb_s"] = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source)) / 1e9
     if is_gpu:
         host = torch.ones(source.numel(), pin_memory=True)

@@ -1,4 +1,4 @@
-"""The process in its job: its device, its rank and its parallel groups."""
+"""Device, rank and parallel groups of a process in its job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Settings = TypeVar("Settings", bound=RunConfig)
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process in its job."""
+    """Device and rank of this process in its job."""
 
     device: torch.device
     rank: int
@@ -62,13 +62,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def settle(config: Settings) -> Settings:
-    """Return settings of a run with what `auto` is on this process's device."""
+    """Return the settings of a run with each `auto` resolved for this process's device."""
     is_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     return config.on("cuda" if is_gpu else "cpu")
 
 
 def place_in_job(name: str) -> int:
-    """Return RANK, WORLD_SIZE or the same with LOCAL_ of the launcher; without one, a process is a job of its own."""
+    """Return the launcher's variable `name`, such as RANK or LOCAL_WORLD_SIZE; if unset, that of a job of one rank."""
     least = int(name.endswith("WORLD_SIZE"))
     text = os.environ.get(name, str(least))
     if not text.isdecimal() or int(text) < least:
@@ -80,13 +80,13 @@ def place_in_job(name: str) -> int:
 def start(
     device: str = "auto", *, timeout_s: float = 600.0, meet_timeout_s: float | None = None, deterministic: bool = False
 ) -> Iterator[Runtime]:
-    """Join the job that the environment describes (torchrun, or a lone process), and leave it at the end.
+    """Join the job that the environment describes (torchrun, or a single process), and leave it at the end.
 
-    Backends are NCCL on GPUs and gloo on CPUs. A process that was not started by a launcher is a job of one rank.
+    The backend is NCCL on GPUs and gloo on CPUs. A process that was not started by a launcher is a job of one rank.
 
     Args:
-        meet_timeout_s: wait for missing ranks at the start; None for `timeout_s`.
-        deterministic: take only kernels that give the same bits each time, until the job ends.
+        meet_timeout_s: how long to wait for missing ranks at the start; None for `timeout_s`.
+        deterministic: use only kernels that return the same bits each time, until the job ends.
 
     Raises:
         ConfigError: no such device, or an incomplete launcher environment.
@@ -104,8 +104,8 @@ def start(
         raise ConfigError(what, where="environment", fix="start with torchrun, or unset both")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        # NCCL's flight recorder keeps so many collectives, which the watchdog writes into the run's folder on a hang.
-        # Newer versions of PyTorch read the first of these names.
+        # NCCL's flight recorder keeps this many collectives; the watchdog writes them to the run's folder on a hang.
+        # Newer versions of PyTorch read the first name.
         if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
             os.environ.update(TORCH_FR_BUFFER_SIZE="2000", TORCH_NCCL_TRACE_BUFFER_SIZE="2000")
     from harness.megatron import compat  # Megatron-Core is imported when a job starts
@@ -113,7 +113,7 @@ def start(
     same_bits = _same_bits() if deterministic else nullcontext()
     with compat.without_kernels(on_cpu=chosen.type == "cpu"), same_bits:
         place: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout_s)}
-        # NCCL then connects at once, on this device, and not in the first step.
+        # With a device, NCCL connects right away, not in the first step.
         place["device_id"] = chosen if chosen.type == "cuda" else None
         backend = "gloo" if chosen.type == "cpu" else "nccl"
         store = _meet(rank, world_size, meet_timeout_s or timeout_s) if world_size > 1 else HashStore()
@@ -128,10 +128,10 @@ def start(
 
 @contextmanager
 def alone(rank: int, world_size: int) -> Iterator[Runtime]:
-    """Be one rank of a job whose other ranks do not exist, on a CPU, in this process.
+    """Run this process, on a CPU, as one rank of a job whose other ranks do not exist.
 
-    PyTorch's fake process group answers every collective at once, with this rank's own numbers where it gives any: code
-    runs as it would in the job, and what it computes means nothing.
+    PyTorch's fake process group returns from every collective at once, with this rank's own values or none. Code runs
+    as it would in the job, but the results are meaningless.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
@@ -140,7 +140,7 @@ def alone(rank: int, world_size: int) -> Iterator[Runtime]:
     make_group = torch.distributed.new_group
 
     def receive_nothing(output: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        # The fake group compares what is sent with what is received, which here need not be alike.
+        # The fake group requires equal sizes of input and output, which may differ here.
         output.zero_()
 
     def make_fake(*arguments: Any, **options: Any) -> Any:
@@ -169,9 +169,9 @@ def _left_at_the_end() -> Iterator[None]:
 def join(
     config: ParallelConfig, world_size: int, *, timeout_s: float = 1800.0, shares_rows: bool = False
 ) -> RankLayout:
-    """Make Megatron's process groups, with this timeout of their collectives, and return this rank's place in them.
+    """Create Megatron's process groups, with a timeout for their collectives, and return this rank's place in them.
 
-    With `shares_rows`, also make the groups of data-parallel ranks that share rows; for `dynamic_context`.
+    With `shares_rows`, also create the groups of data-parallel ranks that share rows, for `dynamic_context`.
     """
     from megatron.core import parallel_state
 
@@ -193,7 +193,7 @@ def join(
 
 
 def place_in_groups(**rest: Any) -> RankLayout:
-    """Return this rank's place in Megatron's process groups; `rest` are the other values of the layout."""
+    """Return this rank's place in Megatron's process groups; `rest` contains the other values of the layout."""
     from megatron.core import parallel_state
 
     return RankLayout(
@@ -212,9 +212,9 @@ def place_in_groups(**rest: Any) -> RankLayout:
 
 @contextmanager
 def _same_ranks_share_groups() -> Iterator[None]:
-    """Make one gloo group of the same ranks inside the block, however many Megatron asks for.
+    """Create only one gloo group per set of ranks inside the block, however many Megatron requests.
 
-    Each group has a thread that wakes a hundred times a second, and a rank on a CPU is in 30 groups.
+    Each group has a thread that wakes a hundred times per second, and a rank on a CPU is in 30 groups.
     """
     made: dict[tuple[int, ...], Any] = {}
     make_group = torch.distributed.new_group
@@ -231,7 +231,7 @@ def _same_ranks_share_groups() -> Iterator[None]:
 
 
 def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
-    """Return the store of the job once every rank has reached it; otherwise every rank names the missing one."""
+    """Return the store of the job once every rank has connected; otherwise raise LostRankError for the missing rank."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     timeout = timedelta(seconds=timeout_s)
     fix = "check its log and node: it hangs, failed or never started. Other ranks wait for trainer.startup_timeout_s"
@@ -244,7 +244,7 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
             hosts = {name: store.get(name).decode() for name in names if store.check([name])}
             store.set("hosts", json.dumps(hosts))
             if len(hosts) < world_size:
-                time.sleep(2)  # the store may be in this process, and the others are reading it
+                time.sleep(2)  # the store may be in this process, and the others still read it
         elif _wait_for(store, names[:1], timeout) and _wait_for(store, ["hosts"], timeout + timedelta(seconds=10)):
             hosts = json.loads(store.get("hosts"))
         else:
@@ -266,10 +266,10 @@ def _meet(rank: int, world_size: int, timeout_s: float) -> Store:
 
 
 def _open_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun keeps one
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun hosts a store
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         return cast(Store, store)
-    # PyTorch's own rendezvous waits for all without naming a missing rank.
+    # PyTorch's own rendezvous waits for all ranks, and does not name a missing one.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
     if (listening := os.environ.pop(STORE_FD, None)) is not None:
@@ -286,16 +286,16 @@ def _wait_for(store: Store, names: list[str], timeout: timedelta) -> bool:
 
 
 def place_among_ranks() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; outside a job it is the only one."""
+    """Return this process's rank and the number of ranks; (0, 1) outside a job."""
     if not torch.distributed.is_initialized():
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0 and return its result on every rank; its error is raised on every rank.
+    """Run `function` on rank 0, and return its result, or raise its error, on every rank.
 
-    An OSError becomes a ConfigError: the purpose of `function` is to find and make folders.
+    An OSError becomes a ConfigError, because `function` finds or creates folders.
     """
     outcome: list[Any] = [None, None]
     rank, size = place_among_ranks()
@@ -317,7 +317,7 @@ def on_rank_0(function: Callable[[], T]) -> T:
 
 
 def gather_on_rank_0(value: T) -> list[T]:
-    """Return every rank's `value` in order on rank 0, an empty list on the others; every rank takes part."""
+    """Return every rank's `value` in order on rank 0, and an empty list on the others; every rank takes part."""
     rank, size = place_among_ranks()
     if size == 1:
         return [value]
@@ -335,7 +335,7 @@ def gather(value: T) -> list[T]:
     return gathered
 
 
-# What makes kernels deterministic, and the other values that do.
+# Variables that make kernels deterministic, and their accepted values; the first is the default.
 _DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
@@ -345,9 +345,9 @@ _DETERMINISTIC = {
 
 @contextmanager
 def _same_bits() -> Iterator[None]:
-    """Let PyTorch, cuBLAS, NCCL and Transformer Engine take deterministic kernels alone inside the block."""
+    """Restrict PyTorch, cuBLAS, NCCL and Transformer Engine to deterministic kernels inside the block."""
     wanted = {
-        name: now if (now := os.environ.get(name)) in choices else choices[0]  # a site's own choice stays
+        name: now if (now := os.environ.get(name)) in choices else choices[0]  # keep a site's own choice
         for name, choices in _DETERMINISTIC.items()
     }
     was = torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""Measure how long a rank waits in exchanges with other ranks, and what its main thread does meanwhile."""
+"""Measure how long a rank waits in exchanges with other ranks, and the CPU time of its main thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-# Where no work is returned, the exchange itself is on the compute stream.
+# Time these too: if one returns no work, the exchange itself runs on the compute stream.
 _EXCHANGES = (
     *("allreduce", "allgather", "_allgather_base", "reduce", "reduce_scatter", "_reduce_scatter_base", "alltoall"),
     *("alltoall_base", "broadcast", "send", "recv", "_end_coalescing"),
@@ -21,10 +21,10 @@ _EXCHANGES = (
 
 
 class Waits:
-    """Adds up the seconds that this rank spends in exchanges, the wait for later ranks included. A context manager.
+    """Context manager that sums the seconds that this rank spends in exchanges, including waits for slower ranks.
 
-    On a CPU every exchange blocks in `Work.wait`. On a GPU it holds up the compute stream, in which events before and
-    after it are timed; those that run beside computation count only as far as the stream waits for them.
+    On a CPU every exchange blocks in `Work.wait`. On a GPU it blocks the compute stream, where events before and after
+    it are timed; exchanges that overlap with computation count only as long as the stream waits for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Waits:
         if self._is_gpu:
             names += [(ProcessGroup, name) for name in _EXCHANGES if name in vars(ProcessGroup)]
         for owner, name in names:
-            # As the class stores it: the function that `getattr` returns for an extension type is not bound again.
+            # Restore the entry of the class: `getattr` on an extension type returns a function that no longer binds.
             self._stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, self._measured(getattr(owner, name)))
         return self
@@ -49,7 +49,7 @@ class Waits:
         self._stack.close()
 
     def total_s(self) -> float:
-        """Return the seconds so far; on a GPU, waits for the stream."""
+        """Return the seconds so far; on a GPU, this waits for the stream."""
         if self._pending:
             torch.cuda.current_stream().synchronize()
             self._total_s += sum(began.elapsed_time(ended) for began, ended in self._pending) / 1e3
@@ -60,7 +60,7 @@ class Waits:
     def _measured(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def measured(*arguments: Any, **options: Any) -> Any:
-            if threading.get_ident() != self._thread:  # a checkpoint that is written beside the steps
+            if threading.get_ident() != self._thread:  # a checkpoint is being written in the background
                 return function(*arguments, **options)
             if not self._is_gpu:
                 start = time.perf_counter()
@@ -83,7 +83,7 @@ def _event() -> torch.cuda.Event:
 
 
 def thread_times() -> tuple[float, float]:
-    """Return the seconds of the calling thread on a core, and ready to run while others had it; 0 where unknown."""
+    """Return the seconds that the calling thread ran on a core, and was ready but waited for one; 0 if unknown."""
     with suppress(OSError, ValueError):
         running, queued, _ = Path("/proc/thread-self/schedstat").read_text().split()
         return int(running) / 1e9, int(queued) / 1e9

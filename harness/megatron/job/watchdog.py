@@ -1,7 +1,7 @@
-"""Signals to stop, and ranks that hang or have died, from the meeting of the ranks to the last step.
+"""Handle stop signals, and detect ranks that hang or have died, from the rendezvous to the last step.
 
-Every rank publishes, through the store where the job met, its step, its activity and the time without progress. A rank
-without progress for the limit ends the job; collectives alone would end it later, and would name a rank that waited.
+Every rank publishes its step, its activity and the time without progress through the store of the rendezvous. A rank
+without progress for the limit ends the job; a timeout of collectives would end it later and name a rank that waited.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from harness.printing import print_line, print_text
 from harness.train.attempts import EXIT_STOPPED, Stop, write_stop
 
 EXIT_HANG = 70
-# Activity of a rank that waits for the others, whose own work is the likelier cause of a hang.
+# Activity of a rank that waits for the others; a rank with any other activity is the likelier cause of a hang.
 _WAITING = "waiting for the others"
 _TOGETHER = ("training", _WAITING)
-# A rank that published nothing for this many intervals has died or is stopped.
+# A rank that published nothing for this many intervals has died or is suspended.
 _SILENT_INTERVALS = 4
-# A rank that is asked to stop before its first step gets this long to reach it and save it.
+# A rank that receives a stop signal before its first step gets this long to complete and save that step.
 _STARTUP_GRACE_S = 20.0
-# Rank 0 waits this long for the others to report an error that all ranks have.
+# Rank 0 waits this long for the others to report an error that occurred on all ranks.
 _PART_S = 10.0
 _FABRIC = re.compile("(TORCH_)?(NCCL|FR|GLOO|FI|UCX|OMPI_MCA)_")
 
 
-# Slurm, torchrun and container engines send SIGTERM; `sbatch --signal` is set to send SIGUSR2 before the time limit.
+# Slurm, torchrun and container engines send SIGTERM; we set `sbatch --signal` to send SIGUSR2 before the time limit.
 # SIGUSR1 is not used: NCCL's libraries may catch it.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class StopSignals:
-    """Remember a signal to stop instead of being killed by it. Use as a context manager.
+    """Context manager that records a stop signal instead of letting it kill the process.
 
-    A second signal changes nothing: a scheduler that waits no longer sends SIGKILL.
+    A second signal changes nothing: a scheduler that does not wait any longer sends SIGKILL.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._note)
-        # A handler waits until the main thread returns from a read or a collective; these bytes arrive at once.
+        # A handler runs only after the main thread returns from a read or a collective; these bytes arrive at once.
         self._bytes, self._wakeup = os.pipe()
         os.set_blocking(self._bytes, False)
         os.set_blocking(self._wakeup, False)
@@ -81,9 +81,9 @@ class StopSignals:
         self._seen = number
 
     def noticed(self) -> tuple[str, float] | None:
-        """Return the signal that this rank has received and the seconds since the first such call; None for none.
+        """Return the signal that this rank received and the seconds since a call first returned it, or None.
 
-        To be called by one thread other than the main one, which may be stuck.
+        Call it from one thread other than the main one, which may be stuck.
         """
         if self._noticed is None:
             with suppress(OSError):  # no signal, or already closed
@@ -92,9 +92,9 @@ class StopSignals:
         return None if self._noticed is None else (self._noticed[0], time.monotonic() - self._noticed[1])
 
     def agreed(self) -> str | None:
-        """Return the signal that any rank has received, the same on every rank; every rank takes part.
+        """Return a signal that any rank has received, the same on every rank, or None; every rank takes part.
 
-        Signals arrive on each rank at a different time, and all have to stop after the same step.
+        Signals arrive on each rank at a different time, but all ranks have to stop after the same step.
         """
         seen = self._seen
         if torch.distributed.get_world_size() > 1:
@@ -106,7 +106,7 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class Beat:
-    """State that a rank publishes: its current step, from 1 on, its activity, and the seconds without progress."""
+    """State that a rank publishes: its current step, counted from 1, its activity, and the seconds without progress."""
 
     count: int
     step: int
@@ -120,7 +120,7 @@ class Beat:
 
 
 def find_culprit(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> tuple[int | None, str]:
-    """Return the rank that holds the others up, None if it is unknown, and a sentence, from all beats at two moments.
+    """Return the rank that delays the others, or None, and a sentence about it, given all beats at two times.
 
     A rank with the same count in both is silent; a rank in neither never published.
     """
@@ -134,7 +134,7 @@ def find_culprit(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> tuple
     if len(same) == 1 and len(after) > 1:
         step, activity = same.pop()
         return None, f"all {len(after)} ranks are in step {step}, {activity}, and none is making progress"
-    # The suspects are behind, or busy with work of their own; of these the one without progress for the longest time.
+    # Suspects are in the earliest step, and if possible not waiting; pick the one without progress for longest.
     first_step = min(beat.step for beat in after.values())
     behind = {rank: beat for rank, beat in after.items() if beat.step == first_step}
     suspects = {rank: beat for rank, beat in behind.items() if beat.activity not in _TOGETHER} or behind
@@ -144,12 +144,12 @@ def find_culprit(before: Mapping[int, Beat], after: Mapping[int, Beat]) -> tuple
 
 
 class Watchdog:
-    """Watches one rank from the opening of its data to its last step. Use as a context manager.
+    """Context manager that watches one rank from opening its data to its last step.
 
     Args:
         limit_s: a rank without progress for this long before its first step ends the job, with exit code 70.
-        requested: returns the signal to stop that this rank has received, and the seconds since; None for none.
-        leave: records the reason of an end before `training_begins`; False if another rank has recorded one.
+        requested: returns the stop signal that this rank has received and the seconds since, or None.
+        leave: records why the job ended before `training_begins`; returns False if another rank has recorded it.
     """
 
     current: ClassVar[Watchdog | None] = None
@@ -166,7 +166,7 @@ class Watchdog:
         self._requested, self._leave_early = requested, leave
         self._rank, self._world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         store: Any = distributed_c10d._get_default_store()
-        # A connection of its own: the main thread may be waiting on the other.
+        # Use a separate connection: the main thread may be waiting on the other one.
         self._store = distributed_c10d.PrefixStore("beats", store.clone() if self._world > 1 else store)
         self._store.set_timeout(timedelta(seconds=max(5.0, _SILENT_INTERVALS * self._world / 256)))
         self._now = (0, "starting", time.monotonic())
@@ -201,7 +201,7 @@ class Watchdog:
                 self._part()
 
     def _part(self) -> None:
-        """End after the other ranks, which have this error too: they ask the store, which rank 0 may hold."""
+        """Make rank 0 exit last: the other ranks have this error too, and use the store, which rank 0 may host."""
         with suppress(RuntimeError):
             left, until = int(self._store.add("left", 1)), time.monotonic() + _PART_S
             while self._rank == 0 and left < self._world and time.monotonic() < until:
@@ -209,13 +209,13 @@ class Watchdog:
                 left = int(self._store.add("left", 0))
 
     def training_begins(self, folder: Path, *, limit_s: float) -> None:
-        """Use `limit_s` from now on, and record the reason of an end in `folder`, which is this run's."""
-        self.at(*self.now)  # the new limit is for what begins now
+        """Use `limit_s` from now on, and record why the job ended in `folder`, the folder of the run."""
+        self.at(*self.now)  # time before this call does not count against the new limit
         self._limit_s, self._setting = limit_s, "trainer.timeout_s"
         self._folder = folder
 
     def at(self, step: int, activity: str) -> None:
-        """Report progress: this rank now does `activity` in `step`."""
+        """Report progress: this rank begins `activity` in `step`."""
         self._now = (step, activity, time.monotonic())
 
     @property
@@ -224,27 +224,27 @@ class Watchdog:
 
     @property
     def now(self) -> tuple[int, str]:
-        """The step and this rank's activity in it."""
+        """Current step, and this rank's activity in it."""
         return self._now[:2]
 
     @property
     def _interval_s(self) -> float:
-        # Each beat is one request to the store's process: a thousand ranks make 250 a second.
+        # Each beat is one request to the store's process: large jobs make about 250 per second.
         return min(self._limit_s / 8, max(1.0, self._world / 256))
 
     def _leave(self, stop: Stop) -> bool:
-        """Record the reason of an end; return True on the one rank that is to print it."""
+        """Record why the job ended; return True on the one rank that is to print it."""
         if self._folder is not None:
             return write_stop(self._folder, stop)
         is_first = self._leave_early(stop)
         with suppress(RuntimeError):
-            # While the store answers it alone decides: of two ranks each may be first in one of store and folder.
+            # While the store answers, only it decides: otherwise one rank could be first in it, another in the folder.
             is_first = int(self._store.add("reported", 1)) == 1
         return is_first
 
     def _leave_error(self, error: Exception, *, rank: int | None) -> bool:
         message = error.what if isinstance(error, HarnessError) else str(error).partition("\n")[0]
-        # Missing data and lost ranks may be back at the next attempt; refused input is refused again.
+        # Missing data and lost ranks may be back at the next attempt; invalid input would be refused again.
         requeue = isinstance(error, LoaderError | LostRankError) or not isinstance(error, HarnessError)
         return self._leave(Stop(max(0, self.step - 1), type(error).__name__, message, rank, requeue))
 
@@ -273,7 +273,7 @@ class Watchdog:
             names = [str(rank) for rank in range(self._world)]
             if not self._store.check(names):
                 names = [name for name in names if self._store.check([name])]
-            # One request: a thousand ranks may ask at the same time.
+            # Use one request: a thousand ranks may send theirs at the same time.
             values = self._store.multi_get(names) if names else []
             return {int(name): Beat(**json.loads(value)) for name, value in zip(names, values, strict=True)}
         return {}
@@ -307,22 +307,22 @@ class Watchdog:
             error = HarnessError(message, where=str(self._folder or f"rank {self._rank}"), fix=fix)
             print_text(f"HarnessError: {error}", file=sys.stderr)
         if rank in (self._rank, None):
-            faulthandler.dump_traceback(all_threads=True)  # for its log
+            faulthandler.dump_traceback(all_threads=True)  # into this rank's log
         if self._folder is not None:
             with suppress(OSError):
                 self._keep_stacks(self._folder / "stacks" / f"rank-{self._rank:05d}")
         if self._rank == 0 and self._world > 1:
             sys.stderr.flush()
-            wait(_SILENT_INTERVALS * self._interval_s)  # others are asking the store, which may be in this process
+            wait(_SILENT_INTERVALS * self._interval_s)  # others still use the store, which may be in this process
         _exit_now(EXIT_HANG)
 
     def _keep_stacks(self, place: Path) -> None:
-        """Write the stacks of this rank's threads, and NCCL's flight recorder where it is on, to files of this name."""
+        """Write this rank's thread stacks, and NCCL's flight recorder if it is on, to files named after `place`."""
         place.parent.mkdir(exist_ok=True)
         with place.with_suffix(".txt").open("w") as file:
             step, activity = self.now
             file.write(f"rank {self._rank} on {socket.gethostname()}, step {step}, {activity}\n")
-            # How its exchanges were set up.
+            # Settings of the communication libraries.
             file.writelines(f"{name}={os.environ[name]}\n" for name in sorted(os.environ) if _FABRIC.match(name))
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
@@ -332,7 +332,7 @@ class Watchdog:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """End the process although its main thread may be stuck in a collective or a read."""
+    """End the process, even if its main thread is stuck in a collective or a read."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -340,7 +340,7 @@ def _exit_now(code: int) -> NoReturn:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Mark a collective that ranks reach from work of their own: a rank that is still missing holds the others up."""
+    """Mark a collective that ranks reach after work of their own, so that a missing rank is named in a hang."""
     watchdog = Watchdog.current
     if watchdog is None:
         yield
@@ -352,7 +352,7 @@ def waiting() -> Iterator[None]:
 
 
 def is_about_ranks(error: BaseException) -> bool:
-    """Return True for the errors that gloo and NCCL raise when another rank has died."""
+    """Return True for errors that gloo and NCCL raise when another rank has died."""
     text = str(error)
     return isinstance(error, torch.distributed.DistError) or any(
         word in text for word in ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")

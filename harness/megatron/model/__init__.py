@@ -1,1 +1,1 @@
-"""Build Megatron-Core's GPTModel from a `ModelConfig`: `gpt.py`, with packed attention, RMSNorm, a router and LoRA."""
+"""Build Megatron-Core's GPTModel from a `ModelConfig` (`gpt.py`), with packed attention, RMSNorm, router and LoRA."""

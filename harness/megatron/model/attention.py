@@ -17,27 +17,27 @@ from torch.nn import functional
 
 
 class _Divided(torch.nn.Module):
-    """A module all of whose parameters tensor-parallel ranks divide."""
+    """A module whose parameters are all divided by tensor-parallel ranks."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return its tensors for `dist_checkpointing`, which any layout can load."""
+        """Return the tensors of the module for `dist_checkpointing`, which any layout can load."""
         own = self.state_dict(prefix="", keep_vars=True)
         return dict(make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets))
 
 
 class VarlenAttention(_Divided):
-    """Causal attention inside each sequence of a packed row, by PyTorch's `scaled_dot_product_attention`.
+    """Causal attention within each sequence of a packed row, with PyTorch's `scaled_dot_product_attention`.
 
-    Replaces Megatron's `core_attention`. Sequences are split at `cu_seqlens_q_padded` (or at `cu_seqlens_q` if nothing
-    is padded), so no token can see another sequence. Padding is at the end of its sequence, where causality hides it
-    from real tokens. With context parallelism, keys and values are gathered over the CP group of the row or else of the
-    layout, and each rank computes its two chunks of every sequence.
+    Replaces Megatron's `core_attention`. The row is split at `cu_seqlens_q_padded` (at `cu_seqlens_q` if nothing is
+    padded), so that no token attends to another sequence. Padding is at the end of its sequence, where causality hides
+    it from real tokens. With context parallelism, keys and values are gathered over the CP group of the row, or of the
+    layout if the row has none, and each rank computes its two chunks of every sequence.
 
     Attributes:
-        window: tokens, its own included, that a token attends to; None for all before it.
-        softmax_offset: [heads of this rank], score of a further key without a value (a sink); None for no such key.
+        window: number of tokens, including itself, that a token attends to; None for itself and all before it.
+        softmax_offset: [heads of this rank], score of an extra key without a value (a sink); None for no such key.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class VarlenAttention(_Divided):
 
         Args:
             query: [T / cp, heads, head_dim], or [s, b, heads, head_dim] without `packed_seq_params`.
-            key, value: the same with key-value heads; a head's value may have another size.
+            key, value: the same with key-value heads; the size of a head may be different for values.
 
         Returns:
             [T / cp, heads * value_dim], or [s, b, heads * value_dim].
@@ -99,7 +99,7 @@ class VarlenAttention(_Divided):
     def _forward_as_one(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
     ) -> torch.Tensor:
-        """Attend over the whole row by a mask [T, T], which no value on the host decides about."""
+        """Attend over the whole row with a mask [T, T], without reading any value on the host."""
         places = torch.arange(query.shape[0], device=query.device)
         sequence = torch.searchsorted(bounds, places, right=True)
         back = places.unsqueeze(1) - places
@@ -113,13 +113,13 @@ class VarlenAttention(_Divided):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], group: Any
     ) -> torch.Tensor:
         cp_rank, cp_size = group.rank(), group.size()
-        # One collective for both: [cp * T / cp, heads, key and value], in order of ranks; its backward sums over ranks.
+        # One collective for keys and values: [T, heads, key and value], ordered by rank; its backward sums over ranks.
         both = mappings.gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)
         local = [length // cp_size for length in lengths]
         by_rank = [torch.split(part, local) for part in both.chunk(cp_size)]
         pieces = []
         for index, sequence in enumerate(torch.split(query, local)):
-            # Rank r has chunks r and 2 * cp - 1 - r of a sequence; put in order, the chunks are the whole.
+            # Rank r holds chunks r and 2 * cp - 1 - r of a sequence; join the chunks in order.
             halves = [parts[index].chunk(2) for parts in by_rank]
             whole = torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)])
             chunk = sequence.shape[0] // 2
@@ -130,11 +130,11 @@ class VarlenAttention(_Divided):
         return torch.cat(pieces).flatten(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return [b, heads, L, value_dim] for queries of the last L tokens that keys and values are of."""
+        """Return [b, heads, L, value_dim]; queries are for the last L tokens of the keys and values."""
         size, window = query.shape[-2], self.window
         if window is None or size <= window:
             return self._attend_block(query, key, value)
-        # Each block of queries needs the keys of itself and of the block before.
+        # Each block of queries needs only its own keys and those of the preceding block.
         blocks, before = [], key.shape[-2] - size
         for start in range(0, size, window):
             stop = min(start + window, size)
@@ -153,7 +153,7 @@ class VarlenAttention(_Divided):
         shape = size, value.shape[-1]
         if self.softmax_offset is not None:
             query, key, value, allowed = self._with_sink(query, key, value, allowed)
-        # A fused kernel of PyTorch's needs one size; the others keep all scores of a sequence.
+        # PyTorch's fused kernels need equal sizes of queries and values; the others store all scores of a sequence.
         wanting = query.shape[-1] - value.shape[-1]
         out = functional.scaled_dot_product_attention(
             query,
@@ -169,9 +169,9 @@ class VarlenAttention(_Divided):
     def _with_sink(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Add a first key that every query gives its head's score, by a further number in each, and no value.
+        """Add a first key with a zero value, whose score for every query is the head's sink, using an extra dimension.
 
-        Without a mask queries get one before the first too, so that causality shows that key to all others.
+        Without a mask, a query is added in front too, so that under causality all others attend to that key.
         """
         assert self.softmax_offset is not None
         score = (self.softmax_offset.to(query.dtype) / self.scale).view(1, -1, 1, 1)
@@ -185,12 +185,12 @@ class VarlenAttention(_Divided):
 
 
 def _heads_first(tokens: torch.Tensor) -> torch.Tensor:
-    """[L, h, d] -> [1, h, L, d]: the batched layout lets PyTorch choose its fused kernel."""
+    """Return [1, h, L, d] for [L, h, d]; with the batched layout, PyTorch can choose its fused kernel."""
     return tokens.transpose(0, 1).unsqueeze(0)
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm whose weight is marked: under sequence parallelism its gradient is partial.
+    """Root-mean-square norm; its weight is marked, because its gradient is partial under sequence parallelism.
 
     With `layernorm_zero_centered_gamma`, weights are relative to 1.
 
@@ -205,21 +205,21 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalize [..., hidden_size] in float32; shape and dtype stay."""
+        """Normalize [..., hidden_size] in float32; shape and dtype do not change."""
         wide = hidden.float()
         weight = self.weight.float() + self.origin if self.origin else self.weight.float()
         return (functional.rms_norm(wide, (wide.shape[-1],), eps=self.eps) * weight).type_as(hidden)
 
 
 class LatentNorm(RMSNorm):
-    """The norm of a latent vector, whose epsilon is the same in all published models, whatever their other norms'."""
+    """Norm of a latent vector. Its epsilon is the same in all published models, independent of their other norms."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
         super().__init__(config, hidden_size, eps=1e-6)
 
 
 class JointQueryNorm(_Divided):
-    """Root-mean-square norm of the queries of all heads together, which tensor-parallel ranks share."""
+    """Root-mean-square norm over the queries of all heads together, which tensor-parallel ranks divide."""
 
     heads = "num_attention_heads"
 
@@ -231,16 +231,16 @@ class JointQueryNorm(_Divided):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """Normalize [..., heads of this rank, head_dim] in float32; shape and dtype stay."""
+        """Normalize [..., heads of this rank, head_dim] in float32; shape and dtype do not change."""
         wide = heads.float()
         own = wide.square().sum(dim=(-2, -1), keepdim=True)
-        # Each rank needs the sum over all, and its gradient is the sum of what each rank made of it.
+        # Sum over all ranks in the forward pass, and sum the gradients of all ranks in the backward pass.
         whole = mappings.copy_to_tensor_model_parallel_region(mappings.reduce_from_tensor_model_parallel_region(own))
         weight = self.weight.float().view(wide.shape[-2:])
         return (wide * torch.rsqrt(whole / self.size + self.eps) * weight).type_as(heads)
 
 
 class JointKeyNorm(JointQueryNorm):
-    """The same of the keys of all groups."""
+    """The same norm over the keys of all groups."""
 
     heads = "num_query_groups"

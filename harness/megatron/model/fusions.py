@@ -1,4 +1,4 @@
-"""Which operations are one kernel, and a word about everything on a GPU that is slower than it could be."""
+"""Choose fused kernels, and warn about settings and packages that make a run on a GPU slower than necessary."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from harness.errors import ConfigError
 from harness.megatron.compat import missing_kernels
 from harness.plan import ModelConfig, ParallelConfig
 
-# Megatron-Core's linear layers call this extension of Apex to add a weight's gradient inside the product.
+# Megatron-Core's linear layers call this extension of Apex to add a weight's gradient within the matrix product.
 _ADDING_KERNEL, _ENGINE = "fused_weight_gradient_mlp_cuda", "transformer_engine"
 _PACKAGES = {"fuse_weight_gradient": _ADDING_KERNEL, "fuse_permutation": _ENGINE, "fuse_router": _ENGINE}
-# Kernels of a router, up to those of Transformer Engine 2.14 at least, keep 52 bytes of each expert in 48 KiB.
+# Router kernels, at least up to Transformer Engine 2.14, keep 52 bytes per expert in 48 KiB of shared memory.
 _MOST_ROUTED = 48 * 1024 // 52
 
 
 def choose_fusions(model: ModelConfig, device: torch.device) -> dict[str, bool]:
-    """Return Megatron's settings of the fusions of a model: what is `on`, and on a GPU what is `auto` and there."""
+    """Return Megatron's fusion settings for a model: those that are `on`, and on a GPU `auto` ones if available."""
     model, is_gpu = model.on(device.type), device.type == "cuda"
 
     def uses(name: str) -> bool:
@@ -40,7 +40,7 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> dict[str, bool]:
         "bias_activation_fusion": uses("fuse_swiglu") and model.halves == 2,
         "cross_entropy_loss_fusion": uses("fuse_cross_entropy") and not odd,
         "gradient_accumulation_fusion": uses("fuse_weight_gradient"),
-        # Without it, the host waits in every layer for the numbers of tokens by expert.
+        # Without it, the host waits in every layer for the number of tokens per expert.
         "moe_permute_fusion": uses("fuse_permutation") and bool(model.num_experts),
         "moe_router_fusion": uses("fuse_router") and bool(model.num_experts),
     }
@@ -49,7 +49,7 @@ def choose_fusions(model: ModelConfig, device: torch.device) -> dict[str, bool]:
 def slow_parts(
     model: ModelConfig, parallel: ParallelConfig, device: torch.device, *, has_engine: bool, shares_rows: bool = False
 ) -> list[str]:
-    """Return a sentence about everything that makes a run on a GPU slower than another setting or package would."""
+    """Return a sentence for each setting or missing package that makes a run on a GPU slower than necessary."""
     if device.type != "cuda":
         return []
     model, found = model.on(device.type), []
@@ -110,7 +110,7 @@ def _wrong_connections(parallel: ParallelConfig, device: torch.device, shares_ro
 
 
 def _why_not(fusion: str, model: ModelConfig, device: torch.device) -> str | None:
-    """Return why a GPU cannot have a fusion; None if it can, or if Megatron-Core needs no package for it."""
+    """Return why a fusion is not available, or None if it is; fusions that need no package always are."""
     package = _PACKAGES.get(fusion)
     if package is None:
         return None

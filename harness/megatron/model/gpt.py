@@ -34,14 +34,14 @@ from harness.megatron.weights import TensorShard
 from harness.plan import ModelConfig, ParallelConfig
 from harness.plan.layout import padded_vocab_size
 
-# Transformer Engine chooses among those that can compute a model, unless one is named.
+# Transformer Engine chooses among the backends that support a model, unless one is named.
 _BACKENDS = {"flash": AttnBackend.flash, "fused": AttnBackend.fused, "unfused": AttnBackend.unfused}
-# Megatron-Core names the chosen one in these.
+# Megatron-Core sets these to select the backend, in the order of `_BACKENDS`.
 _BACKEND_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def use_transformer_engine(choice: str, device: torch.device) -> bool:
-    """Return True if layers come from Transformer Engine; raise ConfigError if it is requested and missing."""
+    """Return True if layers use Transformer Engine; raise ConfigError if it is requested and missing."""
     if choice == "torch" or (choice == "auto" and device.type != "cuda"):
         return False
     try:
@@ -56,9 +56,9 @@ def use_transformer_engine(choice: str, device: torch.device) -> bool:
 
 
 def engine_layers(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> bool:
-    """Return True if this model's layers come from Transformer Engine, as `use_transformer_engine` does.
+    """Return True if this model's layers use Transformer Engine; raise ConfigError as `use_transformer_engine` does.
 
-    It has no float32 attention for rows with padding: `auto` does without then, and settings that name it are refused.
+    It has no float32 attention for rows with padding: `auto` then selects PyTorch, and explicit settings are refused.
     """
     if model.attention == "auto" and model.on(device.type).dtype == "float32" and parallel.padding_setting is not None:
         return False
@@ -68,7 +68,7 @@ def engine_layers(model: ModelConfig, parallel: ParallelConfig, device: torch.de
 def _require_engine(
     model: ModelConfig, parallel: ParallelConfig, device: torch.device, setting: str, without: str
 ) -> None:
-    """Raise ConfigError where layers are PyTorch's; `without` is the value of the setting that does without."""
+    """Raise ConfigError if layers use PyTorch; `without` is the value of `setting` that works with PyTorch."""
     name, _, value = setting.partition("=")
     if not engine_layers(model, parallel, device):
         what = f"{name} is {value}, but layers use PyTorch: Transformer Engine is not installed or not on this device"
@@ -77,7 +77,7 @@ def _require_engine(
 
 
 def _check_backend_variables(model: ModelConfig) -> None:
-    """Raise ConfigError for a variable that Megatron-Core would set to another value."""
+    """Raise ConfigError for an environment variable that Megatron-Core would set to another value."""
     chosen = _BACKENDS.get(model.attention)
     for name, backend in zip(_BACKEND_VARIABLES, _BACKENDS.values(), strict=True):
         wanted, now = "1" if chosen in (None, backend) else "0", os.environ.get(name)
@@ -102,7 +102,7 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         calculate_per_token_loss=True,
         recompute_granularity=None if model.recompute == "none" else model.recompute,
         recompute_modules=model.recompute_modules,
-        # Units of one layer each, or the first layers of a chunk.
+        # "uniform" recomputes units of one layer each, "block" the first layers of a chunk.
         recompute_method=None if model.recompute != "full" else "block" if model.recompute_layers else "uniform",
         recompute_num_layers=(model.recompute_layers or 1) if model.recompute == "full" else None,
     )
@@ -117,8 +117,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
     return config
 
 
-# Settings that Megatron's config has under the same name, and some that it has under others: of all models, of latent
-# attention, and of layers with Mamba-2 or the gated delta rule.
+# Settings with the same name in Megatron's config, and names there of settings with another: for all models, for latent
+# attention, and for layers with Mamba-2 or the gated delta rule.
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 _LATENTS = {
     **{name: name for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "rotary_base")},
@@ -144,12 +144,12 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
         made |= {"multi_latent_attention": True, "rope_type": "yarn" if scaled else "rope"}
         made["rotary_scaling_factor"] = model.rope_scaling_factor if scaled else 1.0
     if model.num_experts or model.layer_pattern:
-        # A list, even of no such layer, tells Megatron's checkpoints that layers differ.
+        # With a list, even one without MoE layers, Megatron's checkpoints allow layers to differ.
         made["moe_layer_freq"] = [int("E" in parts) for parts in model.all_parts[: model.num_layers]]
     return made | {
         "kv_channels": model.head_size,
         "add_qkv_bias": model.traits.has_qkv_bias,
-        # Megatron sums the gradients of such norms over tensor-parallel ranks, which norms over all heads divide.
+        # Megatron sums the gradients of these norms over tensor-parallel ranks, which divide norms that span all heads.
         "qk_layernorm": model.has_head_norms and not model.traits.norms_span_heads,
         "layernorm_epsilon": model.norm_epsilon,
         "init_method_std": model.init_std,
@@ -159,7 +159,7 @@ def _layer_settings(model: ModelConfig) -> dict[str, Any]:
         "gated_linear_unit": model.halves == 2,
         "add_bias_linear": model.traits.has_biases,
         "softmax_type": "learnable" if model.traits.has_sinks else "vanilla",
-        # Tokens before a token, without its own.
+        # Megatron counts only the preceding tokens, not the token itself.
         "window_size": None if model.sliding_window is None else (model.sliding_window - 1, 0),
         "window_attn_skip_freq": None if model.sliding_window is None else 2,
         "hidden_dropout": 0.0,
@@ -182,12 +182,12 @@ def _kernel_settings(model: ModelConfig, parallel: ParallelConfig, device: torch
         "cross_entropy_fusion_impl": "native",
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
         "masked_softmax_fusion": False,
-        # Transformer Engine would otherwise overwrite the gradients of all rows but the first of a step, and use 8-bit
-        # weights again: what it does for the captured row, it does for all.
+        # A replayed graph treats every row as Transformer Engine treated the captured one: it would overwrite the
+        # gradients of earlier rows of the step, or reuse stale FP8 weights.
         "disable_parameter_transpose_cache": parallel.cuda_graphs,
         "attention_backend": _BACKENDS.get(model.attention, AttnBackend.auto),
-        # On a CPU the whole matrix is drawn and then cut, so that every layout starts from the same weights; on GPUs
-        # each shard is drawn in place, which large models need.
+        # On a CPU the whole matrix is initialized and then sliced, so that every layout starts from the same weights;
+        # on GPUs each shard is initialized in place, which large models need.
         "use_cpu_initialization": device.type == "cpu",
     }
 
@@ -209,29 +209,29 @@ def _division(model: ModelConfig, parallel: ParallelConfig, device: torch.device
         "tp_comm_overlap": parallel.overlap_tensor_parallel,
         "expert_model_parallel_size": parallel.expert_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
-        # Packed rows differ in length; Megatron ties this switch to a setting of its MoE code, even if that is unused.
+        # Packed rows differ in length. Megatron ties this switch to a setting of its MoE code, even for dense models.
         "variable_seq_lengths": pipelined and not parallel.static_rows,
         "moe_token_dispatcher_type": dispatcher,
-        # A stage of an interleaved pipeline of two sends to the same rank in both directions. Single exchanges stay in
-        # order; batched ones are matched by order alone, and a gradient would arrive as an activation.
+        # In an interleaved pipeline of two stages, a rank sends to the same peer in both directions. Individual sends
+        # stay in order; batched ones are matched by order alone, and a gradient could be received as an activation.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # Gloo may still be reading a tensor that is being sent.
+        # On a CPU, gloo may still be reading a tensor that is being sent.
         "deallocate_pipeline_outputs": pipelined and device.type == "cuda",
     }
 
 
 def _clamped_gate(gate: torch.Tensor) -> torch.Tensor:
-    """Compute Megatron's quick_gelu, which is compiled when it is first called."""
+    """Compute the same as Megatron's `quick_gelu`, without compiling it on the first call."""
     return gate * torch.sigmoid(1.702 * gate)
 
 
-# Compute capability of GPUs whose kernels have a recipe. Those of 10 and later have `blockwise` by way of another.
+# Lowest compute capability that supports each recipe. GPUs of 10.0 and later emulate `blockwise` with another recipe.
 _FP8_SINCE = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
 
 def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
-    """Return the settings of products in 8 bits; none where they are off."""
+    """Return the settings of FP8 matrix products; empty if they are off."""
     if model.fp8 == "off":
         return {}
     _require_engine(model, parallel, device, f"model.fp8={model.fp8}", "off")
@@ -241,7 +241,7 @@ def _fp8(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> 
         what, where = f"model.fp8 is {model.fp8}, which requires {needed}", torch.cuda.get_device_name(device)
         raise ConfigError(what, where=f"{where}, {given}", fix="model.fp8=tensorwise on Ada and Hopper, or off")
     return {
-        # Gradients have the larger range of e5m2 only where one scale has to do for a whole tensor.
+        # Gradients need the larger range of e5m2 only if a whole tensor shares one scale.
         "fp8": "hybrid" if model.fp8 == "tensorwise" else "e4m3",
         "fp8_recipe": model.fp8,
         "moe_router_padding_for_quantization": bool(model.num_experts),
@@ -270,7 +270,7 @@ def _experts(model: ModelConfig, parallel: ParallelConfig, device: torch.device)
         "moe_router_group_topk": model.router_top_groups,
         "moe_router_topk_scaling_factor": model.router_scale if model.router_scale != 1 else None,
         "moe_router_enable_expert_bias": model.expert_bias,
-        # Adapters leave the biases of the model that they are for as they are.
+        # Adapter training does not change the expert biases of the base model.
         "moe_router_bias_update_rate": 0.0 if model.lora_rank else model.expert_bias_rate,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": can_group and engine_layers(model, parallel, device),
@@ -293,7 +293,7 @@ def _layers(model: ModelConfig, config: TransformerConfig, *, transformer_engine
     return replace(block, layer_specs=layers, layer_norm=block.layer_norm if transformer_engine else RMSNorm)
 
 
-# By whether attention is latent, whose layers Megatron names in another way.
+# Renamed norms, keyed by whether attention is latent, whose layers Megatron names differently.
 _NORM_NAMES = {
     False: {
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -304,9 +304,9 @@ _NORM_NAMES = {
 
 
 def _with_own_parts(layer: ModuleSpec, model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
-    """Return a layer with own rotary embedding and router; without Transformer Engine, own kernel and norms too."""
+    """Return a layer with our rotary embedding and router; without Transformer Engine, also our kernel and norms."""
     layer = compat.with_router(layer, Router)
-    # Few versions of Transformer Engine have sinks in packed rows, and none with a ring of context-parallel ranks.
+    # Few versions of Transformer Engine support sinks in packed rows, and none with a ring of context-parallel ranks.
     with_kernel = transformer_engine and not model.traits.has_sinks
     parts: dict[str, Any] = {} if with_kernel else {"core_attention": VarlenAttention}
     if model.traits.norms_span_heads:
@@ -320,7 +320,7 @@ def _with_own_parts(layer: ModuleSpec, model: ModelConfig, *, transformer_engine
     attention = replace(attention, module=module, submodules=replace(attention.submodules, **parts))
     norms: dict[str, Any] = {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm}
     if transformer_engine and model.num_experts:
-        # Under the names that PyTorch's layers have in a checkpoint.
+        # Checkpoints use the same names as PyTorch's layers.
         norms = {"sharded_state_dict_keys_map": _NORM_NAMES[bool(model.kv_lora_rank)]}
     elif transformer_engine:
         norms = {}
@@ -337,7 +337,7 @@ def build_chunks(
         _require_engine(model, parallel, device, "parallel.overlap_tensor_parallel=true", "false")
     if parallel.cuda_graphs:
         _check_graphs(model, parallel, device)
-    # A graph cannot set the state of a generator, but it can change generators.
+    # A graph cannot set the state of a generator, but it can switch between generators.
     by_generators = parallel.cuda_graphs and device.type == "cuda"
     tensor_parallel.model_parallel_cuda_manual_seed(
         model.seed, use_cudagraphable_rng=by_generators, force_reset_rng=by_generators
@@ -356,7 +356,7 @@ def build_chunks(
             chunk.encoder.to(device)
         if model.num_experts:
             prepare_experts(chunk, model, device)
-        if model.kv_lora_rank:  # one rotary embedding, whose angles are gathered once a microbatch
+        if model.kv_lora_rank:  # share one rotary embedding, so that angles are gathered once per microbatch
             attentions = [layer.self_attention for _, layer in decoder_layers(chunk)]
             for attention in attentions:
                 attention.rotary_pos_emb = attentions[0].rotary_pos_emb
@@ -368,7 +368,7 @@ def build_chunks(
         return chunks
     chunks = [chunk.bfloat16() for chunk in chunks]
     for router in routers(chunks):
-        if router.expert_bias is not None:  # small changes of it would be lost
+        if router.expert_bias is not None:  # bfloat16 would lose its small updates
             router.expert_bias.data = router.expert_bias.data.float()
     return chunks
 
@@ -380,7 +380,7 @@ def _build_chunk(
     further = None
     if model.mtp_layers:
         block = layers
-        if not block.layer_specs:  # MTP layers are like the last layer, which is in another chunk
+        if not block.layer_specs:  # MTP layers copy the spec of the last layer, which is in another chunk
             last = get_gpt_decoder_layer_specs(config, with_engine, normalization="RMSNorm")[-1:]
             own = [_with_own_parts(layer, model, transformer_engine=with_engine) for layer in last]
             block = replace(block, layer_specs=own)
@@ -394,7 +394,7 @@ def _build_chunk(
         max_sequence_length=model.max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        # Features of media take the places of placeholders before the tokens are divided.
+        # Media features replace placeholder embeddings before the tokens are scattered over ranks.
         scatter_embedding_sequence_parallel=model.encoder is None,
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type=scaled if model.rotated_size else "none",
@@ -408,7 +408,7 @@ def _build_chunk(
 
 
 def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:
-    """Exclude the padding of the vocabulary from the softmax: pretrained weights have none."""
+    """Exclude vocabulary padding from the softmax: pretrained weights have no padding rows."""
     if not chunk.post_process:
         return
     rows = padded_vocab_size(vocab_size) // chunk.config.tensor_model_parallel_size
@@ -422,7 +422,7 @@ def _hide_padding(chunk: GPTModel, vocab_size: int) -> None:
 
 
 def _check_graphs(model: ModelConfig, parallel: ParallelConfig, device: torch.device) -> None:
-    """Raise ConfigError where the pass of a row cannot be captured; variables are read when NCCL connects."""
+    """Raise ConfigError if the pass of a row cannot be captured. NCCL reads the variables when it connects."""
     if not compat.has_streams(device):
         what = f"parallel.cuda_graphs is true, but the device is {device.type}"
         raise ConfigError(what, where="parallel.cuda_graphs", fix="parallel.cuda_graphs=false")
@@ -447,33 +447,33 @@ def build_model(
     device: torch.device,
     fill: Callable[[list[GPTModel]], None] | None = None,
 ) -> list[DistributedDataParallel]:
-    """Build this rank's chunks of the model, ready to train."""
+    """Build this rank's chunks of the model, ready to train; `fill` loads weights into them before they are wrapped."""
     chunks = build_chunks(model, parallel, vocab_size=vocab_size, device=device)
     if fill is not None:
         fill(chunks)
     config = chunks[0].config
-    # A replayed graph calls none of the functions that begin an exchange.
+    # A replayed graph does not run the hooks that start communication.
     overlaps = compat.has_streams(device) and parallel.overlap_gradients and not parallel.cuda_graphs
-    # A step whose rows have no media gives the encoder no gradient, for which an exchange would wait.
+    # If no row of a step has media, the encoder gets no gradient, and an overlapped reduction would wait for it.
     overlaps = overlaps and not model.train_encoder
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=parallel.gradient_dtype == "float32",
         use_distributed_optimizer=parallel.distributed_optimizer,
         overlap_grad_reduce=overlaps,
-        # Megatron gathers a weight when its own module is called, which adapters do without.
+        # Megatron gathers a weight when the module that owns it is called; some adapter weights have no such module.
         overlap_param_gather=overlaps
         and parallel.overlap_weights
         and parallel.distributed_optimizer
         and not model.lora_rank,
         average_in_collective=False,
     )
-    # Functions that add gradients run on the stream that they were made on: that of a capture has to be the same.
+    # Gradient accumulation runs on the stream that it was created on, which has to be the stream of the capture.
     stream = torch.cuda.Stream() if parallel.cuda_graphs else None  # type: ignore[no-untyped-call]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # None changes nothing
         wrapped = [
-            # Buckets follow the order of parameters in the backward pass; only the first chunk overlaps.
+            # Buckets follow the order of gradients in the backward pass; only the first chunk has several.
             DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]

@@ -1,10 +1,10 @@
-"""LoRA: small matrices beside the frozen linear layers, divided over tensor-parallel ranks like the layers.
+"""LoRA: small matrices next to the frozen linear layers, divided over tensor-parallel ranks like the layers.
 
 A layer W x becomes W x + (alpha / rank) B A x. If the rows of the layer are divided (queries, keys and values; the
-gated layer), every rank has A and its rows of B; if its columns are divided (the output projections), its columns of A
-and all of B. Queries, keys and values share one A, and so do both halves of the gated layer.
+gated layer), every rank holds A and its rows of B; if the columns are divided (the output projections), its columns of
+A and all of B. Queries, keys and values share one A, and so do both halves of the gated layer.
 
-Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; initial values as PEFT draws them.
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; initial values as in PEFT.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from harness.plan.layout import DIVIDED_BY_COLUMNS, LORA_TARGETS, ON_EVERY_RANK
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """A linear layer that has an adapter.
+    """A linear layer with an adapter.
 
     Attributes:
         layer: number of its Megatron layer, 0 for the first of the model.
-        parent: module that has the linear layer, by the name `linear`.
-        seed: of its adapter, relative to its layer.
-        is_expert: of a routed expert, which tensor-parallel ranks do not divide.
+        parent: module that contains the linear layer, as attribute `linear`.
+        seed: seed of its adapter, relative to its layer.
+        is_expert: True for a layer of a routed expert, which tensor-parallel ranks do not divide.
     """
 
     layer: int
@@ -49,7 +49,7 @@ class AdapterPlace:
 
 
 def places(chunk: GPTModel, model: ModelConfig) -> Iterator[AdapterPlace]:
-    """Yield the linear layers of a chunk that `model.lora_targets` names; experts by their numbers in the layer."""
+    """Yield the linear layers of a chunk that `model.lora_targets` names; experts are numbered in their layer."""
     fc = [name for name in ("linear_fc1", "linear_fc2") if name in model.adapted]
 
     def mlp(layer: Any, parent: Any, where: str, seed: int, *, is_expert: bool = False) -> Iterator[AdapterPlace]:
@@ -78,12 +78,12 @@ def places(chunk: GPTModel, model: ModelConfig) -> Iterator[AdapterPlace]:
 
 
 class Adapter(torch.nn.Module):
-    """The two small matrices beside one linear layer.
+    """The two small matrices of one linear layer's adapter.
 
     Attributes:
         by_columns: True if ranks divide the layer's inputs instead of its outputs.
         a: [rank, inputs], or this rank's columns of it.
-        b: [outputs, rank] of each piece, or this rank's rows of it.
+        b: [outputs, rank] for each piece of the layer, or this rank's rows of it.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Adapter(torch.nn.Module):
         super().__init__()
         target, rank, dtype = place.linear, model.lora_rank, config.params_dtype
         self.by_columns, self.scale = target in DIVIDED_BY_COLUMNS, model.lora_alpha / rank
-        # A layer that a rank has all of, and its tokens too, needs no other rank.
+        # The adapter of a layer that is whole on a rank, for that rank's tokens, needs no communication.
         self.is_expert = place.is_expert
         self.is_whole = self.is_expert or target in ON_EVERY_RANK
         if self.is_whole:
@@ -108,7 +108,7 @@ class Adapter(torch.nn.Module):
         layer: Any = getattr(place.parent, target)
         rows, columns = layer.weight.shape
         inputs = columns * (shard.size if self.by_columns else 1)
-        # Ranks divide each part of what is scanned, and both halves of a gated layer.
+        # Ranks divide each piece of a scan's inputs, and each half of a gated layer.
         pieces = [piece // shard.size for piece in model.scan_pieces] if target == "in_proj" else [rows]
         if target == "linear_fc1":
             pieces = [rows // model.halves] * model.halves
@@ -121,24 +121,24 @@ class Adapter(torch.nn.Module):
             torch.nn.Parameter(torch.zeros(piece, rank, device=device, dtype=dtype)) for piece in pieces
         )
         if place.is_expert:
-            # Reduced over the ranks that have this expert, as its own weights are.
+            # Reduce gradients over the ranks that hold copies of this expert, like its own weights.
             for parameter in self.parameters():
                 is_dense = getattr(layer.weight, "allreduce", True)
                 setattr(parameter, "allreduce", is_dense)  # noqa: B010 - not an attribute of torch
-                # Each rank's experts are its own, and count in the norm of gradients.
+                # Each rank holds different experts, so all of them count in the gradient norm.
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
             return
-        # The norm of gradients counts shared parameters once and divided ones on every rank.
+        # The gradient norm counts shared parameters once and divided ones on every rank.
         divided = [] if self.is_whole else [self.a] if self.by_columns else list(self.b)
         for parameter in divided:
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=int(self.by_columns), stride=1)
-        # Gradients of a part of the tokens, which Megatron sums over the ranks with the others.
+        # Their gradients cover only a part of the tokens; Megatron sums them over the ranks that hold the others.
         partial = list(self.parameters()) if self.is_whole else list(self.b) if self.by_columns else [self.a]
         for parameter in partial:
             setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - not an attribute of torch
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the addition to the layer's output; shapes [s, b, ...] are those of the layer on this rank."""
+        """Return the term to add to the layer's output; shapes, [s, b, ...], are those of the layer on this rank."""
         rows = self.b[0] if len(self.b) == 1 else torch.cat(list(self.b))
         if self.is_whole:
             return functional.linear(functional.linear(inputs, self.a), rows) * self.scale
@@ -151,20 +151,20 @@ class Adapter(torch.nn.Module):
         return functional.linear(low, rows) * self.scale
 
     def weight(self) -> torch.Tensor:
-        """Return [outputs, inputs], the addition to the layer's weight, on a rank that has all of it."""
+        """Return the term to add to the layer's weight, [outputs, inputs], on a rank that holds all of it."""
         return torch.cat(list(self.b)).float() @ self.a.float() * self.scale
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return its tensors for `dist_checkpointing`, which any layout can load."""
+        """Return the adapter's tensors for `dist_checkpointing`, which any layout can load."""
         axes = {"a": 1} if self.by_columns else {f"b.{half}": 0 for half in range(len(self.b))}
         if self.is_whole:
             axes = {}
         own = self.state_dict(prefix="", keep_vars=True)
         made = dict(make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets))
         if self.is_expert:
-            # Tensor-parallel ranks have other experts, not copies of this one; Megatron numbers the copies.
+            # Tensor-parallel ranks hold other experts, not copies of this one, so the copy number is 0.
             for tensor in made.values():
                 tensor.replica_id = (tensor.replica_id[0], 0, *tensor.replica_id[2:])
         return made
@@ -176,10 +176,10 @@ def add_adapters(chunk: GPTModel, model: ModelConfig, shard: TensorShard, device
     for parameter in chunk.parameters():
         parameter.requires_grad = False
     for place in list(places(chunk, model)):
-        # By the layer's number in the whole model: every layout draws the same values.
+        # Use the layer's number in the whole model, so that every layout initializes the same values.
         seed = (model.seed * 1_000_003 + place.layer + 1) * len(LORA_TARGETS) + place.seed
         if place.seed >= len(LORA_TARGETS):
-            seed = (seed * 1_000_003 + place.seed) % (1 << 63)  # a generator takes no more
+            seed = (seed * 1_000_003 + place.seed) % (1 << 63)  # the largest seed of a generator
         adapter = Adapter(config, model, place, shard=shard, seed=seed, device=device)
         setattr(place.parent, place.linear + ADAPTER[:-1], adapter)
         getattr(place.parent, place.linear).register_forward_hook(partial(_add, adapter, config))
@@ -207,19 +207,19 @@ def adapters(chunk: GPTModel, model: ModelConfig) -> Iterator[tuple[str, torch.n
 
 @torch.no_grad()
 def merge(chunk: GPTModel, model: ModelConfig) -> None:
-    """Add every adapter to its weight, on a rank that has the whole model; adapters do not change."""
+    """Add every adapter to its weight, on a rank that holds the whole model; adapters do not change."""
     for _, layer, adapter in adapters(chunk, model):
         weight: Any = layer.weight
         weight += adapter.weight().to(weight.dtype)
 
 
 def peft_tensors(chunk: GPTModel, model: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return adapters by the names of PEFT, on a rank that has the whole model."""
+    """Return the adapters' tensors by their names in PEFT, on a rank that holds the whole model."""
     tensors = {}
     for name, _, adapter in adapters(chunk, model):
         rows = torch.cat(list(adapter.b)).detach()
         for other, part in to_hf(name, rows, model, vocab_size=0).items():
-            # Modules of transformers begin with `model`, whatever the weights do.
+            # Module names in transformers start with `model`, even if names of stored weights do not.
             prefix = f"base_model.model.{other.removesuffix('.weight').replace('backbone.', 'model.', 1)}"
             tensors[f"{prefix}.lora_A.weight"] = adapter.a.detach().clone()
             tensors[f"{prefix}.lora_B.weight"] = part.contiguous().clone()
@@ -243,7 +243,7 @@ def peft_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_same_adapters(model: ModelConfig, before: dict[str, Any], where: str) -> None:
-    """Refuse to resume with other adapters: a checkpoint would load into those of the same names, at any scale."""
+    """Raise ConfigError if a run resumes with other adapters; their names may match, so loading would not fail."""
     names = ("lora_rank", "lora_alpha", "lora_targets")
     then, now = {"lora_rank": 0, **before}, vars(model)
     if then["lora_rank"] == now["lora_rank"] == 0:

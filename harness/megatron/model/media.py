@@ -1,8 +1,8 @@
-"""The encoder of audio or images in front of a text model, whose features take the places of placeholder tokens.
+"""Audio or image encoder in front of a text model; its features replace the embeddings of placeholder tokens.
 
-The modules are those of transformers. Every rank of a tensor-parallel group has the whole encoder and runs it on the
-media of its row; context-parallel ranks run it on the media of their slice. So its gradients are equal on
-tensor-parallel ranks, and summed over all others as those of any weight.
+The modules come from transformers. Every rank of a tensor-parallel group holds the whole encoder and runs it on the
+media of its row; context-parallel ranks run it on the media of their slice. Its gradients are therefore equal on
+tensor-parallel ranks, and summed over all other ranks like those of any weight.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class MediaTensors:
     """The media of a rank's slice of a row, on the device.
 
     Attributes:
-        arrays: what the encoder takes, by name, as `harness.prep.media.MediaRules.features` returns it.
-        places: int64 [features of the slice], the tokens of the slice that they replace.
-        features: int64 [features of the slice], which of the features of these media they are, end to end.
-        tokens: placeholder tokens of all these media, as many as the encoder gives features.
-        deeper: [T / cp, 1, hidden_size] with sequence parallelism divided by tokens, what is added after the first
-            layers; set when the row is embedded.
+        arrays: inputs of the encoder, by name, as returned by `harness.prep.media.MediaRules.features`.
+        places: int64 [features of the slice], index of the token in the slice that each feature replaces.
+        features: int64 [features of the slice], index of each feature among the concatenated features of these media.
+        tokens: number of placeholder tokens of all these media, which is the number of features from the encoder.
+        deeper: [T / cp, 1, hidden_size], features to add after each of the first layers; with sequence parallelism,
+            tokens are divided over ranks. Set when the row is embedded.
     """
 
     arrays: dict[str, torch.Tensor]
@@ -43,9 +43,9 @@ class MediaTensors:
 
 
 class MediaEncoder(nn.Module):
-    """Turns the media of a row into one feature for each placeholder token; never in training mode.
+    """Encoder that turns the media of a row into one feature for each placeholder token; never in training mode.
 
-    Raise ConfigError if transformers is missing, or cannot build it from `model.encoder`.
+    Raises ConfigError if transformers is missing, or cannot build it from `model.encoder`.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -70,17 +70,17 @@ class MediaEncoder(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> MediaEncoder:
-        """Leave the modules as they are: dropout would depend on the layout."""
+        """Do nothing: in training mode, dropout would depend on the layout."""
         return self
 
     def forward(self, **arrays: torch.Tensor) -> torch.Tensor:
-        """Return the features of media, [features, hidden_size], end to end; those of deep layers beside them."""
+        """Return the concatenated features of media, [features, hidden_size]; deep features follow in the last axis."""
         with torch.set_grad_enabled(self.is_trained and torch.is_grad_enabled()):
             features: torch.Tensor = _ENCODE[self.media.name](self, **arrays)
             return features
 
     def merge(self, embedded: torch.Tensor) -> torch.Tensor:
-        """Return [T / cp, 1, hidden_size] with features in the places of the row's media."""
+        """Return the embedding, [T / cp, 1, hidden_size], with the features of the row's media inserted."""
         if self.row is None:
             return embedded
         features = self(**self.row.arrays).to(embedded.dtype)
@@ -103,9 +103,9 @@ class MediaEncoder(nn.Module):
 
 
 class _Deepened(torch.autograd.Function):
-    """The embedding of a row; in the backward pass, it gives the gradients of what layers added to what this is of.
+    """Return the embedding of a row unchanged; its backward pass adds the gradients of the deep features.
 
-    All layers have added to these by then, also those that compute themselves again, with graphs of their own.
+    By then all layers have accumulated them in `added`, including recomputed layers, which have separate graphs.
     """
 
     @staticmethod
@@ -118,12 +118,12 @@ class _Deepened(torch.autograd.Function):
         return gradients[0], None, *(one.grad for one in ctx.added)
 
 
-# Encoders with a projector: a text model that they are for, the part that encodes, and the projector.
+# Encoders with a projector: a text model that they work with, the kind of media, and the projector class.
 _PROJECTED = {
     "llava": ("llama", "vision", "LlavaMultiModalProjector"),
     "qwen2_audio": ("qwen2", "audio", "Qwen2AudioMultiModalProjector"),
 }
-# Encoders that take images of any size.
+# Encoders for images of any size.
 _WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
@@ -167,10 +167,10 @@ def _encode_whisper(encoder: Any, input_features: torch.Tensor, feature_attentio
 
 
 def _encode_omni(encoder: Any, input_features: torch.Tensor, feature_attention_mask: torch.Tensor) -> torch.Tensor:
-    """Encode sounds as if each were alone.
+    """Encode each sound independently of the others.
 
-    The tower pads the windows of all to the longest, and its convolutions read biases there: a sound of less than a
-    window would depend on the others.
+    The tower pads all windows to the longest one, and its convolutions turn the padding into biases: the features of a
+    sound shorter than a window would depend on the other sounds.
     """
     tower = encoder.audio_tower
     lengths, window = feature_attention_mask.sum(-1).tolist(), 2 * tower.n_window
@@ -187,7 +187,7 @@ def _encode_omni(encoder: Any, input_features: torch.Tensor, feature_attention_m
 
 
 def _omni_tokens(frames: int, window: int) -> int:
-    """Return the features of a sound: of whole windows and of the rest, after three convolutions of stride 2."""
+    """Return the number of features of a sound (whole windows and the rest), after three convolutions of stride 2."""
     halved = frames % window
     for _ in range(3):
         halved = (halved + 1) // 2
@@ -201,7 +201,7 @@ def _encode_image(encoder: Any, pixel_values: torch.Tensor) -> torch.Tensor:
     seen = encoder.vision_tower(pixel_values.to(weight.dtype), output_hidden_states=True).hidden_states
     chosen = [seen[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
     if values.get("vision_feature_select_strategy", "default") == "default":
-        chosen = [one[:, 1:] for one in chosen]  # without the token of the class
+        chosen = [one[:, 1:] for one in chosen]  # without the class token
     features: torch.Tensor = encoder.multi_modal_projector(torch.cat(chosen, dim=-1))
     return features.flatten(0, 1)
 
@@ -220,7 +220,7 @@ _ENCODE: dict[str, Any] = {
 
 
 def add_encoder(chunk: GPTModel, model: ModelConfig) -> None:
-    """Give the first stage of a model its encoder; its embedding then has the features of each row's media."""
+    """Add the encoder to the first stage of a model, whose embedding then includes the features of each row's media."""
     encoder = chunk.encoder = MediaEncoder(model)
 
     def take(module: nn.Module, args: Any, options: dict[str, Any]) -> None:
@@ -231,8 +231,8 @@ def add_encoder(chunk: GPTModel, model: ModelConfig) -> None:
         embedded = encoder.merge(embedded)
         if not encoder.is_divided:
             return embedded
-        # Each tensor-parallel rank then has the gradient of all tokens, and so the same one of the encoder. Megatron
-        # 0.19 would divide it again.
+        # Scatter here, so that each tensor-parallel rank gets the gradient of all tokens, and the encoder the same
+        # gradient on all. Megatron 0.19 would scatter again.
         module.scatter_to_sequence_parallel = True
         return tensor_parallel.scatter_to_sequence_parallel_region(embedded)  # type: ignore[no-any-return]
 

@@ -1,9 +1,9 @@
 """Layers after the model's own that predict further tokens (multi-token prediction, MTP), trained on packed rows.
 
-The layers are Megatron's, the pass through them is not. Megatron moves tokens, labels and masks up by one inside
-bounds that do not count padding, which then changes training; its router counts padding there (0.16), or takes the
-last token of a sequence for padding (0.19); 0.19 weighs a row's loss by how many of its own tokens are predicted,
-which depends on the layout. Here the row brings what lies ahead of each token, and versions and layouts agree.
+The layers are Megatron's, but the pass through them is not. Megatron shifts tokens, labels and masks by one within
+bounds that do not count padding, so that padding changes training. Its router counts padding there (0.16), or treats
+the last token of a sequence as padding (0.19). 0.19 weights a row's loss by how many of its own tokens are predicted,
+which depends on the layout. Here the row includes the tokens ahead of each token, and versions and layouts agree.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from harness.megatron.model.attention import RMSNorm
 
 
 class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of Megatron
-    """Megatron's GPTModel, whose layers after the last one each predict one token further.
+    """Megatron's GPTModel with MTP layers after the last one, each of which predicts one token further.
 
-    Layer k combines the states of a token, after the layer before it, with the embedding of the k-th token ahead, and
-    predicts the one after that. Its losses are summed with the weights of the tokens whose own loss is trained there,
-    as the model's are, and Megatron divides both by the divisor of the step.
+    Layer k combines the state of a token, from the previous layer, with the embedding of the k-th token ahead, and
+    predicts the token after that. Its losses are summed with the loss weights of the predicted tokens, like the losses
+    of the model, and Megatron divides both by the divisor of the step.
 
     Attributes:
-        predicted: float64 [MTP layers, 3] of this step on this rank: summed losses, summed weights, trained tokens.
+        predicted: float64 [MTP layers, 3], summed losses, summed weights and trained tokens of this step on this rank.
     """
 
     predicted: Any = 0
@@ -46,9 +46,9 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
         packed_seq_params: Any,
         **_unused: Any,
     ) -> torch.Tensor:
-        """Return the losses [1, T / cp] of the last stage, its logits without labels, or what the next stage gets.
+        """Return the last stage's losses [1, T / cp], or logits without labels; on other stages, the hidden states.
 
-        Further tokens are predicted in training alone, and from rows that bring what lies ahead.
+        Further tokens are predicted only in training, and only for rows that include the tokens ahead.
         """
         if not self.post_process:
             return hidden_states
@@ -63,10 +63,10 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
         return made
 
     def _predict(self, hidden_states: torch.Tensor, ahead: Sequence[Any], angles: Any, row: Any) -> torch.Tensor:
-        """Attach the losses of further tokens to the states, whose backward pass then begins with theirs."""
+        """Attach the losses of further tokens to the hidden states, so that their backward pass includes them."""
         states, sums, config = hidden_states, [], self.config
         for layer, fields in zip(self.mtp.layers, ahead, strict=True):
-            embedded = self.embedding(input_ids=fields.tokens, position_ids=None)  # positions are in the angles
+            embedded = self.embedding(input_ids=fields.tokens, position_ids=None)  # the angles contain positions
             padding = own_tokens(fields.padding_mask, config)
 
             def run(
@@ -98,7 +98,7 @@ class PredictingModel(GPTModel):  # type: ignore[misc] # no types are known of M
 
 
 def own_tokens(values: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
-    """Return this rank's part of values by token, [..., T / cp], which sequence parallelism divides."""
+    """Return this rank's part of per-token values, [..., T / cp], if sequence parallelism divides them."""
     if not config.sequence_parallel:
         return values
     rank: int = parallel_state.get_tensor_model_parallel_rank()
@@ -108,7 +108,7 @@ def own_tokens(values: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
 def predicting_layers(
     config: TransformerConfig, block: Any, *, transformer_engine: bool, vp_stage: int | None
 ) -> Any | None:
-    """Return the specification of the layers that predict further tokens, as the block's last; None on other stages."""
+    """Return the specification of MTP layers, built like the last layer of `block`; None on stages without them."""
     made = get_gpt_mtp_block_spec(config, block, use_transformer_engine=transformer_engine, vp_stage=vp_stage)
     if made is None:
         return None
@@ -118,7 +118,7 @@ def predicting_layers(
 
 
 def decoder_layers(chunk: GPTModel) -> Iterator[tuple[int, Any]]:
-    """Yield each decoder layer of a chunk with its number, 0 for the model's first; MTP layers come after its last."""
+    """Yield the number, from 0 over the whole model, and each decoder layer of a chunk; MTP layers come last."""
     yield from ((layer.layer_number - 1, layer) for layer in chunk.decoder.layers)
     if getattr(chunk, "mtp_process", False):
         for place, layer in enumerate(chunk.mtp.layers):
@@ -128,14 +128,14 @@ def decoder_layers(chunk: GPTModel) -> Iterator[tuple[int, Any]]:
 def predicted_losses(
     chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device
 ) -> tuple[list[float], int]:
-    """Return the mean loss of each MTP layer in the step over all ranks, and the tokens that they trained together."""
+    """Return the mean loss of each MTP layer in the step over all ranks, and the number of tokens that they trained."""
     if not num_layers:
         return [], 0
     sums = torch.zeros(num_layers, 3, dtype=torch.float64, device=device)
     for chunk in chunks:
         sums += chunk.module.predicted
     torch.distributed.all_reduce(sums)
-    # Tensor-parallel ranks all have the same losses.
+    # All tensor-parallel ranks have the same losses.
     sums /= parallel_state.get_tensor_model_parallel_world_size()
     rows = sums.tolist()
     return [total / (weights or 1.0) for total, weights, _ in rows], round(sum(tokens for *_, tokens in rows))

@@ -1,8 +1,8 @@
 """Rotary position embedding of a whole packed row at once.
 
-Megatron's own, without Transformer Engine's fused kernel, visits the sequences of a row one by one, in every layer and
-twice. Here the angles of a row are gathered by position once a microbatch, and each layer rotates queries and keys with
-a number of kernels that does not depend on the sequences.
+Without Transformer Engine's fused kernel, Megatron rotates the sequences of a row one by one, twice in every layer.
+Here the angles of a row are gathered by position once per microbatch, and the number of kernels with which each layer
+rotates queries and keys does not depend on the number of sequences.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class RowSelfAttention(SelfAttention):  # type: ignore[misc]
     _rotary: tuple[PackedRow, torch.Tensor] | None = None
 
     def __init__(self, config: Any, submodules: Any, *arguments: Any, **options: Any) -> None:
-        # Megatron-Core 0.19 builds norms of a specification only with this setting, which also has gradients of norms
-        # summed over tensor-parallel ranks: wrong for those that are divided among them.
+        # Megatron-Core 0.19 builds the norms of a specification only with this setting, which also makes it sum their
+        # gradients over tensor-parallel ranks: wrong for norms that are divided over these ranks.
         setting = config.qk_layernorm
         config.qk_layernorm = setting or submodules.q_layernorm not in (None, IdentityOp)
         try:
@@ -37,9 +37,9 @@ class RowSelfAttention(SelfAttention):  # type: ignore[misc]
         self.register_buffer("rope_axes", axes, persistent=False)
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, packed_seq_params: Any = None, **kw: Any) -> Any:
-        """Attend as Megatron does; it rotates itself where rows are no `PackedRow`, and where its fused kernel does.
+        """Attend as Megatron does; Megatron rotates if the row is not a `PackedRow`, or with its fused kernel.
 
-        Angles are [max_seqlen, 1, 1, d], or a pair of equal ones for queries and keys.
+        Angles are [max_seqlen, 1, 1, d], or an equal pair for queries and keys.
         """
         by_row = isinstance(packed_seq_params, PackedRow) and _turns_itself(self.config, packed_seq_params)
         if by_row and rotary_pos_emb is not None:
@@ -51,7 +51,7 @@ class RowSelfAttention(SelfAttention):  # type: ignore[misc]
             self._rotary = None
 
     def get_query_key_value_tensors(self, *args: Any, **kw: Any) -> Any:
-        """Return Megatron's query, key, value (and gate), the first two rotated."""
+        """Return Megatron's query, key, value (and gate), with query and key rotated."""
         made = super().get_query_key_value_tensors(*args, **kw)
         if self._rotary is None:
             return made
@@ -65,8 +65,8 @@ class RowSelfAttention(SelfAttention):  # type: ignore[misc]
 class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
     """Megatron's multi-latent attention, with the rotary embedding of a packed row applied to the row as a whole.
 
-    Its down-projections are whole on every tensor-parallel rank, as those of Transformer Engine. Megatron's local ones
-    are divided, and the gradient of the key part that all heads share is then that of one rank's heads.
+    Its down-projections are replicated on every tensor-parallel rank, as with Transformer Engine. Megatron's local ones
+    are divided; the part of the keys that all heads share would then get only the gradient from one rank's heads.
     """
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
@@ -77,14 +77,14 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
                 setattr(self, name, WholeLinear(projection.input_size, projection.output_size, config=config))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return the parts of the specification as they are; Megatron-Core 0.19 allows fewer combinations."""
+        """Return the parts of the specification unchanged; Megatron-Core 0.19 allows fewer combinations."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any = None, **kw: Any
     ) -> Any:
-        """Return queries, keys [T / cp, heads, head_dim] and values [T / cp, heads, value_dim], and both latents."""
+        """Return queries and keys [T / cp, heads, head_dim], values [T / cp, heads, value_dim], and both latents."""
         row = args[2] if len(args) > 2 else packed_seq_params
         if not isinstance(row, PackedRow) or not _turns_itself(self.config, row):
             return super().get_query_key_value_tensors(hidden_states, *args, packed_seq_params=packed_seq_params, **kw)
@@ -116,15 +116,15 @@ class RowLatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 def _turns_itself(config: Any, row: PackedRow) -> bool:
-    """Return True unless the fused kernel does it, which takes the context-parallel group of the layout for the row's.
+    """Return True if the row must be rotated here, not by the fused kernel.
 
-    Both versions pass it `pg_collection.cp`. It counts positions itself, in one dimension.
+    Both versions pass the kernel `pg_collection.cp`, the layout's group. It counts positions itself, in one dimension.
     """
     return not config.apply_rope_fusion or row.cp_group is not None or row.grid is not None
 
 
 def _pairs_apart(heads: torch.Tensor) -> torch.Tensor:
-    """Put the numbers at even places before those at odd ones: these models rotate neighbors."""
+    """Move elements at even positions before those at odd positions: these models rotate neighboring elements."""
     return torch.cat((heads[..., 0::2], heads[..., 1::2]), dim=-1)
 
 
@@ -138,7 +138,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 class _Rotation(torch.autograd.Function):
-    """The rotation of pairs (i, i + d / 2); its gradient is the rotation back, so no activation is kept."""
+    """Rotation of pairs (i, i + d / 2); the backward pass rotates gradients back, so no activation is saved."""
 
     @staticmethod
     def forward(ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

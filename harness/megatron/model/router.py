@@ -1,8 +1,8 @@
-"""The router of a mixture of experts: losses, biases and counts over real tokens alone, the same on every layout.
+"""Router of a mixture of experts, with losses, biases and counts over real tokens only, the same on every layout.
 
-Megatron's own router counts padding unless it gets a mask of it, and versions differ in the weight of its losses
-when several ranks share a row (0.16 divides them by that number) and in what they accept (a mask together with an
-expert bias is an error in 0.16). Here both are computed once for all versions.
+Megatron's own router counts padding unless it gets a padding mask. Versions differ in the weight of its losses when
+several ranks share a row (0.16 divides them by the number of ranks), and 0.16 refuses a mask together with an expert
+bias. Here losses and counts are computed the same way for all versions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.megatron import compat
 from harness.megatron.model.mtp import decoder_layers, own_tokens
 from harness.plan import ModelConfig
 
-# Sums of one layer and step beside the tokens of each expert.
+# Sums for one layer and step, in addition to the tokens of each expert.
 _SUMS = ("tokens", "shared_tokens", "bias_tokens", "entropy", "aux_loss")
 
 
@@ -37,11 +37,11 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         layer: number of its layer, 0 for the model's first.
         token_weight: float64, weight of a real token in the losses, which Megatron divides by the divisor of the loss.
         counts: float64 [experts], real tokens sent to each expert in this step, on this rank.
-        row_sources: int64 [T], the dataset of each token of this rank in the row that is computed; None for none.
-        source_counts: float64 [datasets, experts], as `counts`, of each dataset.
-        shared_experts_ran: True if this layer's shared experts saw the tokens that are routed next.
-        is_recomputed: the layer, or its experts, are computed again in the backward pass.
-        row: PackedSeqParams of the row that the layer computes, also where the whole layer is computed again.
+        row_sources: int64 [T], dataset of each token of this rank in the current row, or None.
+        source_counts: float64 [datasets, experts], `counts` for each dataset.
+        shared_experts_ran: True if this layer's shared experts processed the tokens that are routed next.
+        is_recomputed: True if the layer or its experts are recomputed in the backward pass.
+        row: PackedSeqParams of the row that the layer processes, also when the whole layer is recomputed.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -54,7 +54,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         self.reset()
 
     def reset(self) -> None:
-        """Begin the statistics of a step, or of a validation."""
+        """Reset the statistics for a new step or validation."""
         self.counts: Any = 0
         self.sums: dict[str, Any] = dict.fromkeys(_SUMS, 0)
         self.row_sources: torch.Tensor | None = None
@@ -76,12 +76,12 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
             padding_mask: bool [T, 1], True at padding; None if there is none.
 
         Returns:
-            float [T, experts], weights of the chosen experts; bool [T, experts], the chosen ones.
+            weights of the chosen experts, float [T, experts], and a mask of the chosen experts, bool [T, experts].
         """
         config = self.config
         logits = logits.view(-1, config.num_moe_experts)
         if padding_mask is None and (whole := getattr(self.row, "padding_mask", None)) is not None:
-            # Where only the first layers are computed again, Megatron gives the mask to these alone.
+            # If only the first layers are recomputed, Megatron passes the mask only to them.
             padding_mask = own_tokens(whole, config)
         padding = None if padding_mask is None else padding_mask.reshape(-1)
         counted = self.training and torch.is_grad_enabled()  # once, also where activations are computed again
@@ -105,7 +105,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
             if counted:
                 weights = self._balance(scores, best, weights, padding)
             self._count(scores, chosen, padding)
-        # In the forward pass: where activations are computed again, another row may have come by then.
+        # Count datasets in the first forward pass: by the time of a recomputation, `row_sources` may be another row's.
         is_forward = torch.is_grad_enabled() != self.is_recomputed
         if self.row_sources is not None and self.training and is_forward:
             with torch.no_grad():
@@ -114,10 +114,10 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         return weights, chosen
 
     def _score(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return float32 [T, experts], each expert's share of a token's scores, and 1 at the `topk` best, else 0.
+        """Return each expert's share of a token's scores, float32 [T, experts], and 1 for the `topk` best, 0 otherwise.
 
-        Transformer Engine's kernel does not divide the scores of a single sigmoid. Its kernel of the loss knows neither
-        the sequences of a row nor, up to 2.17, a number of tokens that is on the GPU.
+        Transformer Engine's kernel does not normalize sigmoid scores if `topk` is 1. Its loss kernel does not support
+        separate sequences in a row or, up to 2.17, a token count on the GPU.
         """
         if self.config.moe_router_fusion and (self.score_function == "softmax" or self.topk > 1):
             best, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function, fused=True)
@@ -128,11 +128,11 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
     def _balance(
         self, scores: torch.Tensor, best: torch.Tensor, weights: torch.Tensor, padding: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attach the balancing loss of the row, or of its sequences, to `weights`, and record it.
+        """Attach the load-balancing loss of the row, or of its sequences, to `weights`, and record it.
 
-        Of T tokens, with n_i of them sent to expert i of E, and p_i the sum of its scores, the loss is
-        E * sum(n_i * p_i) / (topk * T * T): 1 if all is even. It counts for every token, and each rank adds the part
-        of its own scores.
+        For T tokens, of which n_i are sent to expert i of E, and p_i the sum of that expert's scores, the loss is
+        E * sum(n_i * p_i) / (topk * T * T), which is 1 if all is even. It is multiplied by T, so that every token
+        counts, and each rank adds the part of its own scores.
         """
         if padding is not None:
             scores, best = scores * ~padding.unsqueeze(1), best * ~padding.unsqueeze(1)
@@ -140,7 +140,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
         if self.balances_sequences:
             bounds = self.row.cu_seqlens_q if self.row.cu_seqlens_q_padded is None else self.row.cu_seqlens_q_padded
             number, whole = len(bounds) - 1, config.tensor_model_parallel_size if config.sequence_parallel else 1
-            # A context-parallel rank has the same share of every sequence.
+            # A context-parallel rank holds an equal share of every sequence.
             sizes = bounds.diff() // (self.row.local_cp_size or config.context_parallel_size)
             places = torch.arange(number, device=bounds.device)
             of_row = torch.repeat_interleave(places, sizes, output_size=len(scores) * whole)
@@ -178,7 +178,7 @@ class Router(TopKRouter):  # type: ignore[misc] # no types are known of Megatron
 
 
 def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
-    """Return float32 [T, experts], the share of each expert in a token's scores."""
+    """Return the share of each expert in a token's scores, float32 [T, experts]."""
     if function == "softmax":
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
     scores = torch.sigmoid(logits.float())
@@ -186,10 +186,10 @@ def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
 
 
 def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -> None:
-    """Draw the experts' weights, which then do not depend on the layout, and let routers see their shared experts.
+    """Initialize expert weights independently of the layout, and connect routers to their layers and shared experts.
 
-    Their gradients are marked for the ranks that have the same experts, before adapters copy the mark. On GPUs Megatron
-    draws them from a generator of each expert-parallel rank.
+    Also marks expert parameters for gradient reduction over the ranks that hold copies, before adapters copy the mark.
+    On GPUs the weights stay as Megatron drew them, from one generator per expert-parallel rank.
     """
     for place, (number, layer) in enumerate(decoder_layers(chunk)):
         if not hasattr(layer.mlp, "router"):
@@ -206,23 +206,23 @@ def prepare_experts(chunk: GPTModel, model: ModelConfig, device: torch.device) -
         if chunk.config.expert_tensor_parallel_size != chunk.config.tensor_model_parallel_size:
             compat.reduce_over_copies(experts.experts)
         if model.traits.has_biases:
-            # Megatron marks those of the second matrices as if tensor-parallel ranks had the same experts: it would add
-            # the gradients of different ones, and count one rank's in the norm.
+            # Megatron marks the biases of the second matrices as if tensor-parallel ranks held the same experts: it
+            # would add gradients of different experts, and count only one rank's in the norm.
             for name, parameter in experts.experts.named_parameters():
                 if "linear_fc2" in name and "bias" in name:
                     parameter.sequence_parallel = False
                     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-            # Megatron adds a bias in place to what an expert gives, which autograd refuses for PyTorch's layers.
+            # Megatron adds the bias to an expert's output in place, which autograd refuses for PyTorch's layers.
             for expert in getattr(experts.experts, "local_experts", ()):
                 expert.linear_fc2.register_forward_hook(lambda _, inputs, output: (output[0].clone(), *output[1:]))
-        if device.type == "cpu" and hasattr(experts.experts, "local_experts"):  # not grouped, as on GPUs
+        if device.type == "cpu" and hasattr(experts.experts, "local_experts"):  # without grouped GEMM
             for index, expert in zip(experts.local_expert_indices, experts.experts.local_experts, strict=True):
                 _draw(expert, chunk.config, (model.seed * 10_007 + number + 1) * 100_003 + index)
 
 
 @torch.no_grad()
 def _draw(expert: Any, config: Any, seed: int) -> None:
-    """Draw this rank's part of one expert: its rows of both halves of the first matrix, columns of the second."""
+    """Initialize this rank's part of an expert: rows of both halves of the first matrix, columns of the second."""
     rank = parallel_state.get_expert_tensor_parallel_rank()
     first, second = expert.linear_fc1.weight, expert.linear_fc2.weight
     size = config.expert_tensor_parallel_size
@@ -237,10 +237,10 @@ def _draw(expert: Any, config: Any, seed: int) -> None:
 
 
 def finalize_with_experts(model: list[torch.nn.Module], *arguments: Any, **options: Any) -> None:
-    """Finish the gradients of a step as Megatron does, which also changes the experts' biases."""
+    """Finalize the gradients of a step as Megatron does, which also updates the expert biases."""
     for router in routers(model):
         if router.enable_expert_bias:
-            # Megatron forgets the tokens that it has counted.
+            # Megatron resets these counts.
             router.sums["bias_tokens"] += router.local_tokens_per_expert.double().sum() / router.topk
     finalize_model_grads(model, *arguments, **options)
 
@@ -252,7 +252,7 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
 
 
 def show_sources(chunk: torch.nn.Module, sources: torch.Tensor, number: int) -> None:
-    """Make the routers of a chunk count the tokens of its next row by dataset, given as int64 [1, T / cp]."""
+    """Make the routers of a chunk count the tokens of its next row by dataset; `sources` are int64 [1, T / cp]."""
     for router in routers([chunk]):
         router.row_sources = own_tokens(sources, router.config).reshape(-1)
         if isinstance(router.source_counts, int):
@@ -263,10 +263,10 @@ def show_sources(chunk: torch.nn.Module, sources: torch.Tensor, number: int) -> 
 def expert_metrics(
     chunks: Sequence[DistributedDataParallel], num_layers: int, device: torch.device, names: Sequence[str] = ()
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the statistics of `StepMetrics.experts`, and the load of the busiest expert of each dataset's tokens.
+    """Return the statistics of `StepMetrics.experts`, and the load of the busiest expert for each dataset's tokens.
 
-    They are those of all ranks, which all take part, and begin those of the next step. Layers are those of the whole
-    model, with those that predict further tokens; loads are means over layers. A dataset without a token is left out.
+    They cover all ranks, which all take part, and are then reset for the next step. They cover all layers of the model,
+    including MTP layers; loads are means over layers. Datasets without a token are omitted.
     """
     experts = chunks[0].module.config.num_moe_experts
     table = torch.zeros(num_layers, 1 + len(names), experts, dtype=torch.float64, device=device)

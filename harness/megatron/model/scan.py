@@ -1,10 +1,10 @@
 """Layers of hybrid models: Megatron-Core's Mamba-2 and gated delta rule, whose states restart at every sequence.
 
-The scan is the kernel of mamba-ssm, or of flash-linear-attention, on a GPU that has it, and PyTorch's in
-`scan_reference` elsewhere. Here a layer with a scan is a layer of GPTModel, with the mixer in
-the place of attention. Megatron's own hybrid models ask the device for the sequence of each token in every layer
-(0.16), need Transformer Engine for rows that context-parallel ranks share, and have no interleaved pipeline; its layer
-of the gated delta rule takes no packed rows (0.16).
+The scan is the kernel of mamba-ssm or flash-linear-attention on a GPU where it is installed, and otherwise PyTorch code
+in `scan_reference`. Here a layer with a scan is a layer of GPTModel with the mixer in place of attention. Megatron's
+own hybrid models look up the sequence of each token on the device in every layer (0.16), need Transformer Engine for
+rows that context-parallel ranks share, and do not support interleaved pipelines; its layer of the gated delta rule
+does not support packed rows (0.16).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRow, **unused: Any
     ) -> Mixed:
-        """Return [T / cp, 1, hidden_size] for the same, as attention does; with sequence parallelism, T / cp / tp."""
+        """Mix tokens; input and output are [T / cp, 1, hidden_size]; T / cp / tp tokens with sequence parallelism."""
         cp = self._division(packed_seq_params.cp_group)
         _, owners, order = packed_seq_params.scan_order(cp.cp_size)
         mixed, _ = self.in_proj(hidden_states)
@@ -78,7 +78,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
         return cast(Mixed, self.out_proj(self.norm(scanned)))
 
     def _division(self, group: Any) -> Any:
-        """Return Megatron's division of heads and parameters over the ranks of a row, None for those of the layout."""
+        """Return Megatron's division of heads and parameters over the ranks of `group`; None for the layout's group."""
         size = self.cp.cp_size if group is None else group.size()
         if size not in self._divided:
             kind = type(self.cp)
@@ -87,7 +87,7 @@ class RowMamba(_mamba.MambaMixer):  # type: ignore[misc, name-defined]
         return self._divided[size]
 
     def use_plain_scan(self) -> None:
-        """Scan in PyTorch, whatever is installed."""
+        """Use the scan in PyTorch, even if kernels are installed."""
         self._scan = scan_reference.mamba_split_conv1d_scan_combined
 
 
@@ -97,12 +97,12 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
     def __init__(self, config: Any, submodules: Any, layer_number: int, pg_collection: Any, **unused: Any) -> None:
         with _quiet_generator():
             super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
-            # Megatron draws the same filters on all tensor-parallel ranks.
+            # Megatron initializes the same filters on all tensor-parallel ranks.
             with get_cuda_rng_tracker().fork():
                 self.conv1d.reset_parameters()
         tp = self.pg_collection.tp.size()
         self._groups = self.num_key_heads // tp
-        # Queries, keys, values, gate, rates and decays, of this rank's heads.
+        # Sizes of queries, keys, values, gate, rates and decays for this rank's heads.
         heads = self.num_value_heads // tp
         self._sizes = [self.qk_dim // tp, self.qk_dim // tp, self.v_dim // tp, self.v_dim // tp, heads, heads]
         self._scan, self._convolve = choose_delta_rule(self.A_log.device)
@@ -110,7 +110,7 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRow, **unused: Any
     ) -> Mixed:
-        """Return [T / cp, 1, hidden_size] for the same, as attention does; with sequence parallelism, T / cp / tp."""
+        """Mix tokens; input and output are [T / cp, 1, hidden_size]; T / cp / tp tokens with sequence parallelism."""
         group = packed_seq_params.cp_group or self.pg_collection.cp
         bounds, _, order = packed_seq_params.scan_order(group.size())
         mixed, _ = self.in_proj(hidden_states)
@@ -144,32 +144,32 @@ class RowDelta(_delta.GatedDeltaNet):  # type: ignore[misc, name-defined]
         return cast(Mixed, self.out_proj(scanned))
 
     def use_plain_scan(self) -> None:
-        """Scan in PyTorch, whatever is installed."""
+        """Use the scan in PyTorch, even if kernels are installed."""
         self._scan, self._convolve = scan_reference.chunk_gated_delta_rule, scan_reference.causal_conv1d
 
     def _by_rank(self, whole: torch.Tensor, dim: int, cp: int) -> list[torch.Tensor]:
-        """Return the pieces of what has channels in a dimension, which context-parallel ranks divide each."""
-        count = 6 if dim else 3  # the convolution has queries, keys and values
+        """Split the channels in `dim` into pieces, each of which context-parallel ranks divide."""
+        count = 6 if dim else 3  # the convolution has only queries, keys and values
         query, key, *others = torch.split(whole, self._sizes[:count], dim=dim)
         return [_copy_groups(query, self._groups, cp, dim), _copy_groups(key, self._groups, cp, dim), *others]
 
 
 class HeadNorm(torch.nn.Module):
-    """The norm of what each head gives, whose weight all share: a tensor-parallel rank has a part of its gradient."""
+    """Norm of each head's output. All heads share its weight, so each tensor-parallel rank has a partial gradient."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)), eps
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """Normalize [..., hidden_size] in float32; shape and dtype stay."""
+        """Normalize [..., hidden_size] in float32; shape and dtype do not change."""
         weight = copy_to_tensor_model_parallel_region(self.weight).float()
         return functional.rms_norm(heads.float(), weight.shape, weight, self.eps).type_as(heads)
 
 
 @contextmanager
 def _quiet_generator() -> Iterator[None]:
-    """Hide Megatron's warning that values are drawn from the generator of a CPU, which is right where a CPU trains."""
+    """Hide Megatron's warning about values from the generator of the CPU, which is correct for training on a CPU."""
     log = logging.getLogger("megatron.core.tensor_parallel.random")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -192,7 +192,7 @@ def _uses_kernels(device: torch.device, *, delta_rule: bool) -> bool:
 
 
 def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tensor]:
-    """Return the function that scans: mamba-ssm's on a GPU that has it, else, or where bits must repeat, PyTorch's."""
+    """Return the scan of mamba-ssm on a GPU if installed; without it, or in deterministic mode, the PyTorch scan."""
     if not _uses_kernels(device, delta_rule=False):
         return scan_reference.mamba_split_conv1d_scan_combined
     if features % 8:
@@ -205,7 +205,7 @@ def choose_scan(device: torch.device, features: int) -> Callable[..., torch.Tens
 
 
 def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the gated delta rule and the convolution before it, of fla or PyTorch as `choose_scan` does."""
+    """Return the gated delta rule and its convolution, from fla or PyTorch, chosen as in `choose_scan`."""
     if not _uses_kernels(device, delta_rule=True):
         return scan_reference.chunk_gated_delta_rule, scan_reference.causal_conv1d
     from fla.modules.convolution import causal_conv1d
@@ -215,20 +215,20 @@ def choose_delta_rule(device: torch.device) -> tuple[Callable[..., Any], Callabl
 
 
 def _copy_groups(piece: torch.Tensor, groups: int, cp_size: int, dim: int = -1) -> torch.Tensor:
-    """Repeat each group whose heads are on several context-parallel ranks, which all get it."""
+    """Repeat each group whose heads are on several context-parallel ranks, once for each of them."""
     dim %= piece.dim()
     copies = torch.unflatten(piece, dim, (groups, -1)).repeat_interleave(max(1, cp_size // groups), dim=dim)
     return copies.flatten(dim, dim + 1)
 
 
 def _gather_tokens(pieces: list[torch.Tensor], group: Any, order: torch.Tensor) -> torch.Tensor:
-    """Exchange [T / cp, 1, F], this rank's tokens, for [T, 1, F / cp]: all tokens of this rank's heads, in order."""
+    """Exchange this rank's tokens, [T / cp, 1, F], for all tokens of this rank's heads, [T, 1, F / cp], in order."""
     of_ranks = [torch.unflatten(piece, -1, (group.size(), -1)) for piece in pieces]
     return _exchange(torch.cat(of_ranks, dim=-1).movedim(-2, 0), group).flatten(0, 1)[order]
 
 
 def _gather_heads(scanned: torch.Tensor, group: Any, order: torch.Tensor | None) -> torch.Tensor:
-    """Exchange [T, 1, F / cp] back for this rank's tokens with all heads, [T / cp, 1, F]."""
+    """Exchange all tokens of this rank's heads, [T, 1, F / cp], for its tokens with all heads, [T / cp, 1, F]."""
     if order is None:
         return scanned
     by_rank = torch.empty_like(scanned).index_copy(0, order, scanned).reshape(group.size(), -1, *scanned.shape[1:])
@@ -236,18 +236,18 @@ def _gather_heads(scanned: torch.Tensor, group: Any, order: torch.Tensor | None)
 
 
 def _exchange(of_ranks: torch.Tensor, group: Any) -> torch.Tensor:
-    """Send part r of [cp, ...] to context-parallel rank r; return what they sent, by rank."""
+    """Send part r of [cp, ...] to context-parallel rank r; return the received parts by rank."""
     return cast(torch.Tensor, all_to_all(group, of_ranks.contiguous().flatten(0, 1))).view(of_ranks.shape)
 
 
 def only(part: str, layer: ModuleSpec, *, is_whole: bool) -> ModuleSpec:
-    """Return a layer of attention and an MLP or experts with the part that a letter of `model.layer_pattern` names."""
+    """Return a layer with the part that a letter of `model.layer_pattern` names; keep its MLP unless `is_whole`."""
     parts = layer.submodules
     if part in "-E":
         absent = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
         return replace(layer, submodules=replace(parts, **absent))
     attention = parts.self_attention
-    # Tensor-parallel ranks divide both; in Transformer Engine's, the first includes the norm.
+    # Tensor-parallel ranks divide both layers; with Transformer Engine, the first includes the norm.
     linear = attention.submodules
     if part == "M":
         mixer = _mamba.MambaMixerSubmodules(in_proj=linear.linear_qkv, out_proj=linear.linear_proj)
@@ -259,7 +259,7 @@ def only(part: str, layer: ModuleSpec, *, is_whole: bool) -> ModuleSpec:
         attention = ModuleSpec(module=RowDelta, submodules=mixer)
     changed: dict[str, Any] = {"self_attention": attention}
     if part in SCANS:
-        # Where Transformer Engine's first matrix has the norm, and PyTorch's layers have it in checkpoints.
+        # Map the norm in Transformer Engine's first matrix to the name of PyTorch's layers in checkpoints.
         names = {
             name: stored.replace("linear_qkv", "in_proj") for name, stored in parts.sharded_state_dict_keys_map.items()
         }

@@ -1,15 +1,15 @@
-"""CPU reference of layers with a scan: the functions of `mamba_ssm`, and of `fla`, that these layers train with.
+"""CPU reference for layers with a scan: the functions of `mamba_ssm` and `fla` that train these layers.
 
-Plain PyTorch for machines without the CUDA packages, by chunks: matrix products inside each chunk, and a recurrence of
-states from chunk to chunk. It runs in float32, or in float64 for inputs of that type, and returns the input's type.
+Plain PyTorch for machines without the CUDA packages, computed in chunks: matrix products inside each chunk, and a
+recurrence of states from chunk to chunk. Computes in float32, or float64 for float64 inputs; returns the input's dtype.
 
 - Mamba-2: the recurrence is equation (2) of Dao and Gu, "Transformers are SSMs" (2024), computed as in their section 6.
 - The gated delta rule: equation (10) of Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024), as in their section
-  3.3: what the tokens of a chunk add to the state solves a triangular system.
+  3.3: a triangular system gives the updates that the tokens of a chunk add to the state.
 
 A row contains several documents (runs of equal `seq_idx`), and nothing passes from one to another, not even a NaN that
-a mask would multiply by zero: every document starts a chunk of its own, so no matrix product reads two documents. The
-outputs of a document, and the gradients of its inputs, are the same bits whatever the other documents contain.
+a mask would multiply by zero: every document starts a new chunk, so no matrix product reads two documents. The
+outputs of a document, and the gradients of its inputs, are bitwise the same whatever the other documents contain.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-# The most slots of a chunk; callers may ask for fewer. It changes results by rounding only. Of 16 to 128, 32 trained
-# fastest (4,096 tokens in 8 heads of 16: 84 ms of one core, for 168 ms with 128).
+# Largest number of slots in a chunk; callers may use fewer. It changes only rounding. Among 16 to 128, 32 trained
+# fastest (4,096 tokens in 8 heads of 16: 84 ms on one core, compared with 168 ms for 128).
 MOST_SLOTS = 32
 
 
 @dataclass(frozen=True)
 class ChunkedRow:
-    """The slots of a row's tokens in chunks that start with each document.
+    """Assignment of a row's tokens to slots in chunks; every document starts a new chunk.
 
-    Chunks are ordered by waves: the first chunk of every document, the longest document first, then all second chunks,
-    and so on. The documents of a wave are the first ones of the wave before, so one batched step per wave carries the
+    Chunks are ordered in waves: the first chunk of every document, longest document first, then all second chunks, and
+    so on. The documents of a wave are the leading ones of the previous wave, so one batched step per wave carries the
     states of all documents.
     """
 
     slots: torch.Tensor  # int64 [tokens]: the slot of each token among all chunks * size
     size: int
-    waves: list[int]  # chunks of each wave, never increasing
+    waves: list[int]  # number of chunks in each wave, never increasing
 
     @classmethod
     def of(cls, lengths: torch.Tensor, most_slots: int) -> ChunkedRow:
-        """Return the layout of documents of `lengths` (int64 [documents]), end to end in the row; some may be empty."""
+        """Return the layout of consecutive documents of `lengths`, int64 [documents]; some may be empty."""
         size = min(most_slots, MOST_SLOTS, int(lengths.max()))
         counts = (lengths + size - 1) // size
         ranks = counts.argsort(descending=True, stable=True).argsort()
@@ -51,18 +51,18 @@ class ChunkedRow:
         return cls(chunks * size + positions % size, size, waves.tolist())
 
     def split(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return values by token [tokens, ...] as [chunks, size, ...], zero in slots without a token."""
+        """Return per-token values [tokens, ...] as [chunks, size, ...], zero in slots without a token."""
         chunks = sum(self.waves)
         empty = tokens.new_zeros(chunks * self.size, *tokens.shape[1:])
         return empty.index_copy(0, self.slots, tokens).view(chunks, self.size, *tokens.shape[1:])
 
     def merge(self, chunks: torch.Tensor) -> torch.Tensor:
-        """Return values by slot [chunks, size, ...] as [tokens, ...]."""
+        """Return per-slot values [chunks, size, ...] as [tokens, ...]."""
         return chunks.flatten(0, 1).index_select(0, self.slots)
 
 
 def document_lengths(shape: torch.Size, seq_idx: torch.Tensor | None) -> torch.Tensor:
-    """Return int64 lengths of all documents of rows [batch, length], a new one wherever `seq_idx` changes."""
+    """Return the lengths, int64, of all documents in rows [batch, length]; one starts wherever `seq_idx` changes."""
     starts = torch.ones(shape[:2], dtype=torch.bool, device=None if seq_idx is None else seq_idx.device)
     starts[:, 1:] = False if seq_idx is None else seq_idx[:, 1:] != seq_idx[:, :-1]
     bounds = starts.flatten().nonzero().flatten()
@@ -76,14 +76,14 @@ def positions_of(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def working_type(x: torch.Tensor) -> torch.dtype:
-    """Return the type to compute in: float32, or float64 for inputs of that type."""
+    """Return the dtype to compute in: float32, or float64 for float64 inputs."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def convolve(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, lengths: torch.Tensor
 ) -> torch.Tensor:
-    """Return the causal depthwise convolution of `x` [batch, length, channels], each document of `lengths` alone."""
+    """Return the causal depthwise convolution of `x` [batch, length, channels], separately for each document."""
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError(f"activation {activation!r}: the CPU reference of the convolution supports only silu")
     inner = working_type(x)
@@ -91,17 +91,17 @@ def convolve(
     positions = positions_of(lengths).view(*x.shape[:2], 1)
     mixed = values * taps[:, -1] if bias is None else values * taps[:, -1] + bias.to(inner)
     for distance in range(1, taps.shape[1]):
-        # Selected before it is multiplied, so that neither values nor gradients of another document take part.
+        # Select before multiplying, so that neither values nor gradients of another document take part.
         earlier = torch.where(positions >= distance, values.roll(distance, dims=1), 0.0)
         mixed = mixed + earlier * taps[:, -1 - distance]
     return (functional.silu(mixed) if activation else mixed).to(x.dtype)
 
 
 def segment_decays(log_decays: torch.Tensor) -> torch.Tensor:
-    """Return the decay after slot j through slot i as entry (i, j) of [..., size, size]: exp of a segment's sum.
+    """Return the decay from after slot j through slot i, exp of a segment's sum, as entry (i, j) of [..., size, size].
 
-    Each sum adds only what the segment contains: a difference of prefix sums would lose the digits that a long chunk
-    cancels. Entries with j > i are zero, masked before the exponential. `log_decays` are [..., size].
+    Each sum adds only the segment's values: a difference of prefix sums would lose digits to cancellation in a long
+    chunk. Entries with j > i are zero, masked before the exponential. `log_decays` is [..., size].
     """
     size = log_decays.shape[-1]
     causal = torch.ones(size, size, dtype=torch.bool, device=log_decays.device).tril()
@@ -116,7 +116,7 @@ def _scan(
 
     Args:
         values: [chunks, size, heads, head_dim].
-        keys: [chunks, size, groups, state]; `queries` alike.
+        keys, queries: [chunks, size, groups, state].
         log_decays: [chunks, size, heads].
     """
     chunks, size, groups, _ = keys.shape
@@ -155,9 +155,9 @@ def mamba_split_conv1d_scan_combined(
     Args:
         zxbcdt: [batch, length, 2 * heads * head_dim + 2 * groups * state + heads]: gate, x, B, C and dt.
         conv1d_weight: [channels of x, B and C, width].
-        dt_bias, A, D: [heads]; added to steps before softplus, negative, weight of the input that is not scanned.
+        dt_bias, A, D: [heads]; added to steps before softplus; negative decay rate; weight of the skip connection.
         seq_idx: int32 [batch, length]; states and windows restart wherever it changes.
-        ngroups: of B and C; a group serves heads / groups consecutive heads.
+        ngroups: groups of B and C; a group serves heads / groups consecutive heads.
     """
     heads, inner = len(A), working_type(zxbcdt)
     channels, lengths = heads * headdim, document_lengths(zxbcdt.shape, seq_idx)
@@ -176,7 +176,7 @@ def mamba_split_conv1d_scan_combined(
 
 
 class GroupedRMSNorm(torch.nn.Module):
-    """RMS norm by groups of channels, made as the `RMSNorm` of `mamba_ssm`, without its gate."""
+    """RMS norm over groups of channels, with the constructor of `RMSNorm` in `mamba_ssm`, without its gate."""
 
     def __init__(
         self, hidden_size: int, eps: float = 1e-5, *, group_size: int, norm_before_gate: bool = False, **kw: Any
@@ -196,7 +196,7 @@ class GroupedRMSNorm(torch.nn.Module):
 def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, activation: str, cu_seqlens: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    """Return the causal depthwise convolution of `x` [1, T, channels], each document alone, and no state."""
+    """Return the causal depthwise convolution of `x` [1, T, channels], separately for each document, and no state."""
     return convolve(x, weight, bias, activation, cu_seqlens.diff()), None
 
 
@@ -215,11 +215,11 @@ def chunk_gated_delta_rule(
     Args:
         q, k: [1, T, heads, key_dim].
         v: [1, T, heads, value_dim].
-        g, beta: [1, T, heads], the logarithm of the decay, and the rate at which a value replaces that of its key.
+        g, beta: [1, T, heads], logarithm of the decay, and rate at which a value replaces the one stored for its key.
         cu_seqlens: int64 [documents + 1], bounds of the documents.
 
     Returns:
-        [1, T, heads, value_dim], in the type of `q`; and no state.
+        outputs, [1, T, heads, value_dim], in the dtype of `q`; and no state.
     """
     inner = working_type(q)
     row = ChunkedRow.of(cu_seqlens.diff(), MOST_SLOTS)
@@ -229,9 +229,9 @@ def chunk_gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         queries, keys = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (queries, keys))
     queries = queries * q.shape[-1] ** -0.5
-    # A slot without a token has zeros, and changes nothing.
+    # A slot without a token contains zeros, and changes nothing.
     between, since_start = segment_decays(log_decays), log_decays.cumsum(-1).exp()[..., None]
-    # What a token adds to the state is corrected by what those before it in the chunk, and the state, give for its key.
+    # Subtract from each token's update the values that earlier tokens of the chunk, and the state, give for its key.
     system = (rates[..., None] * between * (keys @ keys.mT)).tril(-1)
     sides = torch.cat((values, keys * since_start), dim=-1) * rates[..., None]
     solved = torch.linalg.solve_triangular(
@@ -252,5 +252,5 @@ def chunk_gated_delta_rule(
 
 
 def gate(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Return `x` times silu of `by`, computed in float32 or better, in the type of `x`."""
+    """Return `x * silu(by)`, computed in float32 or better, in the dtype of `x`."""
     return (x * functional.silu(by.to(working_type(by)))).to(x.dtype)

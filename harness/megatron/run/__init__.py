@@ -1,4 +1,4 @@
-"""A whole training run: open its data, model and checkpoint, train, record every step, and save.
+"""Run a whole training: open data, model and checkpoint, train, record every step, and save.
 
-Read `training` first; `rehearsal` is a step of single ranks of a job that does not run.
+Read `training` first; `rehearsal` trains single ranks of a job for a step without the other ranks.
 """

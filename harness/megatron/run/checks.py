@@ -1,4 +1,4 @@
-"""Refusals and warnings of a run whose data is open, and the reasons that a failed run leaves behind."""
+"""Errors and warnings about a run whose data is open, and the recorded reasons of failed runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from harness.printing import count_of
 from harness.train.folder import leave_refusal
 from harness.train.loop import OWN_VALIDATION
 
-# PyTorch's words on a CPU.
+# PyTorch's message on a CPU.
 _NO_MEMORY = "can't allocate memory"
 
 
 def check_media(config: SftConfig, data: RunData | LiveData) -> None:
-    """Refuse data whose media were prepared for another model."""
+    """Raise ConfigError for data whose media were prepared for another model."""
     rules = data.media_rules
     if rules is None or config.model.encoder is None:
         return
@@ -42,13 +42,13 @@ def check_media(config: SftConfig, data: RunData | LiveData) -> None:
     sizes = {"feature_size": "num_mel_bins", "merge_size": "spatial_merge_size", "patch_size": "patch_size"}
     for name, size in (*((name, part.get(own)) for name, own in sizes.items()), ("tokens", patches)):
         found = rules.numbers.get(name, size)
-        if size is not None and found not in (size, size + (name == "tokens")):  # with the token of the class
+        if size is not None and found not in (size, size + (name == "tokens")):  # may include the class token
             what = f"the media of the data were prepared with {name}={found}, but the encoder has {size}"
             raise ConfigError(what, where="data and model", fix="prepare the data with tokenizer.name set to the model")
 
 
 def check_weights(config: SftConfig, data: PackReader | JoinedReader) -> None:
-    """Refuse a global batch whose weights may not fit the int32 number by which Megatron divides the gradients."""
+    """Raise ConfigError if weights of a global batch may not fit the int32 by which Megatron divides gradients."""
     most = (2**31 - 1) // (data.max_weight * data.pack_size)
     if data.max_weight > 1 and config.loader.global_batch_size > most:
         what = f"a global batch of {config.loader.global_batch_size:,} packs of {data.pack_size:,} tokens with weights"
@@ -57,7 +57,7 @@ def check_weights(config: SftConfig, data: PackReader | JoinedReader) -> None:
 
 
 def list_warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
-    """Return what of the settings does less than it says with this data."""
+    """Return warnings about settings that have less effect than expected with this data."""
     size, batches, warnings = config.loader.global_batch_size, config.trainer.eval_batches, []
     if isinstance(data, LiveData):
         return []
@@ -75,7 +75,7 @@ def list_warnings(config: SftConfig, data: RunData | LiveData) -> list[str]:
 
 
 def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | None = None) -> int:
-    """Return the vocabulary size; refuse what cannot train, before any rank waits for another."""
+    """Return the vocabulary size; raise ConfigError for data that cannot train, before any rank waits for another."""
     if isinstance(data, RunData) and data.blend is not None and (steps := config.with_steps().trainer.steps):
         data.blend.check_lasts(steps * config.loader.global_batch_size)
     for reader in (data.train, data.validation, *data.evaluation.values()):
@@ -107,7 +107,7 @@ def check(config: SftConfig, data: RunData | LiveData, pretrained: Pretrained | 
 
 @contextmanager
 def explained(config: RunConfig) -> Iterator[None]:
-    """Leave the reason of a refusal where Slurm's script reads it, and raise ConfigError where memory ran out."""
+    """Record the reason of a HarnessError for Slurm's script, and raise ConfigError if memory ran out."""
     try:
         yield
     except HarnessError as error:
@@ -124,7 +124,7 @@ def explained(config: RunConfig) -> Iterator[None]:
 
 
 def check_memory(config: RunConfig, device: torch.device, *, vocab_size: int, dp_size: int) -> None:
-    """Raise ConfigError if weights, gradients and optimizer alone are more than a CPU machine has."""
+    """Raise ConfigError if weights, gradients and optimizer alone need more memory than a machine without GPU has."""
     if device.type != "cpu":
         return
     sizes: dict[str, Any] = {"vocab_size": vocab_size, "dp_size": dp_size, "max_tokens_per_rank": 1}
@@ -139,12 +139,12 @@ def check_memory(config: RunConfig, device: torch.device, *, vocab_size: int, dp
 
 
 def slurm_folder(config: RunConfig) -> Path | None:
-    """Return the run's folder if Slurm's script made it; the script reads there why an attempt ended early."""
+    """Return the run's folder if Slurm's script created it; the script reads there why an attempt ended early."""
     return Path(config.run_dir) if config.run_dir is not None and "SLURM_JOB_ID" in os.environ else None
 
 
 def check_validations(config: RunConfig, validation: Collection[str]) -> None:
-    """Raise ConfigError if an early stop has no validations, given the names of those that there are."""
+    """Raise ConfigError if early stopping is on without validations; `validation` contains the names of the sets."""
     if config.trainer.early_stop and not (config.trainer.eval_interval and OWN_VALIDATION in validation):
         fix = "set trainer.eval_interval, and a validation set: data.validation_path, or a weight in data.split"
         raise ConfigError("early_stop requires validations before the last step", where="trainer.early_stop", fix=fix)

@@ -1,4 +1,4 @@
-"""Fine-tuning: open the data, check it against the model, and make the batches of `recipes.sft`."""
+"""Fine-tuning: open the data, check it against the model, and create the batches of `recipes.sft`."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def open_fine_tuning(config: SftConfig, ranks: runtime.Runtime, progress: Progre
 
 
 def settle_length(config: SftConfig, data: RunData, progress: Progress | None) -> str:
-    """Set `trainer.steps` where epochs are the length of the run; return the steps in epochs, for its log.
+    """Set `trainer.steps` if the length of the run is in epochs; return a log message with the steps in epochs.
 
-    A run that resumes with another global batch size has other steps left, up to the same pack.
+    A run that resumes with another global batch size has another number of steps left, up to the same pack.
     """
     trainer, packs = config.trainer, data.epoch_packs
     done, at = 0, {"epoch": 0, "packs_consumed": 0}
@@ -70,7 +70,7 @@ def settle_length(config: SftConfig, data: RunData, progress: Progress | None) -
         done, at = progress.step, {"epoch": progress.loader.epoch, "packs_consumed": progress.loader.packs_consumed}
     if trainer.epochs is not None:
         packs = data.check_epochs(trainer.epochs)
-        # The record of the run has one of them.
+        # Only one of the two may be set in the recorded settings.
         trainer.steps = max(1, done + steps_until(config.loader, packs, trainer.epochs, **at))
         trainer.epochs = None
     if packs is None or trainer.steps is None:
@@ -83,14 +83,14 @@ def settle_length(config: SftConfig, data: RunData, progress: Progress | None) -
 def make_feeds(
     config: SftConfig, data: RunData | LiveData, layout: RankLayout, progress: Progress | None, ranks: runtime.Runtime
 ) -> tuple[Feed, dict[str, Feed]]:
-    """Return the training batches after `progress`, and per validation set the batches of one pass over it."""
+    """Return the training batches after `progress`, and for each validation set the batches of one pass over it."""
     state = progress.loader if progress is not None else None
     rules = None if config.model.encoder is None else data.media_rules
     features = None if rules is None else rules.features
     cost = sequence_cost(config.model, config.parallel, on_gpu=ranks.device.type == "cuda")
     hash = data.tokenizer_hash if isinstance(data, RunData) else ""
     stored = None if rules is None else rules.features_at(is_first_stage=layout.is_first_stage)
-    # Digests and records are of whole rows.
+    # Digests and recorded batches need whole rows.
     keeps_rows = config.trainer.record_digests or config.trainer.record_batches
     reads = layout if keeps_rows else replace(layout, reads_ahead=1 + config.model.mtp_layers)
     make = partial(Loader, schedule=config.schedule, layout=reads, cost=cost, tokenizer=hash, features=stored)
@@ -116,6 +116,6 @@ def make_feeds(
     else:
         training = feed(data.train, config.loader, state=state, blend=data.blend)
     sets = {**({OWN_VALIDATION: data.validation} if data.validation is not None else {}), **data.evaluation}
-    # Validation is short and rare: workers of its own would cost more than they save.
+    # Validation is short and rare: separate workers would cost more time than they save.
     once = replace(config.loader, shuffle=False, drop_last=False, num_workers=0)
     return training, {name: feed(reader, once, num_epochs=1) for name, reader in sets.items()}

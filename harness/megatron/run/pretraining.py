@@ -1,4 +1,4 @@
-"""Pretraining on `.bin` and `.idx` pairs: check the settings, open the corpus, and make the batches of its samples."""
+"""Pretraining on `.bin` and `.idx` pairs: check the settings, open the corpus, and batch its samples."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from harness.thd import padded_lengths
 from harness.train import Progress
 from harness.train.loop import OWN_VALIDATION
 
-# Of Megatron-Core's sample index (two numbers), shuffle and blend.
+# Bytes per sample in Megatron-Core's sample index (two numbers), shuffle index and blend index.
 _SAMPLE_BYTES = 24
 
 
 def open_pretraining(config: PretrainConfig, ranks: Runtime, progress: Progress | None = None) -> Task:
-    """Check the settings, as far as is possible without reading the corpus."""
+    """Return the task of a pretraining run; check the settings as far as possible without reading the corpus."""
     _check_samples(config)
     packs = find_packs(config.data)
     pretrained = find_pretrained(config.model)
@@ -54,7 +54,7 @@ def open_pretraining(config: PretrainConfig, ranks: Runtime, progress: Progress 
 
 
 def _check_samples(config: PretrainConfig) -> None:
-    """Raise ConfigError for more samples than Megatron-Core can index in this machine's memory."""
+    """Raise ConfigError for more samples than Megatron-Core can index in the memory of this machine."""
     trainer, size = config.trainer, config.loader.global_batch_size
     asked = {
         "data.num_samples": config.data.num_samples or 0,
@@ -71,7 +71,7 @@ def _check_samples(config: PretrainConfig) -> None:
 def make_feeds(
     config: PretrainConfig, packs: dict[str, PackReader], layout: RankLayout, progress: Progress | None, ranks: Runtime
 ) -> tuple[Feed, dict[str, Feed]]:
-    """Return the training batches after `progress`, and those of the validation and test splits by name."""
+    """Return the training batches after `progress`, and the batches of the validation and test splits by name."""
     data, size, cost = config.data, config.loader.global_batch_size, sequence_cost(config.model)
     batches = config.trainer.eval_batches
     evaluated = None if batches is None else batches * size
@@ -95,7 +95,7 @@ def make_feeds(
 
         return Feed(loader, device=ranks.device)
 
-    # Every rank makes the same feeds; ranks that do not read learn from rank 0 which splits exist.
+    # Every rank creates the same feeds; ranks that do not read learn from rank 0 which splits exist.
     splits = corpus and {OWN_VALIDATION: corpus.validation, "test": corpus.test}
     names = on_rank_0(lambda: [name for name, split in (splits or {}).items() if split])
     once = replace(config.loader, num_workers=0)

@@ -27,11 +27,11 @@ from harness.train.stragglers import RankTimes, Straggler, StragglerWatch, write
 
 
 class RunRecords:
-    """Writes the records of a run, without those of `first_step` and later ones; every rank has one, and rank 0 writes.
+    """Writer of a run's records. Every rank creates one, but only rank 0 writes; removes records from `first_step` on.
 
     Attributes:
-        progress: the terminal's view, a context manager; it prints nothing on other ranks.
-        leaving: why the run ends after this step so that a slow node is left out, the same on every rank; or None.
+        progress: context manager that shows progress in the terminal; it prints nothing on other ranks.
+        leaving: reason to end the run after this step and exclude a slow node, the same on every rank, or None.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RunRecords:
 
     def step(self, record: StepRecord) -> None:
         """Record one step; every rank takes part."""
-        # Before the metrics: the data of every step in these is known.
+        # Write digests before metrics, so that every step with metrics has digests.
         if self._keeps_data:
             own = rank_rows(
                 record.batch,
@@ -100,7 +100,7 @@ class RunRecords:
                     self.progress.log(f"  {prompt!r}: {answer!r}")
 
     def sync(self) -> None:
-        """Make what is recorded durable, on rank 0: a checkpoint must not outlive the records of its steps."""
+        """Make the records durable on rank 0: a checkpoint must not outlive the records of its steps."""
         for records in (self._metrics, self._digests, self._sampler):
             if records is not None:
                 records.sync()
@@ -118,7 +118,7 @@ class RunRecords:
             self.leaving = f"{', '.join(nodes)} excluded as too slow"
 
     def close(self, status: str) -> None:
-        """End the records of a run; `status` is finished or stopped."""
+        """Close the records of a run; `status` is finished or stopped."""
         self.progress.log_last_step()
         if self._metrics is not None:
             self._metrics.close(status)
@@ -142,7 +142,7 @@ class RunRecords:
         if steps[-1].experts:
             plot_experts(steps, self._folder / "experts.png", title=title)
         ended: dict[str, str] = {}
-        with suppress(FormatError):  # of a record that is damaged by now; the run is finished
+        with suppress(FormatError):  # ignore a damaged record: the run is finished
             ended = {f"attempt {n}": line.describe() for n, line in enumerate(read_attempts(self._folder), 1)}
         ranks, parallel = self._ranks, config.parallel
         shape = f"{model.num_layers} layers of {model.hidden_size}, {model.num_attention_heads} heads, "

@@ -1,10 +1,10 @@
-"""Rehearsal of a job on one CPU: single ranks of it are built and trained for a step, without the others.
+"""Rehearsal of a job on one CPU: builds and trains single ranks of it for a step, without the others.
 
-The layout, the numbers of layers, heads and experts and the sizes of all groups are those of the job; only the width of
-matrices, the vocabulary and the length of rows are small. A rehearsal proves that Megatron-Core accepts the layout and
-that every rank's part of the model, of the schedule and of a checkpoint can be made, and compares the bytes of weights,
-gradients, optimizer state and activations with the plan. It proves no numbers: collectives are answered by nobody, and
-tokens go to experts evenly.
+The layout, the numbers of layers, heads and experts, and the sizes of all groups are the same as in the job; only the
+width of matrices, the vocabulary and the length of rows are small. A rehearsal checks that Megatron-Core accepts the
+layout and that each rank's part of the model, the schedule and a checkpoint can be built, and compares the bytes of
+weights, gradients, optimizer state and activations with the plan. It does not check numerical results: no other rank
+takes part in collectives, and tokens are sent to experts evenly.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from harness.schedule.batch import largest_share
 from harness.thd import ThdBatch, build_thd_batch, shared_multiple
 
 _VOCABULARY = 256
-# Many short ones: PyTorch's attention with context parallelism also keeps masks, which grow with their squares.
+# Use many short sequences: with context parallelism, PyTorch's attention also saves masks, which grow quadratically.
 _SEQUENCES = 16
 _PARTS = ("weights", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True)
 class RankRehearsal:
-    """Sizes of one rank after a step.
+    """Sizes of one rank's parts after a step.
 
     Attributes:
-        found, planned: bytes of weights, gradients, optimizer state and activations that it had, and of the plan for
-            its stage. Activations are what autograd keeps, at the step's peak; the optimizer's state is also that on
-            the host.
+        found, planned: measured and planned bytes of weights, gradients, optimizer state and activations of its stage.
+            Activations are the tensors saved by autograd at the step's peak; optimizer state includes the part on the
+            host.
     """
 
     rank: int
@@ -74,17 +74,17 @@ def rehearse(
     optimizer: OptimizerConfig | None = None,
     shares_rows: bool = False,
 ) -> list[RankRehearsal]:
-    """Build ranks of a job in turn, train each for a step, and describe its part of a checkpoint.
+    """Build ranks of a job one after another, train each for a step, and describe its part of a checkpoint.
 
     Raise ConfigError if the layout does not divide the model or the ranks.
 
     Args:
-        ranks: None for the first, the middle and the last.
-        optimizer: None for the settings' defaults. Its moments are in float32, as those of PyTorch's AdamW.
-        shares_rows: also make the groups of ranks that share rows, and let as many as can share one.
+        ranks: ranks to rehearse; None for the first, the middle and the last.
+        optimizer: None for the default settings. Moments are always in float32, as in PyTorch's AdamW.
+        shares_rows: also create the groups of ranks that share rows, and share one row among as many as possible.
     """
     small = narrow(model, parallel)
-    # Sizes of rows that ranks would exchange come from nobody.
+    # Pipeline stages would exchange the sizes of rows, which no other rank sends here.
     static = parallel.static_rows or parallel.pipeline_parallel_size > 1
     parallel = replace(parallel, static_rows=static, cuda_graphs=False, overlap_tensor_parallel=False, ranks=None)
     check_division(small, parallel)
@@ -97,11 +97,11 @@ def rehearse(
 
 
 def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
-    """Return the model with narrow matrices; its layers, heads, groups, experts and choices stay."""
+    """Return the model with narrow matrices; its layers, heads, groups, experts and choices do not change."""
     tp, etp = parallel.tensor_parallel_size, parallel.expert_tensor_parallel_size
     width = 2 * math.lcm(tp, etp)
     sizes: dict[str, Any] = {"hidden_size": 32, "ffn_hidden_size": width, "vocab_size": _VOCABULARY, "init_from": None}
-    # It has a width of its own, and no row here has media.
+    # The encoder has its own width, and no row here has media.
     sizes |= {"encoder": None, "train_encoder": False}
     if model.kv_lora_rank:
         sizes |= {"kv_lora_rank": 4 * tp, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2 * tp, "v_head_dim": 4}
@@ -116,7 +116,7 @@ def narrow(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
 
 
 class KeptBytes:
-    """Bytes that autograd keeps for the backward pass, without those of some storages; `peak` is the most at once."""
+    """Count bytes that autograd saves for the backward pass, except in storages `without`; `peak` is the maximum."""
 
     def __init__(self, without: set[int]) -> None:
         self.peak = self._now = 0
@@ -129,7 +129,7 @@ class KeptBytes:
             yield
 
     def _keep(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Count a tensor, unless one is counted that shares its storage, until autograd lets go of the result."""
+        """Count a tensor until autograd releases the result, unless a tensor with the same storage is counted."""
         storage = tensor.untyped_storage()
         place, size = storage.data_ptr(), storage.nbytes()
 
@@ -149,7 +149,7 @@ class KeptBytes:
 
 
 def _tokens(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Return the tokens of a sequence of which every rank can send as many to each expert."""
+    """Return a sequence length with which every rank can send equal numbers of tokens to all experts."""
     tokens = math.lcm(8 if parallel.context_parallel_size > 1 else 16, parallel.pad_to_multiple)
     if not model.num_experts:
         return tokens
@@ -160,25 +160,25 @@ def _tokens(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def _blocks(model: ModelConfig) -> tuple[int, int]:
-    """Return the blocks of groups of experts that a token chooses from, and its experts in each group."""
+    """Return the number of blocks of expert groups, one of which a token uses, and its experts in each group."""
     groups, top = model.router_groups or 1, model.router_top_groups or 1
     return groups // top, model.experts_per_token // top
 
 
 def _route(model: ModelConfig, routing: Any, logits: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-    """Send as many tokens to each expert, in the place of a router."""
+    """Replace a router's choice: send equal numbers of tokens to all experts."""
     top, (blocks, each) = model.router_top_groups or 1, _blocks(model)
     size = model.num_experts // (blocks * top)
     tokens = torch.arange(logits.numel() // model.num_experts).view(-1, 1, 1)
     groups = tokens % blocks * top + torch.arange(top).view(1, -1, 1)
     experts = groups * size + (tokens // blocks * each + torch.arange(each)) % size
-    # Other values, which autograd does not see.
+    # Replace the values without autograd noticing.
     logits.data.copy_(torch.zeros(len(tokens), model.num_experts).scatter_(1, experts.flatten(1), 1.0).view_as(logits))
     return routing(logits, *arguments, **options)
 
 
 def _row(tokens: int, parallel: ParallelConfig, ranks: int = 1) -> ThdBatch:
-    """Return a row that these data-parallel ranks share, with as many tokens of each sequence on every rank."""
+    """Return a row shared by `ranks` data-parallel ranks, with `tokens` tokens of each sequence on every rank."""
     ids = np.arange(tokens * ranks + 1, dtype=np.int32) % _VOCABULARY
     mask = np.r_[np.ones(tokens * ranks, np.uint8), np.zeros(1, np.uint8)]
     multiple = shared_multiple(parallel.pad_to_multiple, ranks)
@@ -211,8 +211,8 @@ def _rehearse_rank(
         sizes["max_tokens_per_rank"] = _SEQUENCES * tokens // parallel.context_parallel_size
         memory = plan_stage_memory(model, parallel, stage=layout.pp_rank, microbatches=microbatches, **sizes)
         memory = replace(memory, optimizer=memory.optimizer + memory.host)
-        # The plan has the activations of the scan's kernel, and a CPU those of its reference; attention of shared rows
-        # keeps masks here.
+        # The plan counts activations of the scan's kernel, but a CPU runs its reference; attention over shared rows
+        # saves masks here.
         parts = _PARTS[:-1] if model.layer_pattern or shares_rows else _PARTS
         found = {
             "weights": sum(weight.numel() * weight.element_size() for weight in weights),
@@ -232,7 +232,7 @@ def _rehearse_rank(
 
 
 def _optimizer_bytes(step: MegatronStep, *, offloads: bool) -> int:
-    """Return the bytes of main weights and moments, and with `optimizer.offload` of gradients, that are no model's."""
+    """Return the bytes of main weights, moments and, if offloaded, gradients that are not in the model's tensors."""
     weights = [weight for chunk in step.chunks for weight in chunk.parameters() if weight.requires_grad]
     model = {one.untyped_storage().data_ptr() for weight in weights for one in (weight, weight.main_grad)}
     total = 0

@@ -1,4 +1,4 @@
-"""The start of a run: its folder, and the checkpoint that it resumes from."""
+"""Choose the folder of a run, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from harness.train.metrics import Log
 def choose_folder(config: RunConfig) -> Path:
     folder = choose_run_folder(config.run_dir, runs=config.runs, name=config.name, resume=config.resume)
     job, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
-    # The jobs of a sweep have a folder only once they train.
+    # The jobs of a sweep create their folder only when they train.
     if job is not None and config.run_dir is not None and restarts.isdecimal() and folder.is_dir():
-        # Not while another run is active there: its records are its own.
+        # Take the lock, so that the records of another active run do not change.
         with alone_in(folder):
             note_lost(folder, job=job, restarts=int(restarts), predecessor=os.environ.get("HARNESS_PREDECESSOR"))
     return folder
 
 
 def find_start(config: RunConfig, folder: Path) -> tuple[Path | None, list[CheckpointError]]:
-    """Return the checkpoint to resume from, and the damage of newer ones."""
+    """Return the checkpoint to resume from, or None, and the errors of newer, damaged ones."""
     if config.resume == "false":
         return None, []
     newest, passed_over = find_newest(folder / CHECKPOINTS, unchecked=config.resume_unchecked)
@@ -48,10 +48,10 @@ def find_start(config: RunConfig, folder: Path) -> tuple[Path | None, list[Check
 
 
 def check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
-    """Return the progress of the checkpoint to resume from; refuse settings that cannot continue it."""
+    """Return the progress of the checkpoint to resume from; raise ConfigError if the settings cannot continue it."""
     progress = read_progress(newest)
     refuse_foreign(folder, newest)
-    # Older checkpoints have none of their own. Settings that cannot be read are no reason to refuse; they are kept as
+    # Older checkpoints do not contain the settings. Unreadable settings do not prevent a resume; they are kept as
     # config.before-N.yaml.
     with suppress(OSError, yaml.YAMLError, *MISREAD):
         before = json.loads((newest / RUN_FILE).read_text()).get("settings")
@@ -64,7 +64,7 @@ def check_resumed(config: RunConfig, folder: Path, newest: Path) -> Progress:
 
 
 def keep_recorded(optimizer: OptimizerConfig, folder: Path) -> OptimizerConfig:
-    """Return the optimizer's settings, those that are null as the run recorded them."""
+    """Return the optimizer's settings, with null values replaced by the values that the run recorded."""
     with suppress(OSError, yaml.YAMLError, ConfigError, *MISREAD):
         recorded = yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]
         unset = [name for name in ("lr", "warmup_steps", "decay_steps") if getattr(optimizer, name) is None]
@@ -83,7 +83,7 @@ def read_validations(folder: Path, first_step: int) -> list[float]:
 def report_resume(
     config: RunConfig, folder: Path, identity: Identity, newest: Path, passed_over: list[CheckpointError], log: Log
 ) -> None:
-    """Log and record from where a run resumes."""
+    """Log and record which checkpoint a run resumes from."""
     done, last = read_progress(newest).step, config.trainer.last_step
     log(f"resuming after step {done}, from {newest}")
     written_by = json.loads((newest / RUN_FILE).read_text()).get("run", identity.run)

@@ -1,4 +1,4 @@
-"""Sample answers of the model during training: greedy decoding of a few prompts, on any layout."""
+"""Sample answers of the model during training: greedy decoding for a few prompts, on any layout."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from harness.train.lines import LineFile, describe_hole, keep_lines_before
 def generate(
     step: MegatronStep, prompts: Sequence[Sequence[int]], *, max_tokens: int, ends: Sequence[int]
 ) -> list[list[int]]:
-    """Extend each prompt by its most likely token again and again; every rank takes part and gets the answers.
+    """Extend each prompt with its most likely tokens, one at a time; every rank takes part and gets the answers.
 
-    All prompts are one row, computed anew for each token: a few answers at an evaluation are not worth a cache. They
-    have at least a token each. Tokens that end an answer (`ends`) are not part of it.
+    All prompts form one row, recomputed for each token: a few answers per evaluation do not justify a cache. Prompts
+    need at least one token each. Tokens that end an answer (`ends`) are not part of it.
     """
     for chunk in step.chunks:
         chunk.eval()
@@ -54,7 +54,7 @@ def generate(
 
 
 def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
-    # A row drops the last token, which is a label only: here a dummy.
+    # The last token is only a label, which a row drops: append a dummy.
     views = [SequenceView(np.array([*ids, 0], np.int32), np.zeros(len(ids) + 1, np.uint8)) for ids in sequences]
     row = build_thd_batch(views, pad_to_multiple=step.layout.pad_to_multiple)
     lasts = (row.cu_seqlens_padded[:-1].astype(np.int64) + np.diff(row.cu_seqlens) - 1)[: len(sequences)]
@@ -63,7 +63,7 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
     held = context_parallel_indices(row.cu_seqlens_padded, cp_size=step.layout.cp_size, cp_rank=step.layout.cp_rank)
     place_of = np.full(len(row), -1, dtype=np.int64)
     place_of[held] = np.arange(held.shape[0])
-    # Of the last tokens in this rank's slice; -1 on the other context-parallel ranks.
+    # Indices of the last tokens in this rank's slice; -1 on the other context-parallel ranks.
     places = torch.from_numpy(place_of[lasts]).to(step.device)
     kept: list[torch.Tensor] = []
 
@@ -84,12 +84,12 @@ def _next_tokens(step: MegatronStep, sequences: list[list[int]]) -> list[int]:
     return [int(token) for token in tokens.tolist()]
 
 
-# The tokenizer of prompts and answers, and the ids of the tokens that end an answer to the trained model.
+# The tokenizer of prompts and answers, and the ids of the tokens that end an answer of the trained model.
 Answering = tuple[ChatTokenizer, Sequence[int]]
 
 
 def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
-    """Return the tokenizer of the data, which `trainer.sample_prompts` and their answers use."""
+    """Return the tokenizer of the data, for `trainer.sample_prompts` and their answers, and the ids of end tokens."""
     tokenizer = data.tokenizer if isinstance(data, LiveData) else None
     if tokenizer is not None:
         ends = tokenizer.ends
@@ -102,7 +102,7 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
         if not name:
             what = "sample prompts require the tokenizer of the data, but the data does not specify one"
             raise ConfigError(what, where="trainer.sample_prompts", fix="set data.tokenizer, or omit the prompts")
-        # A prompt has no mask: any rule that works with every template will do.
+        # Prompts have no mask, so use a rule that works with every template.
         tokenizer = ChatTokenizer(TokenizerConfig(name=name, mask="all"))
         masks = [reader.manifest.provenance.mask for reader in readers if reader.manifest is not None]
         ends = sorted({token for mask in masks or [{}] for token in tokenizer.ends_of(mask)})
@@ -121,7 +121,7 @@ def find_tokenizer(config: SftConfig, data: RunData | LiveData) -> Answering:
 
 
 class Sampler:
-    """Answers a run's prompts at its evaluations and appends the answers to `samples.jsonl` in `folder`, if given.
+    """Answers a run's prompts at its evaluations, and appends the answers to `samples.jsonl` in `folder`, if given.
 
     Lines of `first_step` and later ones, left by a stopped run, are removed.
     """

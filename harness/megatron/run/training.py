@@ -1,6 +1,6 @@
-"""A training run on any data: the ranks meet, the run's folder opens, and steps are trained, recorded and saved.
+"""Training run on any data: connect the ranks, open the run's folder, and train, record and save steps.
 
-`sft` and `pretrain` open their data as a `Task`; everything else of a run is here, once for all recipes.
+`sft` and `pretrain` open their data as a `Task`; all recipes share the rest of a run, which is here.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Task:
     """The part of a run that depends on the kind of data.
 
     Attributes:
-        feeds: returns the training batches after a progress, None for the start, and the validation sets by name, each
-            read once per validation; every rank takes part.
-        pad_rows_to, max_sequences: as of `MegatronStep`.
-        length: the run's steps in epochs, for its log; empty where the data has none.
+        feeds: returns the training batches that follow `progress` (None: from the start), and the validation sets by
+            name, each read once per validation; every rank takes part.
+        pad_rows_to, max_sequences: arguments of `MegatronStep`.
+        length: log message with the run's steps in epochs; empty if the data has no epochs.
     """
 
     feeds: Callable[[RankLayout, Progress | None, runtime.Runtime], tuple[Feed, dict[str, Feed]]]
@@ -72,20 +72,20 @@ OpenTask = Callable[[C, runtime.Runtime, Progress | None], Task]
 
 
 def run_training(config: C, open_task: OpenTask[C]) -> int:
-    """Train; return the exit code, 75 if a signal ended the run before its last step.
+    """Train; return the exit code, 75 if a signal or a straggler stopped the run before its last step.
 
     Args:
-        open_task: opens the data after a progress, None for a new run, checks the settings against it, and sets
-            `trainer.steps` where the length of the run is in epochs; called on every rank once the ranks have met.
+        open_task: opens the data from the given progress (None for a new run), checks the settings against it, and sets
+            `trainer.steps` if the length of the run is in epochs; called on every rank once the ranks have connected.
 
     Raises:
-        HarnessError: settings, data, a checkpoint or the run's folder are refused, or training failed; on every rank.
+        HarnessError: invalid settings, data, checkpoint or run folder, or training failed; raised on every rank.
     """
     config = runtime.settle(config.with_steps())
     trainer = config.trainer
     with explained(config), ExitStack() as stack:
         if config.parallel.cuda_graphs:
-            # With expandable segments, registered memory would move.
+            # Expandable segments would move registered memory.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         limits = {"timeout_s": trainer.patience_s, "meet_timeout_s": trainer.startup_timeout_s}
         ranks = stack.enter_context(runtime.start(trainer.device, deterministic=trainer.deterministic, **limits))
@@ -111,7 +111,7 @@ def run_training(config: C, open_task: OpenTask[C]) -> int:
 
 
 class _Run(Hooks):
-    """A run on one rank, from its folder to its end, resumed from `newest`, None for a new run; hooks of its steps."""
+    """One rank's run, from opening its folder to its end, and its hooks; `newest` is None for a new run."""
 
     waits: Waits
 
@@ -135,7 +135,7 @@ class _Run(Hooks):
         self.first_step = self._progress.step + 1 if self._progress is not None else 1
 
     def open(self, open_task: OpenTask[C]) -> None:
-        """Do everything else before the first step."""
+        """Open the data, build or load the model, and open the run's folder."""
         config, ranks, first_step, at = self._config, self._ranks, self.first_step, self._watchdog.at
         at(first_step, "opening the data")
 
@@ -156,7 +156,7 @@ class _Run(Hooks):
         at(first_step, "building the model")
         sizes = {"vocab_size": task.vocab_size, "dp_size": layout.dp_size}
         together(lambda: check_memory(config, ranks.device, **sizes), device=ranks.device)
-        # A checkpoint has the weights that the pretrained ones became.
+        # A checkpoint replaces the pretrained weights.
         fill = task.pretrained.filler(layout) if task.pretrained is not None and self.newest is None else None
         self.step = MegatronStep(
             config.model,
@@ -175,7 +175,7 @@ class _Run(Hooks):
             at(first_step, "loading the checkpoint")
             load_checkpoint(self.newest, self.step)
         at(first_step, "opening the run's folder")
-        # The device that `auto` chose is a fact of the run, which a baseline recorded from it needs.
+        # Record the device that `auto` chose: a baseline recorded from the run needs it.
         self._settings = replace(config, trainer=replace(self._trainer, device=ranks.device.type))
         kinds = {"resumes": config.resume != "false", "trains": first_step <= self._trainer.last_step}
         opened = open_run_folder(self.folder, settings=to_yaml(self._settings), **kinds)
@@ -184,7 +184,7 @@ class _Run(Hooks):
         self.validated = runtime.on_rank_0(lambda: resuming.read_validations(self.folder, first_step))
 
     def open_records(self) -> None:
-        """Begin the records of the run, with its warnings and where it resumes, and its checkpoints."""
+        """Open the records and checkpoints of the run, and log its warnings and where it resumes."""
         config, trainer, task, sampler = self._config, self._trainer, self._task, None
         if task.answering is not None:
             writes_to = self.folder if self._ranks.rank == 0 else None
@@ -212,9 +212,9 @@ class _Run(Hooks):
             keep=trainer.keep_checkpoints,
             in_background=trainer.background_checkpoints,
             before_whole=self._records.sync,
-            # The newest may turn out to be damaged: chunks stay until no checkpoint needs them.
+            # The newest may turn out to be damaged, so chunks stay until the oldest checkpoint does not need them.
             on_whole=lambda _: self._mark_trained(whole_checkpoints(folder)[:1]),
-            # The settings are what an export needs, whatever becomes of config.yaml.
+            # An export reads these settings, so config.yaml may change.
             facts={"run": identity.run, "attempt": identity.attempt, "settings": redact_all(to_plain(self._settings))},
         )
         self.training.while_waiting = self._wait
@@ -253,7 +253,7 @@ class _Run(Hooks):
         return self.stop()
 
     def _mark_trained(self, checkpoints: list[Path]) -> None:
-        """Mark the live chunks all rows of which are in these checkpoints."""
+        """Mark the live chunks whose rows are all covered by these checkpoints."""
         if isinstance(self.training, LiveFeed):
             for path in checkpoints:
                 self.training.trained(read_progress(path).loader)
@@ -265,14 +265,14 @@ class _Run(Hooks):
             self._mark_trained(whole_checkpoints(self.folder / CHECKPOINTS)[-1:])
 
     def close(self, reason: str | None) -> int:
-        """Record why the run ends, or write its report; return the exit code."""
+        """Record why the run stopped, or write its report; return the exit code."""
         self._records.close("finished" if reason is None else "stopped")
         if reason is None:
             self._records.report(self._config, self._task.facts, self._task.data_names)
             return 0
         is_slow, done = reason == self._records.leaving, self._watchdog.step
         message = reason if is_slow else f"{reason} received"
-        # Written by every rank, and the first one counts: srun ends the others as soon as one has left.
+        # Every rank writes this and the first one counts: srun ends the others as soon as one exits.
         write_stop(self.folder, Stop(done, "straggler" if is_slow else "signal", message))
         again = "true" if done else "auto"  # before the first step there is nothing to resume from
         self.log(f"{message}: stopped after step {done}; continue with run_dir={self.folder} resume={again}")

@@ -1,4 +1,4 @@
-"""Save and load the state of a run: checkpoints that any layout and either of Megatron's optimizers can load.
+"""Save and load the state of a run in checkpoints that any layout and either of Megatron's optimizers can load.
 
 Read `checkpoint` first.
 """

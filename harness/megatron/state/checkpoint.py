@@ -1,15 +1,15 @@
-"""Checkpoints by Megatron-Core's `dist_checkpointing`, written in the background; any layout can load any of them.
+"""Checkpoints in Megatron-Core's `dist_checkpointing` format, written in the background; any layout can load them.
 
-A checkpoint has the model, the optimizer, the learning-rate schedule, and in `run.json` the step, the loader's state
-and the run's settings. There is no random state: nothing draws from a generator after the weights are made (dropout is
-not supported).
-`checksums.json` has the hash of every file, taken while it was written, and is checked before anything is loaded.
+A checkpoint contains the model, the optimizer and the learning-rate schedule, and in `run.json` the step, the state of
+the loader and the settings of the run. It contains no random state: nothing uses a generator after the weights are
+initialized (dropout is not supported).
+`checksums.json` contains the hash of every file, computed while writing and verified before anything is loaded.
 
-Megatron-Core plans a checkpoint on all ranks together, copies what is on GPUs to pinned memory, and writes in a
-forked process of each rank. A rank copies and writes its own share alone: its part of the distributed optimizer's
-state, and of the weights that the ranks of a data-parallel group have in common, an equal part. A checkpoint is
-written beside its final name and renamed once every rank has written its part, so a folder `step-...` is whole, and
-older ones are removed only then.
+All ranks plan a checkpoint together in Megatron-Core, which copies tensors on GPUs to pinned memory and writes in a
+forked process of each rank. Each rank copies and writes only its own share: its part of the distributed optimizer's
+state, and an equal part of the weights that the ranks of a data-parallel group share. A checkpoint is written
+under a temporary name and renamed once every rank has written its part. A folder `step-...` is therefore whole, and
+older checkpoints are removed only after that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from harness.storage.checksums import CHECKSUMS_FILE, list_hash_problems, share_
 from harness.storage.files import sync_path, sync_tree
 from harness.train import Progress, checkpoints
 
-# What torch's C++ code says of a write that failed; it hides the system's reason.
+# Messages of torch's C++ code for a failed write, which hide the system's reason.
 _TORCHS = re.compile(
     r"basic_ios::clear: (iostream error)|\[enforce fail at inline_container\.cc:\d+\] \. (unexpected pos \d+ vs \d+)"
 )
@@ -73,13 +73,13 @@ def _run_state(step: MegatronStep, *, is_loading: bool) -> tuple[dict[str, Any],
 
 
 def count_sharded_tensors(step: MegatronStep) -> int:
-    """Return the number of tensors, or parts of tensors, that this rank describes for a checkpoint."""
+    """Return the number of tensors, or parts of tensors, that this rank contributes to a checkpoint."""
     state, _ = _run_state(step, is_loading=False)
     return sum(isinstance(value, ShardedBase) for value in nested_values(state))
 
 
 def stored_moments(path: Path) -> str | None:
-    """Return the dtype of the optimizer's moments in a checkpoint, such as `float32`; None if it has none."""
+    """Return the dtype of the optimizer's moments in a checkpoint, such as `float32`, or None without moments."""
     with (path / loading.METADATA_FILE).open("rb") as file:
         stored = loading.read_metadata(file, path).state_dict_metadata
     for name, tensor in stored.items():
@@ -89,13 +89,13 @@ def stored_moments(path: Path) -> str | None:
 
 
 def find_newest(folder: Path, *, unchecked: bool = False) -> tuple[Path | None, list[CheckpointError]]:
-    """Return the newest checkpoint in `folder` with every byte as written; print and return the errors of newer ones.
+    """Return the newest undamaged checkpoint in `folder`, or None; print and return the errors of newer ones.
 
-    In a job every rank takes part, reads a share of the files, and gets the same answer.
+    In a job every rank takes part, reads a share of the files, and gets the same result.
 
     Raises:
-        CheckpointError: there are checkpoints in `folder`, and all are damaged.
-        ConfigError: a newer version of the harness wrote the newest.
+        CheckpointError: `folder` contains checkpoints, and all are damaged.
+        ConfigError: a newer version of the harness wrote the newest one.
         LoaderError: none of them can be read, which may succeed at the next attempt.
     """
     passed_over: list[CheckpointError] = []
@@ -119,10 +119,10 @@ def find_newest(folder: Path, *, unchecked: bool = False) -> tuple[Path | None, 
 
 
 def find_damage(path: Path, *, unchecked: bool = False) -> CheckpointError | None:
-    """Return the first damage of a checkpoint, None if it is whole; as for `find_newest`, every rank takes part.
+    """Return an error for the first damage found in a checkpoint, None if it is whole; every rank takes part.
 
-    A file that a rank cannot read is damage, whose remedy is the file system of that rank's node. A checkpoint without
-    checksums is too, unless `unchecked`; loading then compares the tensors with the checksums of `torch.save`.
+    A file that a rank cannot read counts as damage; the file system of that rank's node needs a fix. So do missing
+    checksums, unless `unchecked`: loading then compares the tensors against the checksums of `torch.save`.
     """
     try:
         files = on_rank_0(lambda: checkpoints.read_checkpoint(path, unchecked=unchecked)[1])
@@ -144,7 +144,7 @@ def find_damage(path: Path, *, unchecked: bool = False) -> CheckpointError | Non
 
 
 def load_checkpoint(path: Path, step: MegatronStep) -> None:
-    """Load model, optimizer and learning-rate schedule; every rank takes part. Raise errors as `loading.load_tree`."""
+    """Load model, optimizer and learning-rate schedule; every rank takes part. Raise the errors of `load_tree`."""
     wanted, tensors = _run_state(step, is_loading=True)
     fix = "resume with the model settings of the run that wrote it (its config.yaml)"
     state = loading.load_tree(wanted, path, fix=fix)
@@ -157,12 +157,12 @@ def load_checkpoint(path: Path, step: MegatronStep) -> None:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run; every rank has one and calls its methods at the same points.
+    """Writer of a run's checkpoints; every rank creates one and calls its methods at the same points.
 
     Args:
         in_background: `start` returns once the state is copied, not once it is on disk.
-        before_whole: called on rank 0 before a checkpoint gets its name; makes the records of its steps durable.
-        on_whole: called on rank 0 with the progress of each checkpoint that is complete.
+        before_whole: called on rank 0 before a checkpoint is renamed; makes the records of its steps durable.
+        on_whole: called on rank 0 with the progress of each complete checkpoint.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class CheckpointWriter:
         compat.keep_checkpoint_results_in_a_file()
         self._hashes = compat.WrittenHashes()
         self._calls = AsyncCallsQueue()
-        # Every rank of a data-parallel group writes a share of what they all have. Who writes what does not change.
+        # Every rank of a data-parallel group writes a share of the replicated state. The shares stay the same.
         self._strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy(),
             parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -193,12 +193,12 @@ class CheckpointWriter:
         self._unfinished = folder
 
     def start(self, progress: Progress) -> None:
-        """Begin to write a checkpoint of the current state, after waiting for one that is still being written."""
+        """Start writing a checkpoint of the current state, after waiting for one that is still being written."""
         self.finish()
         self._writing = progress
         self._unfinished = on_rank_0(lambda: self._make_folder(progress))
         self._step.gather_weights()
-        self._hashes.take()  # of one that failed
+        self._hashes.take()  # discard the hashes of a failed one
         options = compat.async_checkpoint_arguments(dist_checkpointing.save)
         try:
             with compat.rank_0_goes_on() as errors:
@@ -217,7 +217,7 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self, *, wait: bool = True) -> None:
-        """Complete the checkpoint that is being written; without `wait`, only if every rank has written its part."""
+        """Complete the checkpoint being written; with `wait=False`, only if every rank has written its part."""
         if (progress := self._writing) is None:
             return
         try:
@@ -232,8 +232,8 @@ class CheckpointWriter:
             self._writing = None
 
     def _make_folder(self, progress: Progress) -> Path:
-        # The name is this checkpoint's alone: the writer of a killed run may still be writing to its own.
-        for leftover in ("unfinished*", "removed"):  # of a killed run
+        # Use a unique name: the writer of a killed run may still be writing to its own folder.
+        for leftover in ("unfinished*", "removed"):  # left by a killed run
             for old in self._folder.glob(f"step-*.{leftover}"):
                 shutil.rmtree(old, ignore_errors=True)
         path = self._folder / f"step-{progress.step:08d}.unfinished-{secrets.token_hex(8)}"
@@ -253,18 +253,18 @@ class CheckpointWriter:
                 "world_size": torch.distributed.get_world_size(),
                 **self._facts,
             }
-            # Libraries write some under a path of their own choice: torch's C++ code (common.pt), and `.metadata`.
+            # Libraries write some files without our `open`: `common.pt` (by torch's C++ code) and `.metadata`.
             files = (str(path.relative_to(self._unfinished)) for path in self._unfinished.rglob("*") if path.is_file())
             others = sorted(set(files).difference(file.path for file in hashed))
             checkpoints.write_run_file(self._unfinished, progress, facts, hashed, others)
             checkpoints.read_checkpoint(self._unfinished)
             sync_path(self._unfinished)
             final = self._folder / f"step-{progress.step:08d}"
-            if final.exists():  # of an earlier attempt at the same step, resumed from before it
+            if final.exists():  # from an earlier attempt; this one resumed from an earlier step
                 _remove(final)
             self._unfinished.rename(final)
             sync_path(self._folder)
-            # Newer ones are damaged, or this step would not have been trained again: they do not replace older ones.
+            # Newer ones must be damaged, or this step would not have been trained again: do not count them as kept.
             for old in [path for path in checkpoints.whole_checkpoints(self._folder) if path <= final][: -self._keep]:
                 _remove(old)
         except OSError as error:
@@ -272,7 +272,7 @@ class CheckpointWriter:
         self._on_whole(progress)
 
     def _fail_together(self, error: CheckpointException) -> NoReturn:
-        """Raise on every rank the causes that rank 0 knows."""
+        """Raise the causes known to rank 0 on every rank."""
 
         def raise_it() -> NoReturn:
             failures = sorted((rank, cause) for rank, (cause, _) in error.failures.items())
@@ -288,7 +288,7 @@ class CheckpointWriter:
     def _failed(self, why: object) -> CheckpointError:
         assert self._writing is not None
         reason = _reason(why)
-        # Megatron's words for a process that left no result.
+        # Megatron's message for a process that left no result.
         reason = reason.replace("results_queue should not be empty", "the process that writes it was killed")
         fix = "free disk space or select another disk with runs= or run_dir=; earlier checkpoints are not affected"
         if "process that writes it" in reason:
@@ -298,7 +298,7 @@ class CheckpointWriter:
 
 
 def _reason(why: object) -> str:
-    """Return one line: the system's reason and the file, or the first line of what a library raised."""
+    """Return one line: the system's reason and the file, or the first line of a library's error."""
     if isinstance(why, OSError) and why.strerror:
         return f"{why.strerror}, {why.filename}" if why.filename else why.strerror
     line = (str(why).splitlines() or [type(why).__name__])[0]
@@ -306,5 +306,5 @@ def _reason(why: object) -> str:
 
 
 def _remove(checkpoint: Path) -> None:
-    # Renamed first: what a kill leaves behind must not pass for whole.
+    # Rename first, so that a partial removal does not look like a whole checkpoint.
     shutil.rmtree(checkpoint.rename(checkpoint.with_suffix(".removed")))

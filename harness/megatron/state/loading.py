@@ -1,8 +1,8 @@
-"""Loading of checkpoints that runs no code of theirs: pickles may name only the classes that a checkpoint consists of.
+"""Load checkpoints without running code in them: pickles may name only the classes that a checkpoint consists of.
 
-Megatron and torch unpickle `.metadata` and the objects beside the tensors in `.distcp` files without restriction. Here
-`.metadata` goes through an unpickler with a list of classes, and every object, like `common.pt`, through torch's own
-restricted one, before either library sees it. `opcodes` bounds the memory and time of all of them first.
+Megatron and torch unpickle `.metadata` and the non-tensor objects in `.distcp` files without restriction. Here
+`.metadata` goes through an unpickler with a list of allowed classes, and every object, like `common.pt`, through
+torch's own restricted one, before either library reads it. Before that, `opcodes` bounds their memory and time.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from harness.megatron.state.opcodes import MAX_PICKLE_BYTES, check_archive, chec
 from harness.storage.checksums import CHECKSUMS_FILE
 
 METADATA_FILE, COMMON_FILE = ".metadata", "common.pt"
-# Layers that group experts number those of their experts.
+# Layers with grouped experts number the extra states of their experts.
 _EXTRA_STATE = re.compile(r"_extra_state\d*$")
 _FIX = "it is damaged or was not written by a training run: do not load it with another tool; use an older checkpoint"
-# All that `.metadata` consists of, in any supported version of torch; dtypes of torch besides.
+# All classes in `.metadata`, in any supported version of torch, except torch's dtypes.
 _CLASSES = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -54,16 +54,16 @@ _CLASSES = {
 
 
 def load_tree(wanted: dict[str, Any], path: Path, *, fix: str) -> dict[str, Any]:
-    """Return what `dist_checkpointing.load` does, without running code of the checkpoint; every rank takes part.
+    """Return the result of `dist_checkpointing.load`, without running code in the checkpoint; every rank takes part.
 
     Raises:
-        CheckpointError: a file, which it names, holds anything but tensors and plain values; or a newer Megatron-Core
-            wrote the checkpoint, in a form that this version cannot read; or, with this `fix`, it does not fit.
+        CheckpointError: a file contains more than tensors and plain values; a newer Megatron-Core wrote the checkpoint
+            in a form that this version cannot read; or the checkpoint does not fit, for which the error suggests `fix`.
         LoaderError: it cannot be read, which may succeed at the next attempt.
         RuntimeError: another rank has died.
     """
     try:
-        # Before Megatron looks at them: torch logs a traceback for metadata that cannot be read.
+        # Check the files before Megatron opens them: torch logs a traceback for unreadable metadata.
         if (path / COMMON_FILE).exists():
             with (path / COMMON_FILE).open("rb") as common:
                 _load(common, COMMON_FILE, path)
@@ -74,7 +74,7 @@ def load_tree(wanted: dict[str, Any], path: Path, *, fix: str) -> dict[str, Any]
             raise CheckpointError(what, where=str(path), fix=fix)
         with (path / METADATA_FILE).open("rb") as file:
             metadata = read_metadata(file, path)
-        # Weights that no rank asks for, such as those of further layers, Megatron would omit.
+        # Megatron would silently ignore weights that no rank requests, such as those of additional layers.
         weights = {name: values for name, values in wanted.items() if name.startswith("model")}
         own = {value.key for value in nested_values(load_preprocess(weights)[0]) if isinstance(value, ShardedBase)}
         stored = metadata.state_dict_metadata.items()
@@ -86,7 +86,7 @@ def load_tree(wanted: dict[str, Any], path: Path, *, fix: str) -> dict[str, Any]
             return cast(dict[str, Any], dist_checkpointing.load(wanted, str(path)))
     except HarnessError:
         raise
-    # Megatron and torch raise many kinds, one of which is not an Exception.
+    # Megatron and torch raise many kinds of errors, one of which is not an Exception.
     except (Exception, CheckpointException) as error:
         causes = [cause for _, (cause, _) in sorted(getattr(error, "failures", {}).items())] or [error]
         if (refused := next((cause for cause in causes if isinstance(cause, HarnessError)), None)) is not None:
@@ -102,18 +102,18 @@ def load_tree(wanted: dict[str, Any], path: Path, *, fix: str) -> dict[str, Any]
 
 
 def sharded_weights(model: Any) -> dict[str, Any]:
-    """Return the sharded weights of a chunk of the model, under the same names for every layer specification.
+    """Return the sharded weights of a chunk of the model, with the same names for every layer specification.
 
-    Modules of Transformer Engine add an extra state, which no recipe of `model.fp8` needs, because scales are computed
-    from each tensor: with it, a checkpoint of PyTorch's layers would lack something, and one of Transformer Engine's
-    would have something that the others do not know.
+    Extra states of Transformer Engine's modules are removed. No recipe of `model.fp8` needs them, because scales are
+    computed from each tensor; with them, checkpoints of PyTorch's layers would be incomplete for Transformer Engine,
+    and checkpoints of Transformer Engine would contain unknown entries for PyTorch's layers.
     """
     tensors = model.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None))
     return {name: value for name, value in tensors.items() if not _EXTRA_STATE.search(name)}
 
 
 def put_weights(model: Any, weights: dict[str, Any]) -> None:
-    """Put the loaded tensors of `sharded_weights` into a chunk of the model."""
+    """Copy the loaded tensors of `sharded_weights` into a chunk of the model."""
     names = model.load_state_dict(weights, strict=False)
     wrong = [name for name in (*names.missing_keys, *names.unexpected_keys) if not _EXTRA_STATE.search(name)]
     if wrong:
@@ -121,7 +121,7 @@ def put_weights(model: Any, weights: dict[str, Any]) -> None:
 
 
 def read_metadata(file: IO[bytes], where: Path) -> Metadata:
-    """Return the metadata of a checkpoint; raise CheckpointError if it has anything that is not part of one."""
+    """Return the metadata of a checkpoint; raise CheckpointError if it contains anything else."""
     try:
         data = file.read(MAX_PICKLE_BYTES + 1)
         if len(data) > MAX_PICKLE_BYTES:
@@ -151,7 +151,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Torch's reader of a checkpoint's files, given metadata that is checked; it checks the objects."""
+    """Torch's reader for the files of a checkpoint, with metadata that was already checked; it checks the objects."""
 
     def __init__(self, path: str, metadata: Metadata) -> None:
         super().__init__(path)
@@ -162,7 +162,7 @@ class _Reader(FileSystemReader):
         return self._metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        self._file = sinfo.relative_path  # torch reads one after the other
+        self._file = sinfo.relative_path  # torch reads one file at a time
         stored: IO[bytes] = super()._slice_file(file, sinfo)
         check_archive(stored, compare=self._is_unchecked)
         return stored
@@ -177,7 +177,7 @@ class _Reader(FileSystemReader):
 
 
 class _CheckedObjects:
-    """A load planner, to which only objects get through that are tensors and plain values."""
+    """A load planner that passes on only objects made of tensors and plain values."""
 
     def __init__(self, planner: Any, folder: Path, storage: Mapping[Any, Any]) -> None:
         self._planner, self._folder, self._storage = planner, folder, storage
@@ -188,7 +188,7 @@ class _CheckedObjects:
     def load_bytes(self, item: Any, value: IO[bytes]) -> None:
         file = self._storage[item.storage_index].relative_path
         objects = _load(value, file, self._folder)
-        # Transformer Engine unpickles what an extra state holds; in checkpoints of other tools without FP8 it is empty.
+        # Transformer Engine unpickles extra states. Checkpoints of other tools without FP8 have empty ones.
         if "_extra_state" in item.dest_index.fqn and any(
             state is not None and not (isinstance(state, torch.Tensor) and state.numel() == 0) for state in objects
         ):
@@ -209,7 +209,7 @@ def _load(file: IO[bytes], name: str, folder: Path) -> Any:
 
 def _refused(name: str, folder: Path, why: object) -> CheckpointError:
     text = " ".join(str(why).split())
-    # Torch's message goes on with advice to switch the check off.
+    # Keep only the end of torch's message, because it starts with advice to switch the check off.
     found = text[text.find("Unsupported") :] if "Unsupported" in text else text
     what = f"the checkpoint's file {name} is damaged or contains more than tensors and plain values: {found[:160]}"
     return CheckpointError(what, where=str(folder), fix=_FIX)

@@ -1,8 +1,8 @@
-"""Bounds on what the pickles of a checkpoint build, from their opcodes, before one is loaded.
+"""Bounds on the values in a checkpoint's pickles, computed from their opcodes before loading.
 
-The C unpickler allocates what an opcode claims. A tuple of two references to a tuple of two references, forty times,
-takes 200 bytes and a year to hash, compare or print. Here every value has the size that it has with all references
-written out. An honest pickle fills a value before it refers to it, so one pass suffices.
+The C unpickler allocates as much as an opcode claims. A tuple of two references to a tuple of two references, forty
+levels deep, takes 200 bytes, and a year to hash, compare or print. Here the size of a value counts every reference in
+full. A benign pickle fills a value before it refers to it, so one pass is enough.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import IO, Any
 
 import torch
 
-# Values, with all references written out at each level: always accepted, and for each byte of the pickle. Metadata of
-# Megatron's checkpoints has 2 to 3 a byte.
+# Limits on the number of values, counting every reference in full at each level: always accepted, and in addition per
+# byte of the pickle. Metadata of Megatron's checkpoints has 2 to 3 values per byte.
 _FREE_VALUES, _VALUES_PER_BYTE = 1 << 20, 64
 _MAX_DEPTH = 64
-# Of one file that is unpickled whole; 405 B parameters on 1,024 ranks have metadata of 0.2 GB.
+# Size of one file that is unpickled whole; metadata of 405 B parameters on 1,024 ranks takes 0.2 GB.
 MAX_PICKLE_BYTES = 1 << 30
-# Functions and classes that `torch.save` calls to build tensors and plain values. Torch's own list has more, such as
-# `bytearray`, which takes a number of bytes.
+# Functions and classes that pickles of `torch.save` call to build tensors and plain values. Torch's own list has more,
+# such as `bytearray`, whose argument can be a number of bytes to allocate.
 _BUILDERS = re.compile(
     r"collections OrderedDict|torch (Size|device)|torch\._utils _rebuild_(tensor_v[23]|parameter)"
     r"|torch\.serialization _get_layout"
 )
-# The attribute of MS-DOS in the directory of a zip archive.
+# MS-DOS attribute of a folder in the directory of a zip archive.
 _IS_FOLDER = 0x10
-# Honest pickles have them only around values that contain themselves, or are of protocol 0.
+# Benign pickles use these only for values that contain themselves, or in protocol 0.
 _REFUSED = ("POP", "POP_MARK", "DUP", "INST", "OBJ")
 _PUT, _GET, _MARK, _LEAF, _NEW, _FILL, _BUILD = range(7)
 _KINDS = dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _PUT)
@@ -39,7 +39,7 @@ _KINDS |= dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _GET)
 _KINDS |= dict.fromkeys(("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"), _FILL)
 _KINDS |= dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"), _NEW)
 _KINDS |= {"MARK": _MARK}
-# Opcode -> kind, whether it takes all values after the last mark, and how many below.
+# Opcode -> (kind, True if it takes all values after the last mark, number of values that it takes below them).
 _EFFECTS: dict[str, tuple[int, bool, int]] = {}
 for _opcode in (opcode for opcode in pickletools.opcodes if opcode.name not in _REFUSED):
     _taken = [item for item in _opcode.stack_before if item is not pickletools.markobject]
@@ -49,7 +49,7 @@ for _opcode in (opcode for opcode in pickletools.opcodes if opcode.name not in _
 
 
 class _Value:
-    """A value as the opcodes so far describe it: its size and depth, whether it is part of another, and its name."""
+    """A value as described by the opcodes so far: its size, depth and name, and whether another value refers to it."""
 
     __slots__ = ("can_have_state", "depth", "is_used", "name", "size")
 
@@ -59,11 +59,11 @@ class _Value:
 
 
 def check_archive(file: IO[bytes], *, compare: bool = False) -> None:
-    """Check a file of `torch.save`, which `torch.load` may then read within memory and time like its size.
+    """Check a file of `torch.save`, so that `torch.load` needs memory and time proportional to its size.
 
     Raises:
-        pickle.UnpicklingError: its records claim more bytes than it has, or its pickle is refused by `check_pickle`, or
-            where all are to be compared, a record differs from its checksum, which torch does not look at.
+        pickle.UnpicklingError: its records claim more bytes than the file has; `check_pickle` refuses its pickle; or,
+            with `compare`, a record differs from its checksum, which torch does not check.
     """
     num_bytes = file.seek(0, 2)
     file.seek(0)
@@ -81,7 +81,7 @@ def check_archive(file: IO[bytes], *, compare: bool = False) -> None:
         if compare:
             file.seek(0)
             archive = zipfile.ZipFile(io.BytesIO(file.read()))
-            # Of what is marked as a folder, torch reads nothing: its values are whatever memory has.
+            # Torch reads no data for records marked as folders: their values would be uninitialized memory.
             folders = (one.filename for one in archive.infolist() if one.external_attr & _IS_FOLDER)
             if (name := archive.testzip() or next(folders, None)) is not None:
                 raise pickle.UnpicklingError(f"the bytes of {name} differ from their checksum, or it is a folder")
@@ -93,11 +93,11 @@ def check_archive(file: IO[bytes], *, compare: bool = False) -> None:
 
 
 def check_pickle(data: bytes, builders: re.Pattern[str] | None = None) -> None:
-    """Check a pickle whose values are to take memory and time like its bytes, and that calls no names but `builders`.
+    """Check that a pickle's values need memory and time proportional to its size, and that it calls only `builders`.
 
     Raises:
-        pickle.UnpicklingError: an opcode claims more than there is, values refer to values so often that their size
-            explodes, one is nested too deep, or something is changed that the pickle did not create.
+        pickle.UnpicklingError: an opcode claims more than the pickle contains, repeated references make the size of
+            values explode, a value is nested too deep, or the pickle changes a value that it did not create.
         ValueError, IndexError, KeyError: it is damaged.
     """
     most = _FREE_VALUES + _VALUES_PER_BYTE * len(data)
@@ -145,14 +145,14 @@ def check_pickle(data: bytes, builders: re.Pattern[str] | None = None) -> None:
 
 
 def _checked_leaf(argument: Any) -> _Value:
-    """Return a name, or a number of any length, of which each use as a key takes time like its length."""
+    """Return a name or a number; refuse long numbers, because each use as a key takes time proportional to length."""
     if isinstance(argument, int) and argument.bit_length() > 64:
         raise pickle.UnpicklingError(f"it contains a number of {argument.bit_length():,} bits")
     return _Value(1, 1, str(argument), is_used=True)
 
 
 def _fill(target: _Value, size: int, depth: int, opcode: str) -> None:
-    """Add items or a state to the value on top, if the pickle made it and nothing refers to it."""
+    """Add items or a state to the value on top, if the pickle created it and nothing refers to it."""
     if target.is_used or (opcode == "BUILD" and not target.can_have_state):
         raise pickle.UnpicklingError(f"it changes {target.name or 'a value that it did not create'} ({opcode})")
     target.size += size
@@ -165,6 +165,6 @@ def _build(taken: list[_Value], size: int, depth: int, opcode: str, builders: re
         name = taken[0].name if opcode == "REDUCE" else ""
         if builders is not None and not builders.fullmatch(name):
             raise pickle.UnpicklingError(f"it calls {name[:80] or 'something'!r}")
-        # With arguments, a class may return what was there before, such as a member of an enumeration.
+        # With arguments, a class may return an existing object, such as a member of an enumeration.
         made.can_have_state = taken[1].size == 1 and (opcode == "NEWOBJ" or name == "collections OrderedDict")
     return made

@@ -1,15 +1,15 @@
-"""Optimizer state in one form on disk, whichever of Megatron's optimizers wrote it or will read it.
+"""Optimizer state in one format on disk, independent of which of Megatron's optimizers writes or reads it.
 
-Megatron's plain and distributed optimizers store the same numbers under different names, and neither reads the
-other's. Here a checkpoint has, for every weight `W`, `optimizer.state.exp_avg.W`, `optimizer.state.exp_avg_sq.W` and,
-for a bfloat16 model, the float32 weight `optimizer.state.fp32_param.W` (in a float32 model that is `W` itself), and
-the number of steps taken. Learning rates and weight decay come from the configuration and the schedule. Moments are
-stored in the dtype that their optimizer keeps, and converted where another reads them (`optimizer.moments_dtype`).
+Megatron's plain and distributed optimizers store the same numbers under different names, and neither reads the other's
+format. Here a checkpoint contains, for every weight `W`, `optimizer.state.exp_avg.W`, `optimizer.state.exp_avg_sq.W`
+and, for a bfloat16 model, the float32 weight `optimizer.state.fp32_param.W` (in a float32 model that is `W` itself),
+and the number of steps taken. Learning rates and weight decay come from the configuration and the schedule. Moments are
+stored in their optimizer's dtype, and converted for an optimizer with another one (`optimizer.moments_dtype`).
 
 A rank of the distributed optimizer owns a range of the elements of each weight in its buffers. Megatron either saves
-ranges of its buffers, which fit one tensor and pipeline parallelism only, or gathers the whole state on the host of
-every rank. Here a range is described as boxes of its weight, at most `2 * dimensions - 1` of them: they are views of
-what the rank owns, nothing is gathered or copied, and any layout finds the parts that it needs.
+ranges of its buffers, which fit only one tensor and pipeline parallelism, or gathers the whole state on the host of
+every rank. Here a range is described as boxes of its weight, at most `2 * dimensions - 1` of them. The boxes are views
+of the rank's range, nothing is gathered or copied, and any layout finds the parts that it needs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from harness.errors import CheckpointError
 
-# Name that the distributed optimizer has for the float32 weights that it trains.
+# Name in the distributed optimizer of the float32 weights that it trains.
 _MAIN = "param"
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """Return the optimizers that Megatron chains if a model needs several; usually there is one."""
+    """Return the optimizers that Megatron chains if a model needs several; usually only one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def sharded_tensors(
     part: Any, weights: dict[str, Any], *, is_float32: bool, is_loading: bool
 ) -> tuple[dict[str, ShardedBase], list[torch.Tensor]]:
-    """Return the state of one optimizer as sharded tensors under the names of the disk, which hold no copies.
+    """Return the state of one optimizer as sharded tensors with their names on disk, without copying.
 
-    They are for `dist_checkpointing`, under keys that mean nothing. In the same order come the local tensors, views of
-    the optimizer's own state.
+    The sharded tensors are for `dist_checkpointing`, under arbitrary keys. Also returns the local tensors, in the same
+    order; they are views of the optimizer's own state.
     """
     if is_loading:
         _make_empty_state(part)
@@ -59,7 +59,7 @@ def sharded_tensors(
 def put_back(part: Any, values: list[torch.Tensor], loaded: dict[str, torch.Tensor], steps: int) -> None:
     """Copy the `loaded` tensors into those of an optimizer's `sharded_tensors`, and set the number of steps taken."""
     for number, value in enumerate(values):
-        if (source := loaded[str(number)]).data_ptr() != value.data_ptr():  # mostly they are loaded in place
+        if (source := loaded[str(number)]).data_ptr() != value.data_ptr():  # most are loaded in place
             value.copy_(source)
     for adam in adams(part):
         if _counts_by_weight(adam):
@@ -71,14 +71,14 @@ def put_back(part: Any, values: list[torch.Tensor], loaded: dict[str, torch.Tens
 
 
 def steps_taken(part: Any) -> int:
-    """Return the number of updates, wherever the implementation counts them."""
+    """Return the number of updates; Adam implementations count them by weight or by group."""
     groups = (group for adam in adams(part) for group in adam.param_groups if group["params"])
     states = (state for adam in adams(part) for state in adam.state.values())
     return max((int(one["step"]) for one in chain(groups, states) if "step" in one), default=0)
 
 
 def adams(part: Any) -> list[torch.optim.Optimizer]:
-    """Return the implementations of Adam in an optimizer: one, or with `optimizer.offload` the host's and the GPU's."""
+    """Return the Adam optimizers in an optimizer: one, or with `optimizer.offload`, those of the host and the GPU."""
     inner = part.optimizer
     return list(inner.sub_optimizers) if isinstance(inner, HybridDeviceOptimizer) else [inner]
 
@@ -105,19 +105,19 @@ def _make_empty_state(part: Any) -> None:
 
 
 def _shards_of(part: Any, weights: dict[str, Any], *, is_float32: bool) -> Iterator[ShardedTensor]:
-    """Yield what a rank of the distributed optimizer owns, as boxes of the tensors on disk."""
+    """Yield the state that a rank of the distributed optimizer owns, as boxes of the tensors on disk."""
     by_weight = {id(sharded.data): sharded for sharded in nested_values(weights) if hasattr(sharded, "data")}
     buckets = chain.from_iterable(chain.from_iterable(buffer.values()) for buffer in part.gbuf_ranges)
     for weight, ranges in chain.from_iterable(bucket["param_map"].items() for bucket in buckets):
         owned = range(ranges["param"].start, ranges["param"].end)
         pieces = _pieces(by_weight[id(weight)])
-        # The replica of the state to which this rank belongs; 0 is saved.
+        # Number of the replica of the state that this rank belongs to; replica 0 is saved.
         instance = int(getattr(part, "distributed_optimizer_instance_id", 0))
         group, place = part.model_param_group_index_map[weight]
         main = part.optimizer.param_groups[group]["params"][place]
         # Megatron's `_get_main_param_and_optimizer_states` returns copies of moments in bfloat16.
         states = {name: value for name, value in part.optimizer.state[main].items() if name != "step"}
-        # An inner optimizer that has the float32 weights has them in its state.
+        # If the inner optimizer owns the float32 weights, they are part of its state.
         for name, state in {_MAIN: states.pop("master_param", main), **states}.items():
             # A float32 main weight is a view of the model's own weight, which the model saves and loads.
             if is_float32 and name == _MAIN:
@@ -128,10 +128,10 @@ def _shards_of(part: Any, weights: dict[str, Any], *, is_float32: bool) -> Itera
 
 
 def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
-    """Return the tensors on disk that a weight consists of, each with the element of the weight at which it begins."""
+    """Return the tensors on disk that a weight consists of, each with the index of its first element in the weight."""
     if not isinstance(sharded, ShardedTensorFactory):
         return [(0, sharded)]
-    # Without data, so that the parts are views of which only the places matter.
+    # Build the parts without data: only their offsets matter.
     whole = torch.empty(sharded.data.shape, device="meta")
     pieces = [(piece.data.storage_offset(), piece) for piece in nested_values(replace(sharded, data=whole).build())]
     end = 0
@@ -147,7 +147,7 @@ def _pieces(sharded: Any) -> list[tuple[int, ShardedTensor]]:
 def _cut(
     piece: ShardedTensor, at: int, key: str, state: torch.Tensor, owned: range, instance: int
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of one tensor on disk that a rank owns."""
+    """Yield the boxes that a rank owns of one tensor on disk."""
     prefix = (1,) * piece.prepend_axis_num
     first, last = max(owned.start, at), min(owned.stop, at + math.prod(piece.local_shape))
     for offset, size in boxes(piece.local_shape, first - at, last - at):
@@ -162,7 +162,7 @@ def _cut(
             dtype=state.dtype,
             local_shape=(*prefix, *size),
             global_offset=(*piece.global_offset[: len(prefix)], *(a + b for a, b in zip(origin, offset, strict=True))),
-            axis_fragmentations=None,  # the parts of a tensor differ in size
+            axis_fragmentations=None,  # parts of a tensor differ in size
             prepend_axis_num=0,
             # Ranks of a data-parallel group own different elements.
             replica_id=(*piece.replica_id[:2], instance),
@@ -170,7 +170,7 @@ def _cut(
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offset, size) of the fewest boxes of a tensor that hold its elements `start` to `stop`, in order.
+    """Yield (offset, size) of the fewest boxes that cover elements `start` to `stop` of a tensor, in order.
 
     >>> list(boxes((4, 10), 7, 33))
     [((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 3))]

@@ -1,8 +1,8 @@
-"""Parts of a step that only a GPU can prove, each with the settings that use it and the command that proves it.
+"""Parts of a step that can be tested fully only on a GPU, with the settings that use them and their test commands.
 
     row_graph       parallel.cuda_graphs                        pytest tests/gpu -k replayed
     user_buffers    parallel.overlap_tensor_parallel            pytest tests/gpu -k overlap
     moments         optimizer.moments_dtype, optimizer.offload  pytest tests/gpu -k smaller_optimizer
 
-Tests on a CPU run them with stand-ins for what a GPU does. Without these settings a step uses none of it.
+Tests on a CPU run them with stand-ins for the functions of a GPU. Without these settings, a step does not use them.
 """

@@ -1,4 +1,4 @@
-"""Optimizers whose moments are bfloat16, or whose state is in the memory of the host."""
+"""Settings for optimizers with bfloat16 moments, or with their state in host memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from harness.plan import OptimizerConfig
 
 
 def moment_settings(optimizer: OptimizerConfig, device: torch.device) -> dict[str, Any]:
-    """Return Megatron's settings for moments in bfloat16 or an optimizer on the host; raise ConfigError without them.
+    """Return Megatron's settings for bfloat16 moments or an optimizer on the host; raise ConfigError if unsupported.
 
-    Both take the path of Megatron on which its inner optimizer has the float32 weights. They are whole: what is beyond
-    the bfloat16 weights alone would need those to be rounded otherwise than by every other optimizer.
+    Both use the code path of Megatron in which the inner optimizer owns the float32 weights. These are stored whole:
+    storing only remainders would require bfloat16 weights that are rounded differently than by all other optimizers.
     """
     if optimizer.moments_dtype == "float32" and not optimizer.offload:
         return {}
@@ -29,7 +29,7 @@ def moment_settings(optimizer: OptimizerConfig, device: torch.device) -> dict[st
         "exp_avg_sq_dtype": moments,
         "optimizer_cpu_offload": optimizer.offload > 0,
         "optimizer_offload_fraction": optimizer.offload,
-        # One weight's gradient and result are copied while the CPU updates another.
+        # Copy one weight's gradient and result while the CPU updates another weight.
         "overlap_cpu_optimizer_d2h_h2d": True,
         "pin_cpu_grads": pinned,
         "pin_cpu_params": pinned,

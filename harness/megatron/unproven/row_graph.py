@@ -1,4 +1,4 @@
-"""A CUDA graph of one row: its forward and backward pass, captured once and replayed for every row of every step."""
+"""CUDA graph of one row's forward and backward pass, captured once and replayed for every row of every step."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class RowGraph:
-    """Computes rows of one shape in the same tensors, from the second step on without launching a kernel.
+    """Runner for rows of one shape in the same tensors; from the second step on, it launches no single kernels.
 
-    Megatron's own graphs capture layers that are given tensors alone, or all microbatches of a step, whose number has
-    to stay. One row is captured here, whose bounds are tensors of one width, so that a step has any number of rows.
-    The rows of the first step are computed as they are: kernels are compiled, and communicators and workspaces made,
-    when they are first needed, which a capture cannot do.
+    Megatron's own graphs capture either layers whose inputs are all tensors, or all microbatches of a step, whose
+    number must then not change. Here one row is captured, with bounds in tensors of a fixed size, so that a step can
+    have any number of rows. The rows of the first step run without a graph: a capture cannot compile kernels or create
+    communicators and workspaces, which happens when they are first needed.
 
-    All that is done with a row follows from shapes, and everything that is read beside the row stays where it is.
+    All work on a row depends only on shapes, and everything else that it reads stays at the same addresses.
     """
 
     def __init__(self, step: MegatronStep, to_shape: Callable[[ThdBatch], ThdBatch]) -> None:
         self._step, self._to_shape = step, to_shape
-        # Of the capture: the parameters' gradient functions were made on it.
+        # Stream for the capture; the gradient functions of the parameters were created on it.
         self._stream: torch.cuda.Stream = step.chunks[0].capture_stream
         self._row: RowTensors | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -39,7 +39,7 @@ class RowGraph:
         self._is_warm = False
 
     def run_rows(self, rows: Sequence[ThdBatch]) -> torch.Tensor:
-        """Do what Megatron's schedule does, each row by the graph; return the sums of their reports."""
+        """Run rows like Megatron's schedule, but each through the graph; return the sums of their reports."""
         step = self._step
         copied = RowsAhead(map(self._to_shape, rows), partial(step.copy_row, is_static=True), step.copies)
         sums = torch.zeros(3, dtype=torch.float64, device=step.device)
@@ -47,12 +47,12 @@ class RowGraph:
             arrays, row = copied.take()
             step.check_tokens(arrays)
             sums += self._run(row)
-        self._is_warm = True  # the next row is captured, if none is
+        self._is_warm = True  # capture the next row, unless one is captured
         step.config.finalize_model_grads_func(step.chunks, sums[1].to(torch.int))
         return sums
 
     def _run(self, row: RowTensors) -> torch.Tensor:
-        """Compute a row; the tensor returned is overwritten by the next."""
+        """Compute a row; return its report in a tensor that the next row overwrites."""
         if self._row is None:
             self._row = row
         else:
@@ -61,7 +61,7 @@ class RowGraph:
             self._capture(self._row)
         if self._graph is not None:
             self._graph.replay()
-        else:  # on the stream of the capture, whose kernels and workspaces are then made
+        else:  # on the capture stream, which creates its kernels and workspaces
             self._row.packed_seq_params.forget_angles()
             here = torch.cuda.current_stream()
             self._stream.wait_stream(here)
@@ -72,7 +72,7 @@ class RowGraph:
         return self._output
 
     def _compute(self, row: RowTensors) -> torch.Tensor:
-        """Add a row's gradients to their buffers, on this rank alone; return its report."""
+        """Add a row's gradients to their buffers, without reducing them over ranks; return its report."""
         step, config = self._step, self._step.config
 
         def forward(_: Any, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
@@ -99,7 +99,7 @@ class RowGraph:
         for state in get_all_rng_states().values():
             graph.register_generator_state(state)
         try:
-            # Other threads go on to call CUDA: those that pin memory, and NCCL's watchdog.
+            # Other threads keep calling CUDA: those that pin memory, and NCCL's watchdog.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._output = self._compute(row)
         except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""Buffers through which Transformer Engine sends parts of tensor-parallel exchanges while it multiplies others."""
+"""Transformer Engine's user buffers, which overlap tensor-parallel communication with matrix products."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from harness.plan import ModelConfig, ParallelConfig
 
 
 def open_user_buffers(model: ModelConfig, parallel: ParallelConfig, device: torch.device, *, tokens: int) -> None:
-    """Register the buffers of layers whose hidden states are those of rows of `tokens` tokens; every rank takes part.
+    """Register the buffers of a model's layers for rows of `tokens` tokens; every rank takes part.
 
-    Layers look for them when they first compute. Those of a model before are given back.
+    Layers look them up when they first compute. Buffers of an earlier model are freed.
     """
     ranks, here = parallel.tensor_parallel_size, place_in_job("LOCAL_WORLD_SIZE")
     reason = "" if has_streams(device) else f"the device is {device.type}"
