@@ -205,11 +205,12 @@ class SampleReader:
         """Return the tokens of each sequence of a sample, int64, without reading it; `sequence_length` for a corpus."""
         part = self.dataset
         if isinstance(part, BlendedDataset):
-            if not isinstance(part.datasets[0], BlendPart):
+            if not isinstance(part.datasets[0], BlendPart | PackDataset):
                 return np.asarray([self.sequence_length], np.int64)
             if part.dataset_index is None:  # mapped on first use
                 self._sample(index)
-            part, index = part.datasets[part.dataset_index[index]].inner, part.dataset_sample_index[index]
+            part, index = part.datasets[part.dataset_index[index]], part.dataset_sample_index[index]
+            part = part.inner if isinstance(part, BlendPart) else part
         return part.lengths_of(index) if isinstance(part, PackDataset) else np.asarray([self.sequence_length])
 
     def _sample(self, index: int) -> dict[str, npt.NDArray[Any]]:

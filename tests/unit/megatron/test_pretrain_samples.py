@@ -126,6 +126,15 @@ def test_a_blend_of_a_corpus_and_packs_keeps_the_packs_masks_and_boundaries(corp
     assert sum(batch.num_tokens for batch in found) == 24 * SIZE + 24 * 18
 
 
+def test_batches_of_a_blend_of_packs_alone_count_the_tokens_of_their_rows(tmp_path: Path) -> None:
+    sources = [tmp_path / "first", tmp_path / "second"]
+    for source in sources:
+        write_sft(source)
+    config = settings(blend=[CorpusSource(str(source), 1.0) for source in sources], split="100,0,0")
+    for batch in batches(opened(config, train=16), config, 16):
+        assert batch.num_tokens == sum(len(row) for row in batch.rows) == 8 * 18
+
+
 def test_a_packed_dataset_trains_by_itself_and_as_the_plain_pair_that_it_is(tmp_path: Path) -> None:
     packs = write_sft(tmp_path / "sft")
     config = settings(tmp_path / "sft", split="100,0,0")
