@@ -41,7 +41,7 @@ class StepMetrics:
         learning_rate, grad_norm: of this step; the norm before clipping.
         tokens: model tokens of the global batch, without padding.
         tokens_per_s: tokens / step_s, of the whole job.
-        fill: share of the largest rows that holds tokens; with `parallel.static_rows` the rest is padding.
+        fill: tokens, including padding of sequences, over the capacity of the rows.
         step_s: wall time of the step, with the wait for data, without validation and checkpoint.
         data_wait_s: wait for the loader on rank 0.
         imbalance_tokens, imbalance_cost: busiest data-parallel rank over the mean, in tokens and in training cost;
