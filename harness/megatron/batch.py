@@ -233,9 +233,14 @@ def _copied(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.Tensor:
-    """Run a row through one chunk of the model; return its losses, or logits, or what the next stage gets."""
-    output: torch.Tensor = chunk(
+def run_row(
+    chunk: Any, row: RowTensors, *, with_labels: bool = True, forward: Callable[..., Any] | None = None
+) -> torch.Tensor:
+    """Run a row through one chunk of the model; return its losses, or logits, or what the next stage gets.
+
+    Where `forward` is given, it is called in place of the chunk, and its result returned.
+    """
+    output: torch.Tensor = (forward or chunk)(
         input_ids=row.tokens,
         position_ids=row.position_ids,
         attention_mask=None,

@@ -67,6 +67,9 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             and tensor-parallel ranks on one node.
         overlap_shared_experts: compute shared experts while tokens travel to the other experts. Requires the dispatcher
             `alltoall`.
+        overlap_experts: exchange tokens with the experts of other ranks while another row is computed: the forward pass
+            of each row is combined with the backward pass of the one before it. Requires expert_parallel_size of 2 or
+            more, and with pipeline stages also model chunks.
         ranks: number of ranks that the run is planned for. `harness train` starts this many on one machine; a run on
             any other number is refused. Null accepts any number.
     """
@@ -88,6 +91,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     overlap_weights: bool = True
     overlap_tensor_parallel: bool = False
     overlap_shared_experts: bool = False
+    overlap_experts: bool = False
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
     rules = read_rules("""
@@ -115,6 +119,15 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         parallel.overlap_tensor_parallel=true, parallel.static_rows=null, parallel.pipeline_parallel_size=1
           | its buffers require rows of constant shape
           | parallel.overlap_tensor_parallel=false, or parallel.static_rows=true
+        parallel.overlap_experts=true, parallel.expert_parallel_size=1 | every rank has all experts
+          | parallel.overlap_experts=false, or parallel.expert_parallel_size=2 or more
+        parallel.overlap_experts=true, parallel.pipeline_parallel_size!=1, parallel.virtual_pipeline_parallel_size=null
+          | Megatron-Core combines passes on pipeline stages only in the interleaved schedule
+          | parallel.overlap_experts=false, or parallel.virtual_pipeline_parallel_size=2 or more
+        parallel.overlap_experts=true, parallel.expert_dispatcher=allgather | Megatron-Core does not support it
+          | parallel.overlap_experts=false, or parallel.expert_dispatcher=alltoall
+        parallel.overlap_experts=true, parallel.overlap_shared_experts=true | shared experts would be computed in both
+          | one or the other
     """)
 
     def __post_init__(self) -> None:

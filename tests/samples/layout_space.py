@@ -46,7 +46,15 @@ AVERAGED = (
         *("qwen3_moe partly", "lora partly", "hybrid partly", "deepseek_like overlapped", "hybrid_moe overlapped"),
         "delta_moe overlapped sequences",
     ),
+    # Rows of which each is computed together with the one before it, while tokens travel.
+    *(
+        *("qwen3_moe combined weighted", "deepseek_like combined model.mtp_layers=0 conversation"),
+        "deepseek_like combined model.mtp_layers=0 model.recompute=selective model.recompute_modules=[shared_experts]",
+        "qwen3_moe combined model.aux_loss=0.1 model.aux_loss_scope=sequence",
+        *("gpt_oss_like combined", "lora qwen3_moe combined"),
+    ),
 )
+COMBINED = ("qwen3_moe combined", "deepseek_like combined model.mtp_layers=0")
 SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 # Every sequence on as many data-parallel ranks as hold it, the longest on all of them. The balancing loss of experts is
 # that of sequences, because rows have others on each layout.
@@ -120,6 +128,7 @@ VALUES = {
     "parallel.overlap_gradients": "false",
     "parallel.overlap_weights": "false",
     "parallel.overlap_shared_experts": "true",
+    "parallel.overlap_experts": "true",
     "schedule.name": "as_packed dp_balanced cost_balanced",
     "loader.num_workers": "1",
     "loader.shuffle": "false",
@@ -240,6 +249,8 @@ def layouts_of(kind: str, num_ranks: Iterable[int] = RANKS) -> Iterator[Layout]:
                 parallel["pipeline_layout"] = text.format(m="m" * config.model.mtp_layers)
             if "overlapped" in kind.split():
                 parallel["overlap_shared_experts"] = True
+            if "combined" in kind.split() and ranks > 1:  # one rank has all experts
+                parallel["overlap_experts"] = True
             try:
                 run = replace(config, parallel=replace(config.parallel, **parallel))
                 if "shared" in kind.split():

@@ -107,6 +107,8 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         recompute_num_layers=(model.recompute_layers or 1) if model.recompute == "full" else None,
     )
     config.rope_axes = model.rope_axes
+    # Not above: Megatron refuses float32, which its schedule trains as well, and which a CPU has.
+    config.overlap_moe_expert_parallel_comm = parallel.overlap_experts
     if model.rope_scaling == "yarn" and not model.kv_lora_rank:
         # Megatron reads these from its config, which has no fields for them.
         config.yarn_rotary_scaling_factor = model.rope_scaling_factor
