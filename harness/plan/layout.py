@@ -185,6 +185,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         product that it overlaps. Sources: Megatron-Core's `tensor_parallel/layers.py`, which warns without 1, and
         Megatron-Bridge's `perf_recipes/environment.py`, which has CUDA's 8 instead of 32 unless experts use DeepEP.
         """
+        if self.overlap_experts:  # whose streams would wait for each other
+            return 32
         return 1 if shares_rows or self.tensor_parallel_size > 1 or self.context_parallel_size > 1 else 32
 
     @property

@@ -459,6 +459,7 @@ COMPARED_ELSEWHERE = {
         *("parallel.virtual_pipeline_parallel_size", "parallel.pipeline_layout", "parallel.sequence_parallel"),
         *("parallel.expert_parallel_size", "parallel.expert_tensor_parallel_size", "parallel.overlap_shared_experts"),
         *("parallel.distributed_optimizer", "parallel.static_rows", "schedule.name=dynamic_context"),
+        "parallel.overlap_experts",
     ),
     "tests/gpu, tests/unit/megatron/test_optimizer_choices.py and test_fusions.py": (
         *("model.dtype", "model.fp8", "model.attention", "model.fuse_swiglu", "model.fuse_cross_entropy"),

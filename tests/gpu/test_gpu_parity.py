@@ -131,6 +131,22 @@ def test_exchanges_that_overlap_with_products_train_like_those_that_do_not(tmp_p
     assert np.array(losses["true"]) == pytest.approx(np.array(losses["false"]), rel=2e-2)
 
 
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_rows_computed_while_tokens_travel_to_experts_train_like_rows_one_after_another(tmp_path, data) -> None:
+    settings = ["parallel.expert_parallel_size=2", "model.family=qwen3_moe", "model.num_experts=4"]
+    settings += ["model.experts_per_token=2", "loader.global_batch_size=8"]
+    start = tmp_path / "start"
+    run(start, data, *settings, "trainer.steps=1", ranks=2)
+    losses = {}
+    for overlaps in ("false", "true"):
+        folder = tmp_path / overlaps
+        _copy(start, folder)
+        steps = run(folder, data, *settings, f"parallel.overlap_experts={overlaps}", "resume=true", ranks=2)
+        losses[overlaps] = [(step["loss"], step["grad_norm"]) for step in steps]
+    assert len(losses["true"]) == len(losses["false"]) == 8
+    assert np.array(losses["true"]) == pytest.approx(np.array(losses["false"]), rel=2e-2)
+
+
 def test_first_contact_measures_every_part_that_this_machine_can(tmp_path) -> None:
     bench = [sys.executable, "-m", "harness", "bench", "gpu", "size=tiny", "device=cuda", f"out={tmp_path}"]
     code, output = run_command(bench)

@@ -217,6 +217,8 @@ def measure_layouts(sizes: Sizes, workspace: Workspace, word: str) -> BenchRepor
     presets["static rows"] = ParallelConfig(static_rows=True)
     if device == "cuda":
         presets["CUDA graphs"] = ParallelConfig(static_rows=True, cuda_graphs=True)
+    if ranks == 2 and not sizes.is_tiny:
+        presets["EP2, overlapped"] = ParallelConfig(expert_parallel_size=2, overlap_experts=True)
     for has_experts in sorted({preset.expert_parallel_size > 1 for preset in presets.values()}):
         chosen = {name: one for name, one in presets.items() if (one.expert_parallel_size > 1) == has_experts}
         # Kernels that add in another order each time would look like leaks; those of routers have no other ones.
