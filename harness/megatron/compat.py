@@ -425,7 +425,7 @@ def _cpu_as_cuda() -> Iterator[None]:
     )
     # Megatron's seed tracker uses the GPU's generator; a CPU has one generator for everything.
     generator = mock.patch.multiple(megatron_random, _set_cuda_rng_state=set_state, _get_cuda_rng_state=get_state)
-    record = mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    record = mock.patch.object(torch.Tensor, "record_stream", return_value=None)
     with cuda, generator, record, _CudaMeansCpu():
         yield
 

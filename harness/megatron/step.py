@@ -295,9 +295,7 @@ class MegatronStep:
             loss_average=self.loss_average,
         )
 
-    def forward_row(
-        self, rows: RowsAhead, model: torch.nn.Module, return_schedule_plan: bool = False
-    ) -> tuple[Any, Any]:
+    def forward_row(self, rows: RowsAhead, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
         """Run the next row through a chunk; return its losses, and the function that sums those of trained tokens.
 
         For `parallel.overlap_experts`, return Megatron's plan of the pass instead of the losses; it is run next.

@@ -443,8 +443,8 @@ def plan_stage_memory(
     once = max(again for _, again in of_chunks)
     most, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     most += _waiting(sizes, parallel, stage, microbatches)
-    # Combined passes keep a layer of the next row before they free one of the row before it. A pipeline has one row more
-    # when they begin, and none comes on top.
+    # Combined passes keep a layer of the next row before they free one of the row before it. A pipeline has as many
+    # rows when they begin as others at most.
     is_combined = parallel.overlap_experts and microbatches > 1
     most += is_combined * max(kept.values(), default=0.0)
     sent = math.ceil(max_tokens_per_rank * parallel.uneven_load(expert_load))
