@@ -70,6 +70,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         overlap_experts: exchange tokens with the experts of other ranks while another row is computed: the forward pass
             of each row is combined with the backward pass of the one before it. Requires expert_parallel_size of 2 or
             more, and with pipeline stages also model chunks.
+        delay_weight_gradients: compute gradients of weights after those of activations, while tokens travel. Requires
+            overlap_experts, and GPUs with Transformer Engine.
         ranks: number of ranks that the run is planned for. `harness train` starts this many on one machine; a run on
             any other number is refused. Null accepts any number.
     """
@@ -92,6 +94,7 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     overlap_tensor_parallel: bool = False
     overlap_shared_experts: bool = False
     overlap_experts: bool = False
+    delay_weight_gradients: bool = False
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
     rules = read_rules("""
@@ -128,6 +131,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
           | parallel.overlap_experts=false, or parallel.expert_dispatcher=alltoall
         parallel.overlap_experts=true, parallel.overlap_shared_experts=true | shared experts would be computed in both
           | one or the other
+        parallel.delay_weight_gradients=true, parallel.overlap_experts=false | only combined passes delay them
+          | parallel.delay_weight_gradients=false, or parallel.overlap_experts=true
     """)
 
     def __post_init__(self) -> None:

@@ -74,6 +74,11 @@ LAYOUT_RULES = tuple(
             ("recompute", "full", "Megatron-Core combines passes layer by layer and cannot compute whole layers again"),
             ("recompute_modules", includes("moe"), "experts that are computed in parts cannot be recomputed"),
         ),
+        "delay_weight_gradients": (
+            ("lora_rank", SET, "adapters are not Transformer Engine's layers"),
+            ("recompute_modules", other_than(["core_attn"]), "it is not supported with parts that are computed again"),
+            ("attention", "torch", "it requires Transformer Engine's layers"),
+        ),
         "overlap_tensor_parallel": (
             ("encoder", SET, "it is not supported with an encoder"),
             ("lora_rank", SET, "LoRA adapters would read communication buffers that are reused"),

@@ -464,7 +464,7 @@ COMPARED_ELSEWHERE = {
     "tests/gpu, tests/unit/megatron/test_optimizer_choices.py and test_fusions.py": (
         *("model.dtype", "model.fp8", "model.attention", "model.fuse_swiglu", "model.fuse_cross_entropy"),
         *("model.fuse_weight_gradient", "model.fuse_permutation", "model.grouped_gemm", "parallel.cuda_graphs"),
-        *("parallel.gradient_dtype", "parallel.overlap_tensor_parallel"),
+        *("parallel.gradient_dtype", "parallel.overlap_tensor_parallel", "parallel.delay_weight_gradients"),
         *("optimizer.moments_dtype", "optimizer.offload", "parallel.expert_dispatcher=flex"),
     ),
     "tests/integration/test_worker_matrix.py": (

@@ -22,6 +22,7 @@ from layout_space import accepted
 from megatron.core import parallel_state
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 
+from harness.errors import ConfigError
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import join
 from harness.megatron.model import gpt
@@ -148,6 +149,10 @@ def main(folder: Path) -> None:
             last = SimpleNamespace(rows=[replace(row, sources=None) for row in rows[2]])
             validated = step.evaluate([last]).loss  # type: ignore[list-item]
             found[f"{name} {combines}"] = {"steps": steps, "met": sum(met), "validated": validated}
+            if combines:
+                delays = replace(parallel, delay_weight_gradients=True)
+                with pytest.raises(ConfigError, match="delay_weight_gradients is true, but layers use PyTorch"):
+                    MegatronStep(MODEL, delays, layout, device=job.device, vocab_size=128, optimizer=optimizer)
     (folder / f"rank-{job.rank}.json").write_text(json.dumps(found))
 
 

@@ -4,6 +4,7 @@
     user_buffers    parallel.overlap_tensor_parallel            pytest tests/gpu -k overlap
     moments         optimizer.moments_dtype, optimizer.offload  pytest tests/gpu -k smaller_optimizer
     (streams)       parallel.overlap_experts                    pytest tests/gpu -k travel
+    (Megatron's)    parallel.delay_weight_gradients             pytest tests/gpu -k travel
 
 Tests on a CPU run them with stand-ins for what a GPU does. Without these settings a step uses none of it.
 """

@@ -42,6 +42,7 @@ COMBINED = {"overlap_experts": True, "expert_parallel_size": 2}
         ({**COMBINED, **STAGES}, "virtual_pipeline_parallel_size is null: .* only in the interleaved schedule"),
         ({**COMBINED, **ALLGATHER, "static_rows": True}, "expert_dispatcher is allgather: Megatron-Core does not"),
         ({**COMBINED, "overlap_shared_experts": True}, "overlap_shared_experts is true: shared experts would"),
+        ({"delay_weight_gradients": True}, "overlap_experts is false: only combined passes delay them"),
     ],
 )
 def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message) -> None:
