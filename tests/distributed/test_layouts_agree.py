@@ -33,6 +33,7 @@ import pytest
 import torch
 from layout_space import (
     AVERAGED,
+    COMBINED,
     KINDS,
     LATER,
     MEDIA,
@@ -420,7 +421,7 @@ def test_layouts_of_two_ranks_train_as_one_rank_does(tmp_path) -> None:
 @pytest.mark.submission
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *COMBINED[:2]])
 def test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does(kind, tmp_path) -> None:
     assert differing(train_all(an_eighth(accepted([kind])), tmp_path)) == []
 
@@ -582,7 +583,7 @@ def test_settings_drawn_anew_each_night_train_as_on_one_rank(ranks, tmp_path) ->
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", [*KINDS, *LATER, *SHARED, *OTHER_VALUES])
+@pytest.mark.parametrize("kind", [*KINDS, *LATER, *SHARED, *OTHER_VALUES, *COMBINED])
 def test_every_accepted_layout_trains_as_one_rank_does(kind, tmp_path, report_points: Callable[..., None]) -> None:
     results = train_all(accepted([kind]), tmp_path)
     wrong = differing(results)
@@ -598,7 +599,10 @@ EVERY_REFUSAL = ("lora hybrid_moe", "hybrid", "deepseek_like", "image_deep", "gp
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(one, marks=() if one in EVERY_REFUSAL else pytest.mark.submission) for one in (*KINDS, *LATER)],
+    [
+        pytest.param(one, marks=() if one in EVERY_REFUSAL else pytest.mark.submission)
+        for one in (*KINDS, *LATER, *COMBINED)
+    ],
 )
 def test_a_layout_that_is_not_accepted_is_refused_by_name_with_its_numbers(kind) -> None:
     refused = [layout for layout in layouts_of(kind) if layout.refused is not None]

@@ -54,7 +54,11 @@ AVERAGED = (
         *("gpt_oss_like combined", "lora qwen3_moe combined"),
     ),
 )
-COMBINED = ("qwen3_moe combined", "deepseek_like combined model.mtp_layers=0")
+# Also on stages with model chunks, and where ranks share rows.
+COMBINED = (
+    *("qwen3_moe combined", "deepseek_like combined model.mtp_layers=0"),
+    "deepseek_like combined model.mtp_layers=0 model.aux_loss=0.1 model.aux_loss_scope=sequence shared",
+)
 SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 # Every sequence on as many data-parallel ranks as hold it, the longest on all of them. The balancing loss of experts is
 # that of sequences, because rows have others on each layout.
@@ -97,7 +101,10 @@ OTHER_VALUES = (
     "model.router_groups=null model.router_top_groups=null model.router_normalize=false",
 )
 # What `drawn` combines: words of the kinds above, and values of settings.
-WORDS = ("", "conversation", "weighted", "clipped", "balanced", "partly", "sequences", "shared", "unnormalized", "lora")
+WORDS = (
+    *("", "conversation", "weighted", "clipped", "balanced", "partly", "sequences", "shared", "unnormalized", "lora"),
+    "combined",
+)
 VALUES = {
     "model.tie_embeddings": "true false",
     "model.rotary_base": "500000",
@@ -128,7 +135,6 @@ VALUES = {
     "parallel.overlap_gradients": "false",
     "parallel.overlap_weights": "false",
     "parallel.overlap_shared_experts": "true",
-    "parallel.overlap_experts": "true",
     "schedule.name": "as_packed dp_balanced cost_balanced",
     "loader.num_workers": "1",
     "loader.shuffle": "false",
