@@ -233,9 +233,14 @@ def _copied(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def run_row(chunk: Any, row: RowTensors, *, with_labels: bool = True) -> torch.Tensor:
-    """Run a row through one chunk of the model; return its losses, logits, or activations for the next stage."""
-    output: torch.Tensor = chunk(
+def run_row(
+    chunk: Any, row: RowTensors, *, with_labels: bool = True, forward: Callable[..., Any] | None = None
+) -> torch.Tensor:
+    """Run a row through one chunk of the model; return its losses, logits, or activations for the next stage.
+
+    If `forward` is given, call it instead of the chunk and return its result.
+    """
+    output: torch.Tensor = (forward or chunk)(
         input_ids=row.tokens,
         position_ids=row.position_ids,
         attention_mask=None,

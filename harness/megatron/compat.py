@@ -386,7 +386,7 @@ class _Now:
     def wait(self, *others: Any) -> None:
         pass
 
-    wait_stream = wait_event = synchronize = wait
+    wait_stream = wait_event = synchronize = record = wait
 
     def record_event(self, event: Any = None) -> _Now:
         return self
@@ -416,6 +416,8 @@ def _cpu_as_cuda() -> Iterator[None]:
         default_stream=lambda device=None: stream,
         stream=lambda stream: nullcontext(),
         Stream=_Now,
+        Event=_Now,
+        nvtx=mock.MagicMock(),
         get_rng_state=get_state,
         set_rng_state=set_state,
         manual_seed=torch.default_generator.manual_seed,  # without other devices, each of which keeps a stack trace
@@ -423,7 +425,8 @@ def _cpu_as_cuda() -> Iterator[None]:
     )
     # Megatron's seed tracker uses the generator of the GPU; a CPU has one generator for everything.
     generator = mock.patch.multiple(megatron_random, _set_cuda_rng_state=set_state, _get_cuda_rng_state=get_state)
-    with cuda, generator, _CudaMeansCpu():
+    record = mock.patch.object(torch.Tensor, "record_stream", return_value=None)
+    with cuda, generator, record, _CudaMeansCpu():
         yield
 
 

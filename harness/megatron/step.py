@@ -296,15 +296,23 @@ class MegatronStep:
             loss_average=self.loss_average,
         )
 
-    def forward_row(self, rows: RowsAhead, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-        """Run the next row through a chunk; return its losses, and the function that sums them over trained tokens."""
+    def forward_row(self, rows: RowsAhead, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+        """Run the next row through a chunk; return its losses, and the function that sums them over trained tokens.
+
+        For `parallel.overlap_experts`, return Megatron's schedule plan of the pass, which it runs next, instead.
+        """
         arrays, row = rows.take()
         self.check_tokens(arrays)
         number = len(self.source_names)
         if row.sources is not None and self.has_experts:
             show_sources(model, row.sources, number)
         summed = partial(sum_loss, row.loss_mask, row.divisor, sources=row.sources, num_sources=number)
-        return run_row(model, row), summed
+        if not return_schedule_plan:
+            return run_row(model, row), summed
+        for router in routers([model]):
+            # The plan calls parts of layers, without hooks of the layers and without the mask of padding.
+            router.row = row.packed_seq_params
+        return run_row(model, row, forward=model.build_schedule_plan), summed
 
     def check_tokens(self, arrays: ThdBatch) -> None:
         if arrays.tokens.max() >= self.vocab_size or arrays.labels.max() >= self.vocab_size:

@@ -69,6 +69,11 @@ class ParallelConfig(CheckedSettings, section="parallel"):
             and tensor-parallel ranks on one node.
         overlap_shared_experts: compute shared experts while tokens travel to the other experts. Requires the dispatcher
             `alltoall`.
+        overlap_experts: exchange tokens with the experts of other ranks while another row is computed: the forward pass
+            of each row is combined with the backward pass of the one before it. Requires expert_parallel_size of 2 or
+            more, and with pipeline stages also model chunks.
+        delay_weight_gradients: compute gradients of weights after those of activations, while tokens travel. Requires
+            overlap_experts, and GPUs with Transformer Engine.
         ranks: number of ranks that the run is planned for. `harness train` starts this many on one machine; a run on
             any other number is refused. Null accepts any number.
     """
@@ -91,6 +96,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
     overlap_weights_with_step: bool = False
     overlap_tensor_parallel: bool = False
     overlap_shared_experts: bool = False
+    overlap_experts: bool = False
+    delay_weight_gradients: bool = False
     ranks: int | None = bounded(None, lowest=1, highest=1_000_000)
 
     rules = read_rules("""
@@ -127,6 +134,17 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         parallel.overlap_tensor_parallel=true, parallel.static_rows=null, parallel.pipeline_parallel_size=1
           | its buffers require rows of constant shape
           | parallel.overlap_tensor_parallel=false, or parallel.static_rows=true
+        parallel.overlap_experts=true, parallel.expert_parallel_size=1 | every rank has all experts
+          | parallel.overlap_experts=false, or parallel.expert_parallel_size=2 or more
+        parallel.overlap_experts=true, parallel.pipeline_parallel_size!=1, parallel.virtual_pipeline_parallel_size=null
+          | Megatron-Core combines passes on pipeline stages only in the interleaved schedule
+          | parallel.overlap_experts=false, or parallel.virtual_pipeline_parallel_size=2 or more
+        parallel.overlap_experts=true, parallel.expert_dispatcher=allgather | Megatron-Core does not support it
+          | parallel.overlap_experts=false, or parallel.expert_dispatcher=alltoall
+        parallel.overlap_experts=true, parallel.overlap_shared_experts=true | shared experts would be computed in both
+          | one or the other
+        parallel.delay_weight_gradients=true, parallel.overlap_experts=false | only combined passes delay them
+          | parallel.delay_weight_gradients=false, or parallel.overlap_experts=true
     """)
 
     def __post_init__(self) -> None:
@@ -184,6 +202,8 @@ class ParallelConfig(CheckedSettings, section="parallel"):
         overlaps. Sources: Megatron-Core's `tensor_parallel/layers.py`, which warns about other values than 1, and
         Megatron-Bridge's `perf_recipes/environment.py`, which uses CUDA's 8 instead of 32 unless experts use DeepEP.
         """
+        if self.overlap_experts:  # whose streams would wait for each other
+            return 32
         return 1 if shares_rows or self.tensor_parallel_size > 1 or self.context_parallel_size > 1 else 32
 
     @property

@@ -111,7 +111,12 @@ class Kernels:
         has_attention = model.number != "float32" or parallel.padding_setting is None
         engine = model.attention != "torch" and has_attention
         is_grouped = model.num_experts > 0 and model.grouped_gemm != "off" and model.why_not_grouped is None
-        return cls(engine=plain and engine, swiglu=model.fuse_swiglu != "off", grouped=engine and is_grouped)
+        return cls(
+            engine=plain and engine,
+            swiglu=model.fuse_swiglu != "off",
+            grouped=engine and is_grouped,
+            overlap_experts=parallel.overlap_experts,
+        )
 
 
 @dataclass(frozen=True)
@@ -437,6 +442,10 @@ def plan_stage_memory(
     once = max(again for _, again in of_chunks)
     most, logits = _loss_bytes(model, parallel, stage=stage, vocab_size=vocab_size, kernels=kernels, once=once)
     most += _waiting(sizes, parallel, stage, microbatches)
+    # Combined passes keep a layer of the next row before they free one of the row before it. A pipeline has as many
+    # rows when they begin as others at most.
+    is_combined = parallel.overlap_experts and microbatches > 1
+    most += is_combined * max(kept.values(), default=0.0)
     sent = math.ceil(max_tokens_per_rank * parallel.uneven_load(expert_load))
     fp8 = 0 if model.fp8 == "off" else weights.whole - weights.words  # layers only
     parts = dp_size if kernels.sharded else 1
@@ -449,7 +458,8 @@ def plan_stage_memory(
         activations=math.ceil(most * max_tokens_per_rank),
         fp8=(kernels.fp8_weights or 2) * fp8 // parts,
         logits=math.ceil(logits * max_tokens_per_rank),
-        dispatch=any("E" in parts for chunk in chunks for parts in chunk)
+        dispatch=(1 + is_combined)
+        * any("E" in parts for chunk in chunks for parts in chunk)
         * dispatch_bytes(model, parallel, tokens=sent, is_grouped=kernels.grouped),
         exchange=_EXCHANGES * item * max_tokens_per_rank * model.hidden_size * parallel.overlap_tensor_parallel,
     )

@@ -72,6 +72,19 @@ LAYOUT_RULES = tuple(
             ("lora_rank", SET, "adapters of shared experts exchange tokens themselves"),
             ("expert_latent_size", SET, "Megatron-Core does not support it with experts of another size"),
         ),
+        "overlap_experts": (
+            ("num_experts", 0, "the model has no experts"),
+            ("mtp_layers", SET, "Megatron-Core does not support MTP layers on packed rows with it"),
+            ("layer_pattern", SET, "Megatron-Core does not support hybrid models with it"),
+            ("encoder", SET, "it is not supported with an encoder"),
+            ("recompute", "full", "Megatron-Core combines passes layer by layer and cannot compute whole layers again"),
+            ("recompute_modules", includes("moe"), "experts that are computed in parts cannot be recomputed"),
+        ),
+        "delay_weight_gradients": (
+            ("lora_rank", SET, "adapters are not Transformer Engine's layers"),
+            ("recompute_modules", other_than(["core_attn"]), "it is not supported with parts that are computed again"),
+            ("attention", "torch", "it requires Transformer Engine's layers"),
+        ),
         "overlap_tensor_parallel": (
             ("encoder", SET, "it is not supported with an encoder"),
             ("lora_rank", SET, "LoRA adapters would read communication buffers that are reused"),
@@ -377,6 +390,11 @@ def _check_expert_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             raise ConfigError("the model has no experts to divide", where=where, fix="set both to 1")
         return
     _check_multiple("num_experts", model.num_experts, "parallel.expert_parallel_size", ep)
+    if parallel.overlap_experts and model.num_experts == ep and parallel.expert_dispatcher == "alltoall":
+        # Without a sort by expert, the tokens that an expert saves are those whose memory Megatron's schedule frees.
+        what = f"{ep} expert-parallel ranks have one expert each of {ep}, and Megatron-Core overlaps two or more"
+        where = "parallel.overlap_experts, parallel.expert_parallel_size, model.num_experts"
+        raise ConfigError(what, where=where, fix="parallel.overlap_experts=false, or a smaller expert_parallel_size")
     _check_multiple("expert_ffn_hidden_size", model.expert_size, "parallel.expert_tensor_parallel_size", etp)
     has_adapters = model.lora_rank and set(model.lora_targets) & {"linear_fc1", "linear_fc2"}
     if etp > 1 and (model.traits.has_biases or has_adapters):

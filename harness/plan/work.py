@@ -430,8 +430,9 @@ class _RankStep:
             heads = sum(model.scan_pieces) + model.scan_num_heads * model.scan_head_dim
             size = self.tokens * item * heads / tp * (cp - 1) / cp
             context = passes * (size / machine.link(cp, tp) + 2 * machine.message_s)
-        if self.kernels.overlap_experts:
-            expert = max(0.0, expert - sum(computed.values()))
+        if self.kernels.overlap_experts:  # of a step's first pass and last, which are alone, only other stages hide it
+            alone = 1 / self.work.microbatches if parallel.pipeline_parallel_size == 1 else 0.0
+            expert = max(expert * alone, expert - sum(computed.values()) * (1 - alone))
         return {"tensor": tensor, "context": context, "expert": expert}
 
     def expert_exchange_s(self) -> float:

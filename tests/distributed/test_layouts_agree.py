@@ -33,6 +33,7 @@ import pytest
 import torch
 from layout_space import (
     AVERAGED,
+    COMBINED,
     KINDS,
     LATER,
     MEDIA,
@@ -420,7 +421,7 @@ def test_layouts_of_two_ranks_train_as_one_rank_does(tmp_path) -> None:
 @pytest.mark.submission
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *COMBINED[:2]])
 def test_an_eighth_of_the_accepted_layouts_trains_as_one_rank_does(kind, tmp_path) -> None:
     assert differing(train_all(an_eighth(accepted([kind])), tmp_path)) == []
 
@@ -459,11 +460,13 @@ COMPARED_ELSEWHERE = {
         *("parallel.virtual_pipeline_parallel_size", "parallel.pipeline_layout", "parallel.sequence_parallel"),
         *("parallel.expert_parallel_size", "parallel.expert_tensor_parallel_size", "parallel.overlap_shared_experts"),
         *("parallel.distributed_optimizer", "parallel.static_rows", "schedule.name=dynamic_context"),
+        "parallel.overlap_experts",
     ),
     "tests/gpu, tests/unit/megatron/test_optimizer_choices.py, test_fusions.py and test_fused_router.py": (
         *("model.dtype", "model.fp8", "model.attention", "model.fuse_swiglu", "model.fuse_cross_entropy"),
         *("model.fuse_weight_gradient", "model.fuse_permutation", "model.fuse_router", "model.grouped_gemm"),
         *("parallel.cuda_graphs", "parallel.gradient_dtype", "parallel.overlap_tensor_parallel"),
+        "parallel.delay_weight_gradients",
         *("optimizer.moments_dtype", "optimizer.offload", "parallel.expert_dispatcher=flex"),
     ),
     "test_overlaps.py": ("parallel.overlap_weights_with_step",),
@@ -582,7 +585,7 @@ def test_settings_drawn_anew_each_night_train_as_on_one_rank(ranks, tmp_path) ->
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", [*KINDS, *LATER, *SHARED, *OTHER_VALUES])
+@pytest.mark.parametrize("kind", [*KINDS, *LATER, *SHARED, *OTHER_VALUES, *COMBINED])
 def test_every_accepted_layout_trains_as_one_rank_does(kind, tmp_path, report_points: Callable[..., None]) -> None:
     results = train_all(accepted([kind]), tmp_path)
     wrong = differing(results)
@@ -598,7 +601,10 @@ EVERY_REFUSAL = ("lora hybrid_moe", "hybrid", "deepseek_like", "image_deep", "gp
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(one, marks=() if one in EVERY_REFUSAL else pytest.mark.submission) for one in (*KINDS, *LATER)],
+    [
+        pytest.param(one, marks=() if one in EVERY_REFUSAL else pytest.mark.submission)
+        for one in (*KINDS, *LATER, *COMBINED)
+    ],
 )
 def test_a_layout_that_is_not_accepted_is_refused_by_name_with_its_numbers(kind) -> None:
     refused = [layout for layout in layouts_of(kind) if layout.refused is not None]

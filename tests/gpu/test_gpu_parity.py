@@ -173,6 +173,25 @@ def test_weights_gathered_during_a_step_train_like_those_gathered_in_the_next(tm
     assert np.array(losses["true"]) == pytest.approx(np.array(losses["false"]), rel=2e-2)
 
 
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_rows_computed_while_tokens_travel_to_experts_train_like_rows_one_after_another(tmp_path, data) -> None:
+    settings = ["parallel.expert_parallel_size=2", "model.family=qwen3_moe", "model.num_experts=4"]
+    settings += ["model.experts_per_token=2", "loader.global_batch_size=8"]
+    start = tmp_path / "start"
+    run(start, data, *settings, "trainer.steps=1", ranks=2)
+    overlapped, delayed = "parallel.overlap_experts=true", "parallel.delay_weight_gradients=true"
+    ways = {"plain": [], "overlapped": [overlapped]}
+    ways |= {"delayed": [overlapped, delayed]} if "transformer_engine" in ATTENTIONS else {}
+    losses = {}
+    for name, way in ways.items():
+        _copy(start, tmp_path / name)
+        steps = run(tmp_path / name, data, *settings, *way, "resume=true", ranks=2)
+        losses[name] = [(step["loss"], step["grad_norm"]) for step in steps]
+    for found in losses.values():
+        assert len(found) == 8
+        assert np.array(found) == pytest.approx(np.array(losses["plain"]), rel=2e-2)
+
+
 def test_first_contact_measures_every_part_that_this_machine_can(tmp_path) -> None:
     bench = [sys.executable, "-m", "harness", "bench", "gpu", "size=tiny", "device=cuda", f"out={tmp_path}"]
     code, output = run_command(bench)

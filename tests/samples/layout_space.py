@@ -46,6 +46,18 @@ AVERAGED = (
         *("qwen3_moe partly", "lora partly", "hybrid partly", "deepseek_like overlapped", "hybrid_moe overlapped"),
         "delta_moe overlapped sequences",
     ),
+    # Rows of which each is computed together with the one before it, while tokens travel.
+    *(
+        *("qwen3_moe combined weighted", "deepseek_like combined model.mtp_layers=0 conversation"),
+        "deepseek_like combined model.mtp_layers=0 model.recompute=selective model.recompute_modules=[shared_experts]",
+        "qwen3_moe combined model.aux_loss=0.1 model.aux_loss_scope=sequence",
+        *("gpt_oss_like combined", "lora qwen3_moe combined"),
+    ),
+)
+# Also on stages with model chunks, and where ranks share rows.
+COMBINED = (
+    *("qwen3_moe combined", "deepseek_like combined model.mtp_layers=0"),
+    "deepseek_like combined model.mtp_layers=0 model.aux_loss=0.1 model.aux_loss_scope=sequence shared",
 )
 SEQUENCES = ("qwen3_moe sequences", "deepseek_like sequences")
 # Every sequence on as many data-parallel ranks as hold it, the longest on all of them. The balancing loss of experts is
@@ -89,7 +101,10 @@ OTHER_VALUES = (
     "model.router_groups=null model.router_top_groups=null model.router_normalize=false",
 )
 # What `drawn` combines: words of the kinds above, and values of settings.
-WORDS = ("", "conversation", "weighted", "clipped", "balanced", "partly", "sequences", "shared", "unnormalized", "lora")
+WORDS = (
+    *("", "conversation", "weighted", "clipped", "balanced", "partly", "sequences", "shared", "unnormalized", "lora"),
+    "combined",
+)
 VALUES = {
     "model.tie_embeddings": "true false",
     "model.rotary_base": "500000",
@@ -240,6 +255,8 @@ def layouts_of(kind: str, num_ranks: Iterable[int] = RANKS) -> Iterator[Layout]:
                 parallel["pipeline_layout"] = text.format(m="m" * config.model.mtp_layers)
             if "overlapped" in kind.split():
                 parallel["overlap_shared_experts"] = True
+            if "combined" in kind.split() and ranks > 1:  # one rank has all experts
+                parallel["overlap_experts"] = True
             try:
                 run = replace(config, parallel=replace(config.parallel, **parallel))
                 if "shared" in kind.split():

@@ -26,7 +26,7 @@ from harness.megatron import compat
 from harness.megatron.batch import RowTensors, to_device
 from harness.megatron.job import runtime
 from harness.megatron.job.runtime import Runtime, on_rank_0
-from harness.megatron.model.gpt import build_model
+from harness.megatron.model.gpt import build_model, use_transformer_engine
 from harness.megatron.state.checkpoint import CheckpointWriter, load_checkpoint
 from harness.megatron.step import MegatronStep
 from harness.parity.isolation import IsolationCheck, run_rows
@@ -253,6 +253,10 @@ def measure_layouts(sizes: Sizes, workspace: Workspace, word: str) -> BenchRepor
     presets["static rows"] = ParallelConfig(static_rows=True)
     presets |= {"CUDA graphs": ParallelConfig(static_rows=True, cuda_graphs=True)} if device == "cuda" else {}
     presets |= {"uneven stages": replace(presets["pp2"], pipeline_layout="Et*5|t*3L")} if ranks == 2 else {}
+    if ranks == 2 and not sizes.is_tiny:
+        presets["EP2, overlapped"] = combined = ParallelConfig(expert_parallel_size=2, overlap_experts=True)
+        if use_transformer_engine("auto", torch.device(device)):
+            presets["EP2, delayed"] = replace(combined, delay_weight_gradients=True)
     for has_experts in sorted({preset.expert_parallel_size > 1 for preset in presets.values()}):
         chosen = {name: one for name, one in presets.items() if (one.expert_parallel_size > 1) == has_experts}
         # Kernels that add in another order each time would look like leaks; those of routers have no other ones.

@@ -107,6 +107,9 @@ def transformer_config(model: ModelConfig, parallel: ParallelConfig, device: tor
         recompute_num_layers=(model.recompute_layers or 1) if model.recompute == "full" else None,
     )
     config.rope_axes = model.rope_axes
+    # Not above: Megatron refuses float32, which its schedule trains as well, and which a CPU has.
+    config.overlap_moe_expert_parallel_comm = parallel.overlap_experts
+    config.delay_wgrad_compute = parallel.delay_weight_gradients
     if model.rope_scaling == "yarn" and not model.kv_lora_rank:
         # Megatron reads these from its config, which has no fields for them.
         config.yarn_rotary_scaling_factor = model.rope_scaling_factor
@@ -333,8 +336,9 @@ def build_chunks(
     """Build this rank's chunks of the model: one, or one per virtual pipeline stage."""
     config = transformer_config(model, parallel, device)
     _check_backend_variables(model)
-    if parallel.overlap_tensor_parallel:
-        _require_engine(model, parallel, device, "parallel.overlap_tensor_parallel=true", "false")
+    for name in ("overlap_tensor_parallel", "delay_weight_gradients"):
+        if getattr(parallel, name):
+            _require_engine(model, parallel, device, f"parallel.{name}=true", "false")
     if parallel.cuda_graphs:
         _check_graphs(model, parallel, device)
     # A graph cannot set the state of a generator, but it can switch between generators.
@@ -466,6 +470,7 @@ def build_model(
         and parallel.distributed_optimizer
         and not model.lora_rank,
         average_in_collective=False,
+        delay_wgrad_compute=parallel.delay_weight_gradients,
     )
     # Gradient accumulation runs on the stream that it was created on, which has to be the stream of the capture.
     stream = torch.cuda.Stream() if parallel.cuda_graphs else None  # type: ignore[no-untyped-call]

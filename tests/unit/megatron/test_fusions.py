@@ -47,6 +47,10 @@ def test_tokens_are_sorted_by_transformer_engine_on_a_gpu_that_has_it(monkeypatc
     assert not choose_fusions(experts, CPU)["moe_permute_fusion"]
     shared, overlapped = replace(experts, shared_ffn_hidden_size=64), ParallelConfig(overlap_shared_experts=True)
     assert transformer_config(shared, overlapped, CPU).moe_shared_expert_overlap
+    delayed = ParallelConfig(expert_parallel_size=2, overlap_experts=True, delay_weight_gradients=True)
+    made = transformer_config(experts, delayed, CPU)
+    assert made.overlap_moe_expert_parallel_comm
+    assert made.delay_wgrad_compute
     assert not choose_fusions(replace(experts, fuse_permutation="off"), GPU)["moe_permute_fusion"]
     assert not [one for one in slow_parts(experts, ParallelConfig(), GPU, has_engine=True) if "permutation" in one]
 

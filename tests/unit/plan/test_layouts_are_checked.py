@@ -20,6 +20,7 @@ STAGES = {"pipeline_parallel_size": 2}
 ALLGATHER = {"expert_dispatcher": "allgather", "expert_parallel_size": 2}
 INTERLEAVED = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 2}
 WITH_STEP = {**INTERLEAVED, "distributed_optimizer": True, "overlap_weights_with_step": True}
+COMBINED = {"overlap_experts": True, "expert_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,11 @@ WITH_STEP = {**INTERLEAVED, "distributed_optimizer": True, "overlap_weights_with
         ({**WITH_STEP, "distributed_optimizer": False}, "optimizer is false: weights are not gathered"),
         ({**WITH_STEP, "overlap_weights": False}, "overlap_weights is false: weights are gathered at once"),
         ({**WITH_STEP, "overlap_gradients": False}, "overlap_gradients is false: weights are gathered at once"),
+        ({"overlap_experts": True}, "overlap_experts is true, and parallel.expert_parallel_size is 1: every rank has"),
+        ({**COMBINED, **STAGES}, "virtual_pipeline_parallel_size is null: .* only in the interleaved schedule"),
+        ({**COMBINED, **ALLGATHER, "static_rows": True}, "expert_dispatcher is allgather: Megatron-Core does not"),
+        ({**COMBINED, "overlap_shared_experts": True}, "overlap_shared_experts is true: shared experts would"),
+        ({"delay_weight_gradients": True}, "overlap_experts is false: only combined passes delay them"),
     ],
 )
 def test_parallel_sizes_that_contradict_each_other_are_refused(settings, message) -> None:
@@ -301,3 +307,22 @@ def test_rows_that_the_kernels_of_a_scan_would_compute_wrong_are_refused(paralle
     # They scan in PyTorch.
     check(most + each, device="cpu")
     check(most + each, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mtp_layers": 1, "tie_embeddings": False}, "mtp_layers is 1: .* MTP layers on packed rows"),
+        ({"recompute": "full"}, "recompute is full: .* layer by layer"),
+        ({"recompute": "selective", "recompute_modules": ["moe"]}, "moe.*: experts that are computed in parts"),
+        ({"num_experts": 2}, "2 expert-parallel ranks have one expert each of 2"),
+    ],
+)
+def test_passes_that_cannot_be_combined_are_refused_by_name(settings, message) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_query_groups": 2, "num_experts": 4}
+    experts = {"family": "glm4_moe", "qk_norm": False, "experts_per_token": 2, "expert_ffn_hidden_size": 32}
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_division(ModelConfig(**{**sizes, **experts, **settings}), ParallelConfig(**COMBINED))
+    assert "parallel.overlap_experts" in caught.value.where
+    assert "parallel.overlap_experts=false" in caught.value.fix
+    assert ParallelConfig(**COMBINED, context_parallel_size=2).device_connections() == 32

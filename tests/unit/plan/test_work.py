@@ -110,7 +110,8 @@ def test_what_is_hidden_or_sent_once_is_not_waited_for_and_the_last_stage_is() -
         return seconds(parallel, ranks=8, model=EXPERTS, kernels=kernels)["expert"]
 
     assert exchange() > exchange(expert_dispatcher="flex")
-    assert exchange() > exchange(Kernels(overlap_experts=True))
+    hidden = exchange(Kernels(overlap_experts=True))
+    assert exchange() > hidden >= exchange() / WORK.microbatches > 0
     tp = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, static_rows=True)
     quick, hidden = replace(MACHINE, node_bytes_per_s=1e9), replace(tp, overlap_tensor_parallel=True)
     waits, some = (seconds(one, ranks=2, model=WIDE, machine=quick)["tensor"] for one in (tp, hidden))
