@@ -207,6 +207,32 @@ def test_the_memory_of_a_rendering_does_not_grow_with_the_square_of_the_turns(fo
     assert len(made[0].spans) == 300
 
 
+CALLING = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ tools | tojson if tools }}{% endif %}{{ m.content }}\n"
+    "{% endfor %}{% for tool in tools or [] %}{{ tool.function.parameters.properties.items() and '' }}{% endfor %}"
+)
+SYSTEM = (Message("system", "Be brief."), *chat("Hi").messages)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {}}}}}
+BARE = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("turns", "tool", "problem"),
+    [(SYSTEM[1:], TOOL, "does not write the tools"), (SYSTEM, BARE, "the chat template failed")],
+    ids=["turns without a place for tools", "tools that the template fails on"],
+)
+def test_a_record_with_refused_tools_is_refused_in_any_order_and_no_other_is(turns, tool, problem, order):
+    forms = KnownForms(Template(CALLING, {}), trusts_plain=False)
+    good = Conversation(SYSTEM, "good", tools=(TOOL,))
+    for record in (good, Conversation(turns, "bad", tools=(tool,)))[::order]:
+        if record is good:
+            forms.find(record)
+            continue
+        with pytest.raises(BadRecordError, match=problem):
+            forms.find(record)
+
+
 def test_what_is_known_of_the_shapes_of_conversations_takes_little_memory():
     forms = KnownForms(Template(PLAIN, {}), trusts_plain=False)
     tracemalloc.start()
