@@ -295,6 +295,25 @@ def test_each_sequence_of_a_conversation_has_the_media_up_to_its_turn(tokenizers
         assert Pack(view.input_ids, view.loss_mask, np.zeros(1, np.int32), view.media).problem() is None
 
 
+@pytest.mark.parametrize(("num_written", "media"), [(1, None), (2, [[CAT, DOG]])])
+def test_a_template_that_leaves_out_a_later_medium_is_refused(num_written, media, tokenizers):
+    own = Path(tokenizers["qwen3_vl"].name)
+    (own / "first.jinja").write_text(
+        "{% set seen = namespace(n=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+        f"{{% set seen.n = seen.n + 1 %}}{{% if seen.n <= {num_written} %}}<|image_pad|>{{% endif %}}"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config = TokenizerConfig(kind="huggingface", name=str(own), chat_template=str(own / "first.jinja"))
+    (made,) = ChatTokenizer(config).encode_each([READER.parse(CHATS["image"], "here")])
+    if media is None:
+        assert isinstance(made, BadRecord), made
+        assert made.detail == "the chat template writes 1 placeholders of media, and there are 2"
+    else:
+        assert [[one.data for one in sequence.view.media] for sequence in made] == media
+
+
 @pytest.mark.parametrize("over_long", ["drop", "cut", "split"])
 def test_an_over_long_conversation_with_media_is_left_out_whole(over_long, tokenizers):
     tokenizer, conversation = tokenizers["qwen2_audio"], READER.parse(CHATS["audio"], "here")
