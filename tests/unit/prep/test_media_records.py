@@ -23,7 +23,7 @@ from harness.prep.fitting import fit_conversation
 from harness.prep.media import MediaLimits, draw_medium, measure
 from harness.prep.shards import Receipt, ShardJob, do_shard
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.reading import SourceShard, read_shard
+from harness.prep.sources.reading import SourceChunk, SourceShard, read_shard
 from harness.prep.spool import Spool
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 from harness.records import Pack
@@ -98,6 +98,13 @@ def test_paths_are_relative_to_the_file_of_the_record(tmp_path: Path):
     bad = READER.parse(record, "here")
     assert isinstance(bad, BadRecord)
     assert bad.detail == "`images[0]` (turn 1) is not in the record itself, as base64"
+
+
+def test_paths_in_a_file_of_the_root_folder_are_relative_to_it(tmp_path: Path):
+    (tmp_path / "a.png").write_bytes(CAT)
+    record = json.dumps(turns("<image>What?", images=[f"{tmp_path}/a.png"[1:]])).encode()
+    (parsed,) = SourceChunk("/chats.jsonl", "line", 1, [record], len(record), READER).parse()
+    assert parts_of(parsed) == [("image", CAT), "What?"]
 
 
 @pytest.mark.parametrize(
