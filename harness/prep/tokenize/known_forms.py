@@ -77,7 +77,9 @@ class KnownForms:
                 probe, words = with_unique_words(conversation, tags)
                 chat = RenderedChat(self._template, probe, known.form, {})
                 known = self._try_form(chat, [word for word in words if word[0] is None]) or known
-            _keep(self._known, key, known)
+            # A failure may be due to a value, such as the id of a call, and not to the shape.
+            if isinstance(known, KnownForm) or known.reason != BadReason.TEMPLATE_FAILED:
+                _keep(self._known, key, known)
         if isinstance(known, BadRecordError):
             raise BadRecordError(known.reason, known.detail)
         return known

@@ -15,7 +15,7 @@ import pytest
 from forks import run_in_forks
 
 from harness.errors import ConfigError, HarnessError, PrepError
-from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation, Message
+from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation, Message, ToolCall
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, renderer, train_bpe
 from harness.prep.tokenize.known_forms import KnownForms
 from harness.prep.tokenize.rendering import Template
@@ -231,6 +231,17 @@ def test_a_record_with_refused_tools_is_refused_in_any_order_and_no_other_is(tur
             continue
         with pytest.raises(BadRecordError, match=problem):
             forms.find(record)
+
+
+def test_a_record_with_an_id_that_the_template_fails_on_is_refused_alone():
+    """The templates of Mistral accept ids of 9 characters only."""
+    fails = "{% for call in m.tool_calls or [] if call.id | length != 9 %}{{ raise_exception('id') }}{% endfor %}"
+    forms = KnownForms(Template(PLAIN.replace("{{ m.content }}", fails + "{{ m }}"), {}), trusts_plain=False)
+    calls = [(ToolCall("f", {"x": 1}, id=name),) for name in ("1", "123456789")]
+    bad, good = (Conversation((Message("user", "Hi"), Message("assistant", "a", tool_calls=one)), "") for one in calls)
+    with pytest.raises(BadRecordError, match="the chat template failed"):
+        forms.find(bad)
+    forms.find(good)
 
 
 def test_what_is_known_of_the_shapes_of_conversations_takes_little_memory():
