@@ -289,10 +289,7 @@ class _Media:
                     raise BadRecordError(BadReason.MEDIA, detail) from error
 
     def place(self, view: SequenceView, num_turns: int | None) -> SequenceView:
-        """Return a sequence of the first `num_turns` turns (None for all) with its placeholders repeated, untrained.
-
-        A placeholder is repeated for each token of its medium. Raises BadRecordError if one is missing or extra.
-        """
+        """Return a sequence of the first turns (None: all) with a placeholder for each token of a medium, untrained."""
         tokens = self._rules.tokens
         at = np.flatnonzero(np.isin(view.input_ids, list(tokens.values())))
         kinds = [tokens[part.kind] for turn in self._turns[:num_turns] for part in turn.media]
