@@ -359,7 +359,7 @@ class StreamPacker(Generic[Key]):
         place = min(fitting)[1] if fitting else len(self._open)
         if self._put(place, member) < MIN_SEQUENCE_TOKENS:
             return self._open.pop(place)[1]
-        return self.flush() if not fitting and len(self._open) > self._max_open else None
+        return self.flush() if len(self._open) > self._max_open else None
 
     def flush(self) -> list[Member[Key]] | None:
         """Remove the oldest open pack and return its members; None if no pack is open."""

@@ -217,12 +217,17 @@ class PrepareReport(Counts):
     def loss(self) -> str:
         """Describe what was left out of conversations longer than a pack, with shares; empty if nothing was."""
         data = self.settings.get("data", {})
-        if not self.lost_tokens:
+        # Dividing text costs one label per boundary, of a token that nothing in its pack precedes.
+        if not self.lost_tokens or (self.schema == "text" and data.get("over_long") == "split"):
             return ""
-        dropped = self.dropped["over_long"] + self.dropped["untrained"]
+        media = self.dropped["over_long_media"]
+        dropped = media + self.dropped["over_long"] + self.dropped["untrained"]
         conversations = dropped + sum(source.conversations for source in self.sources.values())
         tokens = self.lost_tokens + sum(source.trained_tokens for source in self.sources.values())
-        kinds = ((dropped, "left out"), (self.partial, "left out in part"), (self.truncated, "cut"))
+        kinds = [(dropped, "left out"), (self.partial, "left out in part"), (self.truncated, "cut")]
+        kinds += [] if any(number for number, _ in kinds) else [(self.split, "divided")]
+        # Media are never split.
+        can_split = data.get("over_long") != "split" and sum(number for number, _ in kinds) > media
         found = ", ".join(
             f"{number:,} of {conversations:,} conversations ({number / conversations:.1%}) {kind}"
             for number, kind in kinds
@@ -231,8 +236,7 @@ class PrepareReport(Counts):
         return (
             f"{found}, with {self.lost_tokens:,} of {tokens:,} trained tokens ({self.lost_tokens / tokens:.1%}): "
             f"longer than data.pack_size={data.get('pack_size')}, and data.over_long={data.get('over_long')}; "
-            "to keep them: " + ("" if data.get("over_long") == "split" else "data.over_long=split or ") + "a larger "
-            "data.pack_size"
+            "to keep them: " + ("data.over_long=split or " if can_split else "") + "a larger data.pack_size"
         )
 
 

@@ -114,7 +114,7 @@ class SourceChunk:
 
     def parse(self, *, is_whole: bool = False) -> Iterator[Conversation | BadRecord]:
         """Yield every record in order, without blank lines. If `is_whole`, records must contain their media."""
-        folder = None if is_whole else self.path.rpartition("/")[0] or "."
+        folder = None if is_whole else self.path[: self.path.rfind("/") + 1] or "."
         for number, record in enumerate(self.records, start=self.first):
             where = f"{self.path}, {self.unit} {number}"
             if is_blank(record):

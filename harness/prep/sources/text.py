@@ -82,7 +82,7 @@ def find_unit(place: Place, *, is_json: bool) -> str:
             raise PrepError("the file is plain text, expected records", where=str(place), fix=fix)
         line = head.partition(b"\n")
         if not is_json:
-            if head.startswith(b"[") and line[1] and json_or(line[0], ...) is ...:
+            if head.startswith(b"[") and line[1] and not line[0].rstrip().endswith(b"]"):  # else one bad record
                 what = "the file contains one JSON list, but its name indicates one record per line"
                 raise PrepError(what, where=str(place), fix=f"rename it to .json, or {_TO_LINES}")
             return LINE

@@ -53,8 +53,8 @@ class KnownForms:
     def __init__(self, template: Template, *, trusts_plain: bool) -> None:
         self._template, self._trusts_plain = template, trusts_plain
         # Keyed by hash: the shape of a long conversation, and the JSON of some tools, take many kilobytes.
-        self._known: dict[int, KnownForm | BadRecordError] = {}
-        self._tried_tools: dict[int, BadRecordError | None] = {}  # None if all tools are written
+        self._known: dict[int, KnownForm | BadRecordError] = {}  # by shape and tools
+        self._forms: dict[int, KnownForm] = {}  # by shape, whatever its tools
         self._tools: tuple[object, int] = None, 0  # the last tools, which many conversations share, and their hash
 
     def find(self, conversation: Conversation) -> KnownForm:
@@ -62,21 +62,24 @@ class KnownForms:
         tags = self._template.tags
         is_as_given = self._trusts_plain and _is_plain(conversation, tags)
         texts = ((turn.role, bool(turn.text.strip())) for turn in conversation.messages)
-        shape = hash(tuple(texts) if is_as_given else shape_of(conversation, tags))
-        if shape not in self._known:
-            known = self._probe(conversation)
-            if is_as_given and isinstance(known, BadRecordError):
-                known = KnownForm(FORMS[0])
-            _keep(self._known, shape, known)
-        known = self._known[shape]
-        if isinstance(known, KnownForm) and conversation.tools:
+        shape = key = hash(tuple(texts) if is_as_given else shape_of(conversation, tags))
+        if conversation.tools:
             if conversation.tools is not self._tools[0]:
                 self._tools = conversation.tools, hash(json.dumps(conversation.tools))
-            if (spelled := self._tools[1]) not in self._tried_tools:
+            # A template may write tools only in some turns, or fail for some tools.
+            key = hash((shape, self._tools[1]))
+        if (known := self._known.get(key)) is None:
+            known = self._forms.get(shape) or self._probe(conversation)
+            if is_as_given and isinstance(known, BadRecordError):
+                known = KnownForm(FORMS[0])
+            if isinstance(known, KnownForm) and conversation.tools:
+                _keep(self._forms, shape, known)
                 probe, words = with_unique_words(conversation, tags)
                 chat = RenderedChat(self._template, probe, known.form, {})
-                _keep(self._tried_tools, spelled, self._try_form(chat, [word for word in words if word[0] is None]))
-            known = self._tried_tools[spelled] or known
+                known = self._try_form(chat, [word for word in words if word[0] is None]) or known
+            # A failure may be due to a value, such as the id of a call, and not to the shape.
+            if isinstance(known, KnownForm) or known.reason != BadReason.TEMPLATE_FAILED:
+                _keep(self._known, key, known)
         if isinstance(known, BadRecordError):
             raise BadRecordError(known.reason, known.detail)
         return known

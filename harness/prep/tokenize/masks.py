@@ -56,12 +56,14 @@ _TOOLS = ({"type": "function", "function": {"name": "f", "description": "d", "pa
 class Rendered:
     """One sequence to train on: its text, and the first and past-the-end characters of each trained part, in order.
 
-    `weights` are the loss weights of the parts, in hundredths; empty if `tokenizer.train_on` is not `weighted`.
+    `weights` are the loss weights of the parts, in hundredths; empty if `tokenizer.train_on` is not `weighted`. The
+    text contains the first `num_turns` turns of its conversation; None for all.
     """
 
     text: str
     spans: list[Span]
     weights: Sequence[int] = ()
+    num_turns: int | None = None
 
 
 class Masker:
@@ -120,7 +122,8 @@ class Masker:
                 spans[-1:] = self._with_end(chat, last, spans[-1:])
             text = chat.served(last)
             parts = [self._weighed(text, chat, turn, [span]) for turn, span in zip(trained, spans, strict=True)]
-            found = [Rendered(text, *map(list, map(chain.from_iterable, zip(*parts, strict=True))))]
+            all_spans, weights = map(list, map(chain.from_iterable, zip(*parts, strict=True)))
+            found = [Rendered(text, all_spans, weights)]
         elif self.rule == "marks":
             found = self._marked_sequences(chat, trained, has_tags=known.has_tags)
         else:
@@ -237,6 +240,7 @@ class Masker:
         text, found, in_all = chat.whole, [], 0
         spans: list[Span] = []
         weights: list[int] = []
+        num_turns: int | None = None
         # The text starts like the conversation up to this turn.
         shown_at = len(chat.messages) - 1
         for turn in reversed(trained):
@@ -259,8 +263,8 @@ class Masker:
                 shown_at = turn
             elif placed is None:
                 if spans:
-                    found.append(Rendered(text, spans, weights))
-                text, spans, weights, placed = own, [], [], turn_spans
+                    found.append(Rendered(text, spans, weights, num_turns))
+                text, spans, weights, placed, num_turns = own, [], [], turn_spans, turn + 1
                 in_all += len(own)
                 if in_all > _MAX_IN_ALL:
                     detail = f"its {len(trained):,} trained turns have more than {_MAX_IN_ALL:,} characters: the chat "
@@ -269,7 +273,7 @@ class Masker:
                     raise BadRecordError(BadReason.TEMPLATE_FAILED, detail)
             spans, weights = placed + spans, turn_weights[: len(placed)] + weights
         if spans:
-            found.append(Rendered(text, spans, weights))
+            found.append(Rendered(text, spans, weights, num_turns))
         return found[::-1]
 
     def _placed(self, own: str, spans: list[Span], text: str) -> list[Span] | None:

@@ -94,7 +94,7 @@ class Renderer:
         return [
             BadRecord(one.where, BadReason(made["reason"]), made["detail"])
             if isinstance(made, dict)
-            else [Rendered(text, [(start, end) for start, end in spans], weights) for text, spans, weights in made]
+            else [Rendered(text, [(start, end) for start, end in spans], *others) for text, spans, *others in made]
             for one, made in zip(conversations, answers, strict=True)
         ]
 
@@ -235,7 +235,7 @@ def _sequences(masker: Masker, conversation: Conversation, cpu_s: float) -> Any:
         _check_texts([made.text for made in found], conversation)
     except BadRecordError as refused:
         return {"reason": refused.reason, "detail": _cut(refused.detail)}
-    return [(made.text, made.spans, list(made.weights)) for made in found]
+    return [(made.text, made.spans, list(made.weights), made.num_turns) for made in found]
 
 
 def _check_texts(texts: Sequence[str], given: Conversation | Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -212,7 +212,7 @@ class ChatTokenizer:
     ) -> list[Encoded] | BadRecord:
         made = []
         try:
-            media = _Media(self.media_rules, conversation, self._config) if self.media_rules is not None else None
+            media = _Media(self.media_rules, conversation) if self.media_rules is not None else None
             for sequence, encoding in zip(rendered, encodings, strict=True):
                 ids = np.array(encoding.ids, np.int32)
                 if len(ids) < MIN_SEQUENCE_TOKENS:
@@ -223,7 +223,7 @@ class ChatTokenizer:
                     mask[:-1] = self._token_mask(ids, encoding, sequence)[1:]
                 view = SequenceView(ids, mask)
                 if media is not None:
-                    view = media.place(view, is_last=sequence is rendered[-1])
+                    view = media.place(view, sequence.num_turns)
                 if view.loss_mask.any():
                     made.append(Encoded(view, sequence.text, sequence.spans))
             if not made:
@@ -277,8 +277,8 @@ class ChatTokenizer:
 
 
 class _Media:
-    def __init__(self, rules: MediaRules, conversation: Conversation, config: TokenizerConfig) -> None:
-        self._rules, self._media = rules, conversation.media
+    def __init__(self, rules: MediaRules, conversation: Conversation) -> None:
+        self._rules, self._media, self._turns = rules, conversation.media, conversation.messages
         self._counts = []
         for number, message in enumerate(conversation.messages, start=1):
             for part in message.media:
@@ -287,24 +287,14 @@ class _Media:
                 except PrepError as error:
                     detail = f"the {part.kind} of turn {number} ({message.role}) {error.what}"
                     raise BadRecordError(BadReason.MEDIA, detail) from error
-        # A sequence contains the media up to a trained turn; the last, those up to the last trained turn, or all.
-        upto = list(accumulate(len(message.media) for message in conversation.messages))
-        is_marked = config.train_on == "marked"
-        answers = (
-            count
-            for count, message in zip(upto, conversation.messages, strict=True)
-            if message.role == "assistant" and (message.weight if is_marked else message.weight != 0)
-        )
-        self._allowed = sorted({*answers, len(self._media)})
 
-    def place(self, view: SequenceView, *, is_last: bool) -> SequenceView:
-        """Return a sequence with each placeholder repeated for each token of its medium; none of them are trained."""
+    def place(self, view: SequenceView, num_turns: int | None) -> SequenceView:
+        """Return a sequence of the first turns (None: all) with a placeholder for each token of a medium, untrained."""
         tokens = self._rules.tokens
         at = np.flatnonzero(np.isin(view.input_ids, list(tokens.values())))
-        kinds = [tokens[part.kind] for part in self._media[: len(at)]]
-        allowed = self._allowed[-2:] if is_last else self._allowed
-        if len(at) not in allowed or view.input_ids[at].tolist() != kinds:
-            detail = f"the chat template writes {len(at):,} placeholders of media, and there are {len(self._media):,}"
+        kinds = [tokens[part.kind] for turn in self._turns[:num_turns] for part in turn.media]
+        if view.input_ids[at].tolist() != kinds:
+            detail = f"the chat template writes {len(at):,} placeholders of media, and there are {len(kinds):,}"
             raise BadRecordError(BadReason.MEDIA, detail)
         if not len(at):
             return view

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from harness.prep import ChatTokenizer, TokenizerConfig
 from harness.prep.chat import Message, ToolCall
 from harness.prep.chat.records import Conversation
 from harness.prep.fitting import fit_conversation
+from harness.prep.report import PrepareReport, SourceReport
 from harness.prep.tokenize.bpe import train_bpe
 from harness.records import Medium, SequenceView
 
@@ -184,6 +186,26 @@ def test_text_without_turns_is_divided_every_pack(tokenizer):
     assert all(piece.loss_mask[:-1].all() and piece.loss_mask[-1] == 0 for piece in fitted.pieces)
     # The first token of a piece has nothing before it.
     assert fitted.num_lost == len(fitted.pieces) - 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "over_long", "counts", "found"),
+    [
+        ("text", "split", {"split": 2}, ""),
+        ("messages", "split", {"split": 2}, "2 of 4 conversations (50.0%) divided"),
+        ("messages", "cut", {"split": 1, "truncated": 2}, "2 of 4 conversations (50.0%) cut"),
+        ("messages", "cut", {"dropped": Counter(over_long_media=1)}, "1 of 5 conversations (20.0%) left out"),
+    ],
+)
+def test_the_report_names_the_conversations_with_lost_tokens_except_text_divided_as_asked(
+    schema, over_long, counts, found
+):
+    settings = {"data": {"pack_size": 64, "over_long": over_long}}
+    sources = {"chats.jsonl": SourceReport(conversations=4, trained_tokens=90)}
+    report = PrepareReport(schema=schema, settings=settings, sources=sources, lost_tokens=10, **counts)
+    found += ", with 10 of 100 trained tokens (10.0%)" if found else ""
+    assert report.loss().partition(": longer than data.pack_size=64")[0] == found
+    assert ("over_long=split or" in report.loss()) == ("truncated" in counts)  # media are never split
 
 
 def test_the_pieces_together_train_what_the_conversation_trains_unless_it_is_counted_as_lost(tokenizer):

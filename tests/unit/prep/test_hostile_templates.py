@@ -15,7 +15,7 @@ import pytest
 from forks import run_in_forks
 
 from harness.errors import ConfigError, HarnessError, PrepError
-from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation, Message
+from harness.prep.chat import BadReason, BadRecord, BadRecordError, Conversation, Message, ToolCall
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig, renderer, train_bpe
 from harness.prep.tokenize.known_forms import KnownForms
 from harness.prep.tokenize.rendering import Template
@@ -205,6 +205,43 @@ def test_the_memory_of_a_rendering_does_not_grow_with_the_square_of_the_turns(fo
     (made,) = tokenizer.encode_each([Conversation(turns, "chats.jsonl, line 7")])
     assert not isinstance(made, BadRecord), made
     assert len(made[0].spans) == 300
+
+
+CALLING = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ tools | tojson if tools }}{% endif %}{{ m.content }}\n"
+    "{% endfor %}{% for tool in tools or [] %}{{ tool.function.parameters.properties.items() and '' }}{% endfor %}"
+)
+SYSTEM = (Message("system", "Be brief."), *chat("Hi").messages)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {}}}}}
+BARE = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("turns", "tool", "problem"),
+    [(SYSTEM[1:], TOOL, "does not write the tools"), (SYSTEM, BARE, "the chat template failed")],
+    ids=["turns without a place for tools", "tools that the template fails on"],
+)
+def test_a_record_with_refused_tools_is_refused_in_any_order_and_no_other_is(turns, tool, problem, order):
+    forms = KnownForms(Template(CALLING, {}), trusts_plain=False)
+    good = Conversation(SYSTEM, "good", tools=(TOOL,))
+    for record in (good, Conversation(turns, "bad", tools=(tool,)))[::order]:
+        if record is good:
+            forms.find(record)
+            continue
+        with pytest.raises(BadRecordError, match=problem):
+            forms.find(record)
+
+
+def test_a_record_with_an_id_that_the_template_fails_on_is_refused_alone():
+    """The templates of Mistral accept ids of 9 characters only."""
+    fails = "{% for call in m.tool_calls or [] if call.id | length != 9 %}{{ raise_exception('id') }}{% endfor %}"
+    forms = KnownForms(Template(PLAIN.replace("{{ m.content }}", fails + "{{ m }}"), {}), trusts_plain=False)
+    calls = [(ToolCall("f", {"x": 1}, id=name),) for name in ("1", "123456789")]
+    bad, good = (Conversation((Message("user", "Hi"), Message("assistant", "a", tool_calls=one)), "") for one in calls)
+    with pytest.raises(BadRecordError, match="the chat template failed"):
+        forms.find(bad)
+    forms.find(good)
 
 
 def test_what_is_known_of_the_shapes_of_conversations_takes_little_memory():

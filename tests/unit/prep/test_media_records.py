@@ -23,7 +23,7 @@ from harness.prep.fitting import fit_conversation
 from harness.prep.media import MediaLimits, draw_medium, measure
 from harness.prep.shards import Receipt, ShardJob, do_shard
 from harness.prep.sources.config import SourceConfig
-from harness.prep.sources.reading import SourceShard, read_shard
+from harness.prep.sources.reading import SourceChunk, SourceShard, read_shard
 from harness.prep.spool import Spool
 from harness.prep.tokenize import ChatTokenizer, TokenizerConfig
 from harness.records import Pack
@@ -98,6 +98,13 @@ def test_paths_are_relative_to_the_file_of_the_record(tmp_path: Path):
     bad = READER.parse(record, "here")
     assert isinstance(bad, BadRecord)
     assert bad.detail == "`images[0]` (turn 1) is not in the record itself, as base64"
+
+
+def test_paths_in_a_file_of_the_root_folder_are_relative_to_it(tmp_path: Path):
+    (tmp_path / "a.png").write_bytes(CAT)
+    record = json.dumps(turns("<image>What?", images=[f"{tmp_path}/a.png"[1:]])).encode()
+    (parsed,) = SourceChunk("/chats.jsonl", "line", 1, [record], len(record), READER).parse()
+    assert parts_of(parsed) == [("image", CAT), "What?"]
 
 
 @pytest.mark.parametrize(
@@ -293,6 +300,25 @@ def test_each_sequence_of_a_conversation_has_the_media_up_to_its_turn(tokenizers
     assert [[one.data for one in sequence.view.media] for sequence in made] == [[HELLO], [HELLO, BYE, HELLO]]
     for view in (sequence.view for sequence in made):
         assert Pack(view.input_ids, view.loss_mask, np.zeros(1, np.int32), view.media).problem() is None
+
+
+@pytest.mark.parametrize(("num_written", "media"), [(1, None), (2, [[CAT, DOG]])])
+def test_a_template_that_leaves_out_a_later_medium_is_refused(num_written, media, tokenizers):
+    own = Path(tokenizers["qwen3_vl"].name)
+    (own / "first.jinja").write_text(
+        "{% set seen = namespace(n=0) %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+        f"{{% set seen.n = seen.n + 1 %}}{{% if seen.n <= {num_written} %}}<|image_pad|>{{% endif %}}"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config = TokenizerConfig(kind="huggingface", name=str(own), chat_template=str(own / "first.jinja"))
+    (made,) = ChatTokenizer(config).encode_each([READER.parse(CHATS["image"], "here")])
+    if media is None:
+        assert isinstance(made, BadRecord), made
+        assert made.detail == "the chat template writes 1 placeholders of media, and there are 2"
+    else:
+        assert [[one.data for one in sequence.view.media] for sequence in made] == media
 
 
 @pytest.mark.parametrize("over_long", ["drop", "cut", "split"])

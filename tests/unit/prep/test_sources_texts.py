@@ -120,6 +120,15 @@ def test_a_file_that_is_not_what_its_name_says_is_refused_with_the_fix(tmp_path,
     assert fix in error.value.fix
 
 
+@pytest.mark.parametrize("broken", [b'["\xed\xa0\x80"]', b'["\\x"]'])
+def test_a_broken_list_on_the_first_line_of_jsonl_is_one_bad_record_as_on_any_line(tmp_path, broken):
+    file = tmp_path / "chats.jsonl"
+    file.write_bytes(broken + b"\n" + json.dumps(chat("Hi")).encode() + b"\n" + broken)
+    first, second, third = read_all(file)
+    assert isinstance(second, Conversation)
+    assert first.reason == third.reason in (BadReason.NOT_UTF8, BadReason.NOT_JSON)
+
+
 def test_marks_line_ends_of_windows_and_nul_bytes_in_jsonl(tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_bytes(

@@ -68,6 +68,14 @@ def test_a_restored_pack_that_is_too_large_by_current_sizes_is_split() -> None:
     assert packer.open_keys == [[0, 1], [2]]
 
 
+def test_packs_restored_beyond_the_maximum_are_completed_one_at_a_time() -> None:
+    packer: StreamPacker[int] = StreamPacker(10, max_open=2)
+    packer.restore([[member(number, 5)] for number in range(4)])
+    done = [packer.add(member(number, 2)) for number in range(4, 7)]
+    assert [[one.key for one in pack or []] for pack in done] == [[0, 4], [1, 5], []]
+    assert packer.open_keys == [[2, 6], [3]]
+
+
 def test_a_pack_joins_its_members_end_to_end_and_counts_their_media_from_its_first_token() -> None:
     pack = pack_of([member(7, 3), member(9, 2)])
     assert (pack.input_ids.tolist(), pack.seq_start_id.tolist()) == ([7, 7, 7, 9, 9], [0, 3])
