@@ -51,17 +51,17 @@ LINES = {
     "harness/megatron": 9_886,
     "harness/parity": 2_419,
     "harness/plan": 5_307,
-    "harness/prep": 10_181,
+    "harness/prep": 10_182,
     "harness/recipes": 20,
     "harness/schedule": 1_152,
     "harness/storage": 2_442,
     "harness/train": 2_416,
     "recipes": 471,
-    "tests": 61_060,
+    "tests": 61_162,
     "tests/benchmarks": 2_809,
 }
 SHAPE = {
-    "core ring, lines": 19_149,
+    "core ring, lines": 19_146,
     "from packs to the optimizer's step, lines": 4_112,
     "own frames from the command to the model": 10,
     "modules that `harness --help` imports": 6,
@@ -72,7 +72,7 @@ SHAPE = {
     "mock.patch outside the CPU stand-in": 1,
     "Markdown by hand, kB": 100,
 }
-MOST_LINES_IN_ALL = 59_141
+MOST_LINES_IN_ALL = 59_142
 
 
 def tree(path: Path) -> ast.Module:
