@@ -1,4 +1,4 @@
-"""Six formats, one dataset: whatever the layout on disk, the same packs, order and fingerprint.
+"""Six storage formats with the same packs, order and fingerprint.
 
     reader = open_dataset("data/sft")                   a path, glob or URI; files of other tools open too
     pack = reader[0]; packs = reader.read([3, 1])
@@ -7,10 +7,10 @@
     convert_dataset("data/sft", "out", format="jsonl")  verified against the source
     verify_dataset("out")                               every problem; [] if there is none
 
-A dataset is a folder of shards, an index of lengths and checksums, and a manifest that is written last: a folder
-without one is an incomplete dataset, which is refused. Images and sounds lie beside the shards (`media`). Read
-`opening`, `reader`, `index`, `manifest` and `writer` in this order; `base` is the interface that a new format
-implements, in a module of `layouts`.
+A dataset is a folder of shards, an index of lengths and checksums, and a manifest that is written last; a folder
+without a manifest is an incomplete dataset, which is refused. Images and sounds are in files next to the shards (see
+`media`). Read `opening`, `reader`, `index`, `manifest` and `writer` in this order. A new format is a module of
+`layouts` that implements the interface in `base`.
 """
 
 from harness.formats.base import FORMATS, load_format

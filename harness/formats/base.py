@@ -1,4 +1,4 @@
-"""The interface of a format, and the registry of formats. `reader` and `writer` do everything that formats share."""
+"""Interface and registry of formats; `reader` and `writer` contain everything that formats share."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from harness.storage.files import OutputFile
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 
-# Each is a module of `layouts` that defines `FORMAT`: a new format is one module and its name here. Files without a
-# manifest are tried in this order; parquet is last because pyarrow takes longest to import.
+# Modules of `layouts`, each of which defines `FORMAT`; add a new format's module here. Files without a manifest are
+# tried in this order; parquet is last because pyarrow takes longest to import.
 FORMATS = ("npy", "memmap", "binidx", "jsonl", "virtual", "parquet")
 
 File = TypeVar("File", OutputFile, NpyStream)
 
 
 class PackPart(NamedTuple):
-    """The tokens of a pack that are needed: `spans`, int64 [n, 2], first and end of each, of its `num_tokens`."""
+    """Required part of a pack of `num_tokens`: `spans`, int64 [n, 2], start and end of each span of tokens."""
 
     num_tokens: int
     spans: Int64Array
 
     def segments(self, size: int) -> Int64Array:
-        """Return the numbers of the segments of `size` tokens that have some of them, int64, ascending."""
+        """Return the indices of segments of `size` tokens that overlap the spans, int64, ascending."""
         counts = np.zeros(self.num_tokens // size + 2, np.int64)
         np.add.at(counts, self.spans[:, 0] // size, 1)
         np.add.at(counts, (self.spans[:, 1] - 1) // size + 1, -1)
@@ -48,7 +48,7 @@ class PackPart(NamedTuple):
 class ShardReader(ABC):
     """The open files of one shard, used by one process only.
 
-    `entry` are the local copies that the files are, which are evicted only once this is gone; None for others.
+    `entry` protects local copies of the files from eviction while the shard is open; None for other files.
     """
 
     num_packs: int
@@ -56,41 +56,41 @@ class ShardReader(ABC):
 
     @abstractmethod
     def read_row(self, row: int) -> Pack:
-        """Read the pack of a row, which is within bounds, into arrays of its own.
+        """Read the pack of a valid row into new arrays.
 
-        Raises FormatError for unreadable data; the caller compares checksums.
+        Raises FormatError for unreadable data. The caller verifies checksums.
         """
 
     def read(self, rows: Sequence[int], parts: Sequence[PackPart] = ()) -> list[tuple[Pack, int | None]]:
-        """Read packs in the order of `rows`: at least `parts` of them, all of each if none are given.
+        """Read packs in the order of `rows`, at least the given `parts` of them, by default all.
 
-        Each has -1 for the ids that were not read, and then the digest that all its ids should have; None if whole.
+        Ids that were not read are -1. A partial pack comes with the digest of all its ids, a complete one with None.
         """
         return [(self.read_row(row), None) for row in rows]
 
     def contents(self) -> IndexPart:
-        """Gather index entries, for files without a manifest; by default from every pack."""
+        """Compute index entries for files without a manifest, by default by reading every pack."""
         lengths = [self.read_row(row).sequence_lengths for row in range(self.num_packs)]
         counts = np.array([len(one) for one in lengths], np.int64)
         return IndexPart(counts, np.concatenate([np.zeros(0, np.int32), *lengths]))
 
     @abstractmethod
     def where(self, row: int) -> str:
-        """Return file and position of a row, for error messages."""
+        """Return the file and position of a row, for error messages."""
 
     def media_place(self, place: Place, _shard: int) -> Place:
-        """Return the file with the media of the shard at `place`; a plan returns that of a shard of its store."""
+        """Return the media file of the shard at `place`; a plan returns that of a shard of its store."""
         place = place if self.entry is None else self.entry.folder / place.name
         return place.parent / media_name(place.name)
 
     def close(self) -> None:  # noqa: B027
-        """Close the files; maps need nothing, because they end with the reader's arrays."""
+        """Close the files; memory maps are closed with the arrays that use them."""
 
 
 class ShardWriter(ABC, Generic[File]):
-    """The files of one shard, which exist under their names only once it is finished.
+    """Writer of the files of one shard, which get their names when it is finished.
 
-    `files` starts them, in this order; those that were started are dropped if one cannot be.
+    `files` creates them in order; if one cannot be created, the others are removed.
     """
 
     def __init__(self, names: Sequence[str], files: Iterable[File]) -> None:
@@ -104,12 +104,12 @@ class ShardWriter(ABC, Generic[File]):
 
     @abstractmethod
     def append(self, pack: Pack) -> None:
-        """Add a pack that keeps the invariants."""
+        """Add a valid pack."""
 
     def finish(self, _metadata: Mapping[str, bytes], /) -> list[str]:
         """Finish the files and return their names in the folder.
 
-        The metadata is not empty only for a dataset of a single file, which stores it inside if it can.
+        `_metadata` is non-empty only for a single-file dataset, which stores it in the file if supported.
         """
         for file in self._files:
             file.finish()
@@ -123,7 +123,7 @@ class ShardWriter(ABC, Generic[File]):
 def start_arrays(
     folder: Folder, name: str, arrays: Mapping[str, npt.DTypeLike], widths: Mapping[str, int], *, zeros: Sequence[str]
 ) -> Iterator[NpyStream]:
-    """Start the arrays of a shard that is a folder; those of `widths` have rows, and those of `zeros` begin with 0."""
+    """Yield streams for the arrays of a folder shard; arrays in `widths` have rows, those in `zeros` start with 0."""
     for array, dtype in arrays.items():
         stream = NpyStream(folder.create_file(f"{name}/{array}"), np.dtype(dtype), width=widths.get(array))
         if array in zeros:
@@ -136,23 +136,23 @@ class Format:
     """A storage format.
 
     Attributes:
-        name: its key in the registry.
-        shard_template: path of a shard inside a dataset folder, to be formatted with its number.
-        suffixes: of files that `open_dataset` takes.
-        files_per_shard: file descriptors that an open shard holds.
-        write_shard: start the shard of a name in a folder, given the tokens that no pack exceeds, and the packs of a
-            Parquet row group, which other tools decode at once; other formats have none.
+        name: key in the registry.
+        shard_template: format string for the path of a shard in the dataset folder, given its number.
+        suffixes: suffixes of files that `open_dataset` accepts.
+        files_per_shard: number of file descriptors of an open shard.
+        write_shard: create a shard, given folder, name, pack size, and packs per Parquet row group, which other tools
+            decode at once; ignored by other formats.
         open_shard: open a shard at its file, or at the common prefix of its files' names: a Path, or with `in_buckets`
-            any Place. The number, if known, is the pack size, which bounds how much memory damaged files can claim. The
-            format of plans also takes `folder`, that of the dataset.
-        find_bare: shards (in natural order) of a file, folder or prefix without a manifest; empty if it is not this
-            format's layout.
-        is_own: whether this package wrote the shard at a place that has the name of one; other tools use such names.
-        shard_files: endings of the files of a shard after its path.
-        has_checksums: whether shards carry checksums of their own content.
-        single_file_suffix: a destination with this suffix is written as one file without a folder; "" if never.
-        in_buckets: whether shards are read from object storage by ranges, and go there as they are written; if not,
-            they are read from local copies, and uploaded once they are whole.
+            any Place. The pack size, if known, limits how much memory damaged files can claim. The format of plans also
+            takes the dataset's `folder`.
+        find_bare: return the shards (in natural order) of a file, folder or prefix without a manifest; empty if it is
+            not in this format's layout.
+        is_own: return True if this package wrote a file with the name of a shard; other tools use such names, too.
+        shard_files: suffixes that the files of a shard add to its path.
+        has_checksums: True if shards contain checksums of their own content.
+        single_file_suffix: a destination with this suffix becomes a single file without a folder; "" if unsupported.
+        in_buckets: True if shards are read by ranges from object storage and streamed to it; otherwise they are read
+            from local copies and uploaded when complete.
     """
 
     name: str
@@ -174,11 +174,11 @@ class Format:
 
     @property
     def shard_pattern(self) -> str:
-        """Regular expression for names in a dataset folder that look like (part of) a shard."""
+        """Regular expression for names in a dataset folder that look like a shard or its files."""
         return rf".*({'|'.join(map(re.escape, self.suffixes))})" if self.suffixes else r"shard_\d+"
 
     def find_shards(self, names: Iterable[str]) -> dict[int, str]:
-        """Return the shards among the names of a dataset folder, by number."""
+        """Return the shards among the names in a dataset folder, by number."""
         shards: dict[int, str] = {}
         start, _, rest = self.shard_template.partition("{")
         pattern = re.compile(f"({re.escape(start)}([0-9]{{5,18}}){re.escape(rest.partition('}')[2])})(.*)", re.DOTALL)
@@ -190,7 +190,7 @@ class Format:
 
 
 def load_format(name: str) -> Format:
-    """Return the format of that name; raises ConfigError for an unknown one."""
+    """Return the format with this name; raises ConfigError if it is unknown."""
     name = "npy" if name == "legacy_npy_pickle" else name  # its name in other tools
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}", where="format", fix=f"use one of {', '.join(FORMATS)}")
@@ -199,14 +199,14 @@ def load_format(name: str) -> Format:
 
 
 def find_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return a file, or the files of a folder in natural order, that have one of these suffixes."""
+    """Return a file, or the files of a folder in natural order, with one of these suffixes."""
     found = list(path.iterdir()) if path.is_dir() else [path]
     found = [entry for entry in found if entry.name.endswith(suffixes) and entry.is_file()]
     return sorted(found, key=lambda entry: natural_key(entry.name))
 
 
 def find_folders(path: Path, names: Sequence[str]) -> list[Path]:
-    """Return a folder, or the folders inside it in natural order, that have files of all these names."""
+    """Return a folder, or its subfolders in natural order, that contain files with all these names."""
 
     def has_all(folder: Path) -> bool:
         return all((folder / name).is_file() for name in names)
@@ -217,7 +217,7 @@ def find_folders(path: Path, names: Sequence[str]) -> list[Path]:
 
 
 def make_pack(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array) -> Pack:
-    """Build a pack of arrays that already have its dtypes, without conversions: half a mapped read's time."""
+    """Build a pack from arrays of the right dtypes without conversions, which would double a mapped read's time."""
     pack: Pack = object.__new__(Pack)
     object.__setattr__(pack, "input_ids", input_ids)
     object.__setattr__(pack, "loss_mask", loss_mask)

@@ -1,4 +1,4 @@
-"""Converting a dataset from any format to any other, pack by pack."""
+"""Conversion of datasets between formats, pack by pack."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def convert_dataset(
     overwrite: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Manifest:
-    """Write a dataset again in another format, then read it back and compare the fingerprints of both sides.
+    """Write a dataset in another format, then read it back and compare the fingerprints.
 
-    Memory does not grow with the dataset, except for `npy`, of which up to 64 unpickled shards are kept. The same call
-    after an interruption continues after the last whole shard; a finished destination with the content of the source
-    and the pack size is not written again. Returns the destination's manifest.
+    Memory does not grow with the dataset, except for `npy`, of which up to 64 unpickled shards are kept. After an
+    interruption, the same call resumes after the last complete shard. A finished destination with the same content and
+    pack size is not written again. Returns the destination's manifest.
 
     Args:
-        source: as for `open_dataset`.
-        destination, packs_per_shard, rows_per_group, overwrite: as for `open_writer`.
-        pack_size: tokens that no pack exceeds; the source's if None.
-        progress: called with the stage (`convert`, `compare`), packs done and packs in total.
+        source: as in `open_dataset`.
+        destination, packs_per_shard, rows_per_group, overwrite: as in `open_writer`.
+        pack_size: maximum number of tokens in a pack; None for the source's.
+        progress: called with the stage (`convert`, `compare`), packs done and total packs.
 
     Raises:
-        ConfigError: source and destination are the same, or the destination has the packs of the source.
+        ConfigError: source and destination are the same, or the destination contains the packs of the source.
         FormatError: the source cannot be read, a pack cannot be expressed in the format, the destination cannot be
-            written, or its content differs from the source in the end (the error names the first pack that does).
+            written, or its content differs from the source (the error names the first different pack).
     """
     format = load_format(format).name
     with closing(open_dataset(source)) as reader:

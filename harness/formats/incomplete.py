@@ -1,4 +1,4 @@
-"""Datasets without a whole manifest: surveyed, and repaired if every shard is whole."""
+"""Survey of datasets without an intact manifest, and repair if all shards are complete."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _UNKNOWN = "provenance (tokenizer, chat template, packer, seed, mask) is lost; p
 
 @dataclass
 class Survey:
-    """The state of an incomplete dataset, after reading all of its packs, as far as it is whole.
+    """State of an incomplete dataset after reading all of its packs.
 
-    A repair is possible if there are no `problems`; `notes` are what it cannot restore or check.
+    It can be repaired if there are no `problems`; `notes` describe what cannot be restored or checked.
     """
 
     folder: LocalFolder
@@ -49,7 +49,7 @@ class Survey:
 
 
 def survey_folder(folder: LocalFolder, progress: Callable[[int, int], None] | None = None) -> Survey:
-    """Read all shards of a folder without a whole manifest, and compare them with what is left of the index."""
+    """Read all shards of a folder without an intact manifest, and compare them with the remaining index files."""
     survey, names, traces = Survey(folder), folder.names(), find_traces(folder)
     if MARKER_NAME in names:
         survey.note("a write is in progress or was interrupted", MARKER_NAME)
@@ -109,7 +109,7 @@ def _survey_shard(survey: Survey, format: Format, name: str) -> None:
 
 
 def _compare_index(survey: Survey, format: Format) -> None:
-    """Compare the packs with the files of the index, which cover order and number of packs."""
+    """Compare the packs with the index files, which determine order and number of packs."""
     folder = survey.folder
     if not survey.parts:
         return
@@ -134,14 +134,14 @@ def _compare_index(survey: Survey, format: Format) -> None:
 def repair_manifest(
     path: str, *, progress: Callable[[int, int], None] | None = None
 ) -> tuple[Manifest | None, list[Problem], list[str]]:
-    """Write index and manifest again from whole shards; nothing is written unless every pack is whole.
+    """Rewrite index and manifest from complete shards; write nothing unless every pack is intact.
 
-    A pack is whole if it has the checksum that the index has for it, or if its format keeps checksums in the shards.
-    Returns the manifest, None if it was not written; the problems that prevent it; what could not be restored.
+    A pack is intact if it matches its checksum in the index, or if its format stores checksums in the shards. Returns
+    the manifest, or None if it was not written; the problems that prevented it; and what could not be restored.
 
     Args:
-        path: folder on a disk (ConfigError for others) of a dataset whose manifest is missing or damaged.
-        progress: called with shards read and shards in total.
+        path: local folder (ConfigError otherwise) of a dataset whose manifest is missing or damaged.
+        progress: called with shards read and total shards.
     """
     folder = open_folder(path)
     if not isinstance(folder, LocalFolder) or not folder.place.is_dir():
@@ -164,7 +164,7 @@ def repair_manifest(
             fingerprint=fingerprint,
             shards=tuple(survey.shards),
             index=folder.describe(INDEX_NAMES),
-            # Without it, masks of weights would not be read.
+            # Without it, masks with weights would be refused.
             provenance=Provenance(mask={"weights": "hundredths"} if survey.max_weight > 1 else {}),
             **asdict(survey.totals),
         ).sealed()

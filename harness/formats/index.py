@@ -1,6 +1,6 @@
-"""The index of a dataset: where each pack's sequences are, how long they are, and each pack's checksum.
+"""Index of a dataset: pack offsets, sequence lengths, and pack checksums.
 
-Digests of packs and datasets are equal in every format.
+Digests of packs and datasets are equal in all formats.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ SEQUENCE_LENGTHS = f"{INDEX_FOLDER}/sequence_lengths.npy"
 PACK_CHECKSUMS = f"{INDEX_FOLDER}/pack_checksums.npy"
 INDEX_NAMES = (PACK_OFFSETS, SEQUENCE_LENGTHS, PACK_CHECKSUMS)
 
-FINGERPRINT_NAME = "fingerprint.json"  # beside the manifest of a plan
+FINGERPRINT_NAME = "fingerprint.json"  # next to the manifest of a plan
 
-# Entries handled at a time when an index is written: bounds memory at any number of sequences.
+# Entries processed at a time, which bounds memory for any number of sequences.
 _BLOCK = 1 << 18
 
-# Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
+# Typed loosely, because type checkers treat numpy arrays as buffers only from Python 3.12 on.
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
 
 
 def content_digest(
     input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array, ids_digest: int | None = None
 ) -> int:
-    """Digest of a pack's content: xxh3_64 of each array's little-endian bytes, each seeded with the one before.
+    """Return the digest of a pack: xxh3_64 of each array's little-endian bytes, seeded with the previous digest.
 
-    In this order: input_ids int32, loss_mask uint8, seq_start_id int32; the first with seed 0. The arrays must be
-    contiguous. Measured: half the time of one digest fed in pieces. `ids_digest` is that of ids that are not all there.
+    The order is input_ids int32 (seed 0), loss_mask uint8, seq_start_id int32; arrays must be contiguous. Measured:
+    half the time of one incremental digest. `ids_digest` replaces the digest of incomplete ids.
     """
     return _xxh3(seq_start_id, _xxh3(loss_mask, _xxh3(input_ids) if ids_digest is None else ids_digest))
 
 
 def sequence_digest(input_ids: Int32Array, loss_mask: UInt8Array) -> int:
-    """Digest of one sequence, of contiguous arrays: xxh3_64 of its loss_mask, seeded with that of its input_ids."""
+    """Return the digest of a sequence of contiguous arrays: xxh3_64 of loss_mask, seeded with that of input_ids."""
     return _xxh3(loss_mask, _xxh3(input_ids))
 
 
 def pack_digest(pack: Pack) -> int:
-    """`content_digest` of a pack whose arrays may be strided views, and of its media."""
+    """Return the digest of a pack, which may have strided arrays and media; see `content_digest`."""
     ids, mask, starts = map(np.ascontiguousarray, (pack.input_ids, pack.loss_mask, pack.seq_start_id))
     digest = content_digest(ids, mask, starts)
     return fold_media(digest, media_rows(pack), pack.seq_start_id) if pack.media else digest
 
 
 def dataset_fingerprint(digests: Iterable[UInt64Array]) -> str:
-    """xxh3_128 (hexadecimal) over the per-pack digests in dataset order, given in any number of pieces."""
+    """Return the xxh3_128 hash (hexadecimal) of all pack digests in dataset order, given in any number of pieces."""
     total = xxhash.xxh3_128()
     for piece in digests:
         total.update(np.ascontiguousarray(piece, dtype="<u8").data)
@@ -73,13 +73,13 @@ def dataset_fingerprint(digests: Iterable[UInt64Array]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PackIndex:
-    """Lengths of a dataset's sequences, as read-only arrays (memory-mapped if they come from an index folder).
+    """Index arrays of a dataset, read-only (memory-mapped if they come from an index folder).
 
     Attributes:
-        pack_offsets: int64 [packs + 1]; pack p holds sequences pack_offsets[p] to pack_offsets[p + 1].
+        pack_offsets: int64 [packs + 1]; pack p contains sequences pack_offsets[p] to pack_offsets[p + 1].
         sequence_lengths: int32 [sequences], stored tokens.
         checksums: uint64 [packs], `pack_digest` of each pack; None for files without a manifest, and for plans.
-        media: MEDIA_DTYPE [media]; None for datasets without.
+        media: MEDIA_DTYPE [media]; None for datasets without media.
     """
 
     pack_offsets: Int64Array
@@ -91,10 +91,10 @@ class PackIndex:
 def lengths_from_starts(
     num_tokens: Int64Array, starts: npt.NDArray[Any], offsets: npt.NDArray[Any], *, where: str, first_row: int = 0
 ) -> Int32Array:
-    """Compute sequence lengths, int32 [sequences], of packs that store where their sequences start.
+    """Compute sequence lengths, int32 [sequences], from the sequence starts of packs.
 
-    `num_tokens` are int64 [packs]; pack p has starts[offsets[p]:offsets[p + 1]], and offsets are integers [packs + 1].
-    Errors name the file `where`, and packs counted from `first_row`.
+    `num_tokens` is int64 [packs]; the starts of pack p are starts[offsets[p]:offsets[p + 1]]; `offsets` is [packs + 1].
+    Errors name the file `where` and the pack, counted from `first_row`.
     """
     counts = np.diff(offsets.astype(np.int64))
     if counts.shape[0] == 0:
@@ -104,7 +104,7 @@ def lengths_from_starts(
         raise FormatError(f"pack {row:,} refers to no sequences, or to more than are stored", where=where)
     own = starts[int(offsets[0]) : int(offsets[-1])]
     zeros = 0
-    # Before memory is spent on them: a file with a hole reads as any number of zeros, and takes no space.
+    # Check before allocating memory: a sparse file can claim any number of zeros without using disk space.
     for begin in range(0, own.shape[0], _BLOCK):
         zeros += int(np.count_nonzero(own[begin : begin + _BLOCK] == 0))
         if zeros > counts.shape[0] + _BLOCK:
@@ -126,24 +126,24 @@ def lengths_from_starts(
 
 
 def index_names(manifest: Manifest) -> tuple[str, ...]:
-    """Return the files of a dataset's index. A plan has no checksums of packs: it is written without reading them."""
+    """Return the names of a dataset's index files; a plan is written without reading packs and has no checksums."""
     names = INDEX_NAMES if manifest.fingerprint else (PACK_OFFSETS, SEQUENCE_LENGTHS)
     return (*names, INDEX) if manifest.num_media else names
 
 
 def check_offsets(offsets: Int64Array, end: int, *, where: object) -> None:
-    """Raise FormatError unless offsets rise strictly from 0 to `end`."""
+    """Raise FormatError unless offsets increase strictly from 0 to `end`."""
     if offsets.shape[0] < 2 or offsets[0] != 0 or offsets[-1] != end or (offsets[1:] <= offsets[:-1]).any():
         raise FormatError(f"the offsets do not rise from 0 to {end:,}", where=str(where), fix="copy the dataset again")
 
 
 def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
-    """Map the index of a dataset folder, on a disk or in a local copy, after hashing each of its bytes.
+    """Memory-map the index of a dataset folder or its local copy, after verifying its hashes.
 
-    Every batch is planned from these lengths, and no pack reveals that they are wrong: so they are compared with the
-    manifest's hashes here, once a process. Measured: 30 ms for 13 million sequences in 2 million packs.
+    All batches are planned from these lengths, and no pack would reveal an error in them, so they are compared with the
+    manifest's hashes once per process. Measured: 30 ms for 13 million sequences in 2 million packs.
     """
-    # Kept until all is mapped: a map outlives the eviction of its file.
+    # Keep the entry until all files are mapped; maps remain valid after eviction.
     entry = folder.fetch(manifest.index)
     root = entry.folder
     for error in file_problems(LocalFolder(root), manifest.index, "file of the index", hashes=True):
@@ -159,7 +159,7 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
     media = None
     if manifest.num_media:
         media = map_npy(root / INDEX, MEDIA_DTYPE, (manifest.num_media,))
-        # Those of a plan are of the shards of its store.
+        # Media of a plan refer to shards of its store.
         num_shards = len(manifest.shards) if manifest.fingerprint else np.iinfo(np.int32).max
         check_rows(media, lengths, num_shards, where=str(root / INDEX))
     return PackIndex(offsets, lengths, checksums, media)
@@ -167,15 +167,15 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
 
 @dataclass(frozen=True, eq=False)
 class IndexPart:
-    """The index entries of one shard.
+    """Index entries of one shard.
 
     Attributes:
-        sequence_counts: int32 [packs]; int64 where they are gathered from the shard's own files.
+        sequence_counts: int32 [packs], or int64 if computed from the shard's files.
         sequence_lengths: int32 [sequences].
-        checksums: uint64 [packs]; empty where the files do not hold their own index.
-        media: numbered as those of the first sequences of the first shard.
-        pack_size: as stored in the files, or None if they do not have it.
-        manifest: if the file holds its own.
+        checksums: uint64 [packs]; empty if the files contain no index.
+        media: rows with sequences numbered from 0 and shard 0.
+        pack_size: pack size stored in the files, if any.
+        manifest: manifest stored in the file, if any.
     """
 
     sequence_counts: Int32Array | Int64Array
@@ -191,7 +191,7 @@ class IndexPart:
 
     @classmethod
     def from_bytes(cls, data: bytes, num_packs: int, num_sequences: int, num_media: int = 0) -> IndexPart:
-        """Parse `to_bytes`; raises ValueError for another number of bytes."""
+        """Parse the result of `to_bytes`; raises ValueError for a wrong number of bytes."""
         ends = np.cumsum([4 * num_packs, 4 * num_sequences, 8 * num_packs, MEDIA_DTYPE.itemsize * num_media])
         if min(num_packs, num_sequences, num_media) < 0 or ends[-1] != len(data):
             raise ValueError(f"{len(data)} bytes for {num_packs} packs of {num_sequences} sequences")
@@ -212,9 +212,9 @@ class IndexBuilder:
         self._num_sequences = self._num_tokens = self._num_trained = self._num_media = 0
 
     def append(self, pack: Pack, media: MediaRows | None = None) -> None:
-        """Add a pack, and the rows of its media as `MediaWriter` returns them."""
+        """Add a pack and the rows of its media returned by `MediaWriter`."""
         starts = np.ascontiguousarray(pack.seq_start_id)
-        # A fifth of what np.diff with `append` takes, once a pack.
+        # Takes a fifth of the time of np.diff with `append`.
         lengths = np.empty_like(starts)
         np.subtract(starts[1:], starts[:-1], out=lengths[:-1])
         lengths[-1] = len(pack) - starts[-1]
@@ -248,7 +248,7 @@ class IndexBuilder:
 
 
 def write_index(folder: Folder, load_parts: Callable[[], Iterator[IndexPart]], totals: Totals) -> str:
-    """Write the index files from parts, reading one at a time and each once; return the dataset's fingerprint."""
+    """Write the index files from parts, loaded one at a time for each file; return the dataset's fingerprint."""
 
     def offsets() -> Iterator[npt.NDArray[Any]]:
         yield np.zeros(1, np.int64)
@@ -277,7 +277,7 @@ def write_index(folder: Folder, load_parts: Callable[[], Iterator[IndexPart]], t
 
 
 def write_npy(folder: Folder, name: str, dtype: np.dtype[Any], count: int, pieces: Iterable[npt.NDArray[Any]]) -> None:
-    """Write arrays of `count` numbers or rows in total as one `.npy` file, a block at a time."""
+    """Write pieces with `count` elements in total as one `.npy` file, one block at a time."""
 
     def blocks() -> Iterator[bytes | memoryview]:
         written = 0
@@ -293,9 +293,9 @@ def write_npy(folder: Folder, name: str, dtype: np.dtype[Any], count: int, piece
 
 @dataclass(frozen=True)
 class KeptFingerprint:
-    """The fingerprint of a plan in a file of its folder, or of a folder in the local cache for one in object storage.
+    """Fingerprint of a plan, stored in its folder, or in the local cache if the plan is in object storage.
 
-    It is valid for the manifest that the plan was opened with, and so for one plan over one store.
+    It is valid for one manifest, and therefore for one plan over one store.
     """
 
     folder: Path
@@ -309,7 +309,7 @@ class KeptFingerprint:
         return cls(Path(folder.where()), digest)
 
     def load(self) -> str | None:
-        """Return the fingerprint, or None if it is not known."""
+        """Return the stored fingerprint, or None if there is none."""
         try:
             values = json.loads((self.folder / FINGERPRINT_NAME).read_bytes())
             return str(values["fingerprint"]) if values["manifest_xxh3"] == self.manifest_xxh3 else None
@@ -317,13 +317,13 @@ class KeptFingerprint:
             return None
 
     def take(self, compute: Callable[[], str]) -> str:
-        """Return the kept fingerprint, or compute and keep it.
+        """Return the stored fingerprint, or compute and store it.
 
-        All ranks of a job ask at once: one of each node computes, the others wait for it. If the folder is read-only,
+        If all ranks of a job call this at once, one per node computes and the others wait. If the folder is read-only,
         every call computes.
         """
         with contextlib.ExitStack() as stack:
-            # Some network file systems have no locks; there every process computes.
+            # On network file systems without locks, every process computes.
             with contextlib.suppress(OSError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(self.folder, os.O_RDONLY)

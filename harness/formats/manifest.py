@@ -1,4 +1,4 @@
-"""The manifest of a dataset folder. It is written last: a folder without one holds no dataset."""
+"""The manifest of a dataset folder, which is written last: a folder without one is not a dataset."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from harness.storage import Folder, LocalFolder, StoredFile
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 2
-# Of datasets with media: programs that do not know of these must not read the tokens alone.
+# Version of datasets with media, so that programs without media support do not read only the tokens.
 MEDIA_VERSION = 3
-# A hundred thousand shards fit; parsed, a hostile file takes up to 25 times its size.
+# Fits a hundred thousand shards. A malicious file can take 25 times its size when parsed.
 MAX_MANIFEST_BYTES = 64 << 20
 
 _COUNTS = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "num_media")
 _HEX64 = re.compile(r"[0-9a-f]{16}")
 _HEX128 = re.compile(r"[0-9a-f]{32}")
 _REQUIRED = {"format", "version", "fingerprint", "shards"}
-# Keys that the manifest of no other tool is known to have: three of them are ours, whatever happened to the others.
+# Keys that no manifest of other tools is known to contain: three of them identify a manifest of this package.
 _DISTINCTIVE = {"fingerprint", "shards", "index", "provenance", "num_packs", "num_trained_tokens"}
 
 
@@ -40,11 +40,11 @@ class Provenance:
         tokenizer_hash: digest of the tokenizer's files.
         chat_template_hash: digest of the chat template's text.
         settings_hash: digest of all preparation settings.
-        counts: free-form whole numbers, such as conversations read and dropped.
-        mask: how the loss mask was made, as text by name: `rule`, `why`, `history`, `train_on` and so on, `end_tokens`,
-            the JSON list of the tokens that end a turn, `schema`, that of the chats, `weights=hundredths` where
-            entries of the loss mask are weights from 0 to 100, and `media`, the rules of their placeholders. Empty for
-            datasets that do not record it.
+        counts: free-form integers, such as conversations read and dropped.
+        mask: how the loss mask was made, as strings by name: `rule`, `why`, `history`, `train_on` and so on;
+            `end_tokens`, a JSON list of the tokens that end a turn; `schema` of the chats; `weights=hundredths` if
+            entries of the loss mask are weights from 0 to 100; and `media`, the rules of placeholders. Empty if not
+            recorded.
     """
 
     tokenizer: str = ""
@@ -58,13 +58,13 @@ class Provenance:
 
     @property
     def max_weight(self) -> int:
-        """Largest entry that the loss mask may have: 1, or 100 in a dataset with weights."""
+        """Largest allowed entry of the loss mask: 1, or 100 in a dataset with weights."""
         return HUNDREDTHS if self.mask.get("weights") == "hundredths" else 1
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard: its path (a file, or what its files' names start with), its packs and its files."""
+    """One shard: path (a file, or the common prefix of its files), number of packs, and files."""
 
     path: str
     num_packs: int
@@ -78,10 +78,10 @@ class Manifest:
     A manifest stored inside a dataset's only file lists no shards and no index files: a file cannot hold its own hash.
 
     Attributes:
-        fingerprint: digest of the ordered content, equal across formats; empty for a plan over a sequence store,
-            which is written without reading the packs.
-        num_media: images and sounds; stored only where there are any.
-        checksum: digest of all other fields, in a stored manifest; empty in those of earlier versions.
+        fingerprint: digest of the ordered content, equal across formats; empty for a plan over a sequence store, which
+            is written without reading packs.
+        num_media: number of images and sounds; stored only if there are any.
+        checksum: digest of all other fields in a stored manifest; empty in earlier versions.
     """
 
     format: str
@@ -99,11 +99,11 @@ class Manifest:
     checksum: str = field(default="", compare=False)
 
     def to_json(self) -> str:
-        """Serialize with the checksum of what is serialized."""
+        """Serialize to JSON, including the checksum."""
         return json.dumps(self.sealed().to_plain(), indent=1) + "\n"
 
     def sealed(self) -> Manifest:
-        """Return this manifest with its own checksum."""
+        """Return this manifest with its checksum."""
         versioned = replace(self, version=MEDIA_VERSION if self.num_media else MANIFEST_VERSION)
         return replace(versioned, checksum=content_checksum(versioned.to_plain()))
 
@@ -115,7 +115,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "") -> Manifest:
-        """Parse and validate; raises FormatError that names the field."""
+        """Parse and validate JSON; raises FormatError that names the field."""
         return _parse(_parse_json(text, where), where)
 
     def save(self, folder: Folder) -> None:
@@ -140,7 +140,7 @@ class Totals:
 
 
 def file_problems(folder: Folder, files: Iterable[StoredFile], kind: str, *, hashes: bool) -> Iterator[FormatError]:
-    """Yield problems with existence and size of files, and with `hashes` with their content, which is read."""
+    """Yield problems with existence and size of files; with `hashes`, also read them and compare their hashes."""
     for stored in files:
         where = folder.where(stored.path)
         try:
@@ -161,18 +161,18 @@ def file_problems(folder: Folder, files: Iterable[StoredFile], kind: str, *, has
 
 
 def content_checksum(values: Mapping[str, Any]) -> str:
-    """xxh3_128 (hexadecimal) of a manifest's values as ASCII JSON of sorted keys without spaces.
+    """Return the xxh3_128 hash (hexadecimal) of a manifest's values as ASCII JSON with sorted keys and no spaces.
 
-    Every key counts, known or not, except `checksum` at the top.
+    Includes unknown keys and excludes the top-level `checksum`.
     """
     content = {name: value for name, value in values.items() if name != "checksum"}
     return str(xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")))
 
 
 def load_manifest(folder: Path | Folder) -> Manifest | None:
-    """Read a folder's manifest, or return None if it has none of ours: other tools also write a `manifest.json`.
+    """Read a folder's manifest; None if there is none, or if another tool wrote the `manifest.json`.
 
-    FormatError if it is unreadable, damaged, breaks an invariant, or was written by a newer version.
+    FormatError if it is unreadable, damaged, violates an invariant, or was written by a newer version.
     """
     folder = LocalFolder(folder) if isinstance(folder, Path) else folder
     where = folder.where(MANIFEST_NAME)
@@ -193,7 +193,7 @@ def load_manifest(folder: Path | Folder) -> Manifest | None:
 
 
 def _damaged(what: str, where: str) -> FormatError:
-    # A manifest that is stored inside a file has no folder to repair.
+    # A manifest stored inside a file has no folder to repair.
     fix = restore_hint(where.removesuffix(f"/{MANIFEST_NAME}")) if where.endswith(MANIFEST_NAME) else ""
     return FormatError(f"the manifest {what}", where=where, fix=fix)
 
@@ -213,7 +213,7 @@ def _parse_json(data: str | bytes, where: str) -> Any:
 
 
 def _parse(values: Any, where: str) -> Manifest:
-    """Build a manifest from its JSON values; raise FormatError for other keys, types, counts or names."""
+    """Build a manifest from its JSON values; raise FormatError for invalid keys, types, counts or names."""
     known = (MANIFEST_VERSION, MEDIA_VERSION)
     if not (isinstance(values, dict) and values.keys() >= _REQUIRED):
         raise _damaged("lacks format, version, fingerprint or shards", where)
@@ -222,7 +222,7 @@ def _parse(values: Any, where: str) -> Manifest:
         fix = "use the version of the program that wrote it, or write the dataset again"
         raise FormatError(what, where=where, fix=fix)
     try:
-        # Keys of later versions are left out; the checksum covers them.
+        # Ignore keys of later versions; the checksum includes them.
         origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
         manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
         problem = _count_problem(manifest) or _name_problem(manifest) or _content_problem(manifest, values)
@@ -236,7 +236,7 @@ def _parse(values: Any, where: str) -> Manifest:
 def _content_problem(manifest: Manifest, values: dict[str, Any]) -> str:
     unknown = values.keys() - {field.name for field in fields(Manifest)}
     if not manifest.checksum and unknown:
-        # A damaged name would otherwise turn a manifest with a checksum into one without.
+        # Otherwise, a damaged key `checksum` would disable the comparison.
         return f"has the unknown key {min(unknown)[:40]!r} and no checksum"
     digest = content_checksum(values)
     if manifest.checksum and digest != manifest.checksum:
@@ -251,7 +251,7 @@ def _count_problem(manifest: Manifest) -> str | None:
     if min(numbers) < 0 or max(numbers) >= 2**63 or any(shard.num_packs < 1 for shard in manifest.shards):
         return "has a negative count, one of 2^63 or more, or a shard without packs"
     pack_size, packs, sequences, tokens, trained, media = counts.values()
-    # A pack has a sequence at least, and that a token.
+    # A pack has at least one sequence, and a sequence at least one token.
     is_sound = 0 < packs <= sequences <= tokens <= packs * pack_size and max(trained, media) <= tokens
     is_sound &= (media > 0) == (manifest.version == MEDIA_VERSION) and stored in (packs, 0)
     shown = ", ".join(f"{name} {count:,}" for name, count in counts.items())

@@ -1,7 +1,7 @@
-"""The images and sounds of a dataset, in every format: files beside its shards, and an index of them.
+"""Images and sounds of a dataset, in all formats: files next to its shards, and an index of them.
 
-shard_000003.media    the media of the shard shard_000003, end to end; the same bytes are stored once
-index/media.npy       a row of MEDIA_DTYPE for each medium, in the order of sequences and of places in them
+shard_000003.media    media of shard_000003, end to end; identical bytes are stored once
+index/media.npy       a row of MEDIA_DTYPE for each medium, ordered by sequence and position
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.storage.inputs import ByteSource, read_ranges
 
 INDEX, SUFFIX = "index/media.npy", ".media"
 SHARDS = rf"(shard|chunk)_\d+\{SUFFIX}"  # names of files
-# Numbers of sequences are those of the dataset, starts are counted in the sequence; the kind is a place in MEDIA_KINDS.
+# Sequences are numbered in the dataset, starts are relative to the sequence, and kinds are indices into MEDIA_KINDS.
 MEDIA_DTYPE = np.dtype(
     {
         "names": ["sequence", "start", "tokens", "kind", "shard", "offset", "num_bytes", "xxh3"],
@@ -38,7 +38,7 @@ def media_name(shard: str) -> str:
 
 
 def media_rows(pack: Pack) -> MediaRows:
-    """Return the rows of a pack's media, numbered as its only sequences, without their places in a file."""
+    """Return the rows of a pack's media, with sequences numbered in the pack and without file offsets."""
     rows = np.zeros(len(pack.media), MEDIA_DTYPE)
     starts = np.array([one.start for one in pack.media], np.int64)
     rows["sequence"] = np.searchsorted(pack.seq_start_id, starts, side="right") - 1
@@ -51,10 +51,10 @@ def media_rows(pack: Pack) -> MediaRows:
 
 
 def fold_media(digest: int, rows: MediaRows, starts: Int32Array) -> int:
-    """Return the digest of a pack with media: xxh3_64 of their starts in it, tokens, kinds and hashes.
+    """Return the digest of a pack with media: xxh3_64 of their starts in the pack, tokens, kinds and hashes.
 
-    It is seeded with the digest of the pack without them. `starts` are those of the pack's sequences, from which the
-    rows are numbered.
+    The seed is the digest of the pack without media. `starts` are the starts of the pack's sequences, which `rows`
+    refer to.
     """
     if not rows.shape[0]:
         return digest
@@ -73,7 +73,7 @@ class MediaWriter:
         self._num_bytes = 0
 
     def append(self, pack: Pack) -> MediaRows:
-        """Write the media of a pack that keeps the invariants; returns their rows."""
+        """Write the media of a valid pack; return their rows."""
         rows = media_rows(pack)
         for row, one in zip(rows, pack.media, strict=True):
             digest = xxhash.xxh3_128_digest(one.data)
@@ -93,13 +93,13 @@ class MediaWriter:
 
 
 def find_rows(rows: MediaRows, first: int, last: int) -> range:
-    """Return the numbers of the rows of sequences `first` to `last`, without the last."""
-    # Not np.searchsorted, which would copy the whole column.
+    """Return the indices of the rows of sequences `first` to `last`, exclusive."""
+    # np.searchsorted would copy the whole column.
     return range(bisect_left(rows["sequence"], first), bisect_left(rows["sequence"], last))
 
 
 def media_tokens(rows: MediaRows | None, sequence_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return of each medium of some sequences the place of its sequence among them, and its tokens, int64 [media]."""
+    """Return for each medium of these sequences the place of its sequence and its tokens, int64 [media]."""
     numbers, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     if rows is not None and sequence_ids.shape[0]:
         firsts = np.append(0, np.flatnonzero(np.diff(sequence_ids) != 1) + 1)
@@ -114,10 +114,10 @@ def media_tokens(rows: MediaRows | None, sequence_ids: Int64Array) -> tuple[Int6
 def read_data(
     rows: MediaRows, numbers: Iterable[int], open_media: Callable[[int], tuple[ByteSource, Place]]
 ) -> dict[int, bytes]:
-    """Read the files of media, by the numbers of their rows; the same bytes once, and neighbors with one request.
+    """Read media by row index; identical bytes are read once, and neighbors with one request.
 
-    Raises FormatError for bytes that cannot be read or differ from what was written. `open_media` returns the open file
-    of the media of a shard, and its place.
+    Raises FormatError for bytes that cannot be read or differ from what was written. `open_media` returns the open media
+    file of a shard, and its place.
     """
     by_shard: dict[int, list[int]] = {}
     for number in dict.fromkeys(numbers):
@@ -147,7 +147,7 @@ def read_data(
 
 
 def check_rows(rows: MediaRows, lengths: Int32Array, num_shards: int, *, where: str) -> None:
-    """Raise FormatError unless each row is of a place in a sequence, after the row before, and of a shard."""
+    """Raise FormatError unless each row is inside a sequence, after the previous row, and in an existing shard."""
     sequence, start, tokens = (rows[name].astype(np.int64) for name in ("sequence", "start", "tokens"))
     is_bad = (sequence < 0) | (sequence >= lengths.shape[0]) | (start < 0) | (tokens < 1)
     is_bad |= start + tokens > lengths[np.clip(sequence, 0, lengths.shape[0] - 1)]

@@ -1,7 +1,7 @@
-"""Opening a dataset: a path is a dataset folder, bare files of some tool, or nothing, on a disk or in a bucket.
+"""Opening of datasets: dataset folders, and bare files of other tools, on a disk or in a bucket.
 
-A dataset without its manifest may lack shards too, and nothing in its files would show that. So the names of our index
-or of our shards make a folder an incomplete dataset, unless the files are those of another tool that uses such names.
+A dataset without its manifest may also lack shards, which its files would not show. Therefore, names of this package's
+index or shards make a folder an incomplete dataset, unless the files belong to another tool that uses such names.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from harness.storage import (
 from harness.storage.bucket import check_bucket, find_size
 from harness.storage.inputs import match_objects
 
-# Present while a writer is at work: distinguishes an interrupted write from a folder of another tool.
+# Exists while a writer is active; distinguishes an interrupted write from a folder of another tool.
 MARKER_NAME = "_writing"
 
 
@@ -56,16 +56,16 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
     """Open a stored dataset.
 
     Args:
-        path: a dataset folder; a folder, file or prefix of another tool in a layout that a format knows; a glob of
-            files, taken in natural order; or any of these in a bucket (`s3://`, `gs://`, `abfs://`, `az://`), where
-            Parquet is read by ranges and other formats from local copies (see `harness.storage`).
+        path: a dataset folder; a folder, file or prefix of another tool in a supported layout; a glob of files, opened
+            in natural order; or any of these in a bucket (`s3://`, `gs://`, `abfs://`, `az://`), where Parquet is read
+            by ranges and other formats from local copies (see `harness.storage`).
 
     Returns:
-        a reader, before any pack is read. Files of other tools are scanned for their lengths first.
+        a reader; no packs are read yet. Files of other tools are first scanned for their lengths.
 
     Raises:
-        FormatError: nothing is there, a write was interrupted, a dataset of ours lacks its manifest, or shards are
-            missing, cut short, extra or of another schema.
+        FormatError: the path does not exist, a write was interrupted, a dataset lacks its manifest, or shards are
+            missing, truncated, unexpected or of another schema.
     """
     text = str(path)
     try:
@@ -75,12 +75,12 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
 
 
 def holds_manifest(path: str | PathLike[str]) -> bool:
-    """Return whether a folder, on a disk or in object storage, has a manifest, without reading it."""
+    """Return True if a folder, on a disk or in object storage, has a manifest, without reading it."""
     return open_folder(path).exists(MANIFEST_NAME)
 
 
 def holds_dataset(path: str | PathLike[str]) -> bool:
-    """Return whether a folder, on a disk or in object storage, holds a dataset, whole or not."""
+    """Return True if a folder, on a disk or in object storage, contains a complete or incomplete dataset."""
     folder = open_folder(path)
     if isinstance(folder, LocalFolder) and not folder.place.is_dir():
         return False
@@ -88,10 +88,10 @@ def holds_dataset(path: str | PathLike[str]) -> bool:
 
 
 def find_splits(path: str) -> dict[str, str]:
-    """Return `train` and `validation` of a prepared folder, as far as they are there; none if it is a dataset itself.
+    """Return the existing `train` and `validation` folders of a prepared folder; none if it is a dataset itself.
 
-    Also those that lost their manifest, to be refused by name and not passed over. Object storage has no folders: there
-    the files of a dataset mark one.
+    Folders without a manifest are included, so that they are refused instead of skipped. In object storage, a folder
+    exists if it contains files of a dataset.
     """
     inner = {} if holds_manifest(path) else {name: join_path(path, name) for name in ("train", "validation")}
     return {name: one for name, one in inner.items() if (holds_dataset(one) if is_uri(one) else Path(one).is_dir())}
@@ -108,7 +108,7 @@ def _open(path: str, folder: Folder) -> PackReader:
         places: list[Place]
         if isinstance(place, ObjectPath):
             places = [*match_objects(place)]
-        else:  # not Path.glob, which takes no absolute pattern; and no folders that `**` alone matches
+        else:  # Path.glob refuses absolute patterns; skip folders that only `**` matches
             folders, names = set(glob.glob(path)), glob.glob(path, recursive=True)  # noqa: PTH207
             places = [Path(name) for name in names if name in folders or Path(name).is_file()]
         refuse_parts(places, of_pattern=True)
@@ -123,7 +123,7 @@ def _open(path: str, folder: Folder) -> PackReader:
         if manifest is not None:
             _check_files(folder, manifest)
             return open_unchecked(folder, manifest)
-        if isinstance(place, Path) and is_run(place):  # its metrics are no packs
+        if isinstance(place, Path) and is_run(place):  # its metrics are not packs
             raise _nothing(place)
         if isinstance(place, ObjectPath):
             _refuse_traces(folder)
@@ -135,12 +135,12 @@ def _open(path: str, folder: Folder) -> PackReader:
 
 
 def refuse_parts(places: Sequence[Place], *, of_pattern: bool = False) -> None:
-    """Raise FormatError if places are incomplete datasets of ours, or shards in a folder that is not a dataset.
+    """Raise FormatError if places are incomplete datasets, or shards in a folder without a complete dataset.
 
-    A single shard of a whole dataset may be opened by its name. A pattern that matches shards means all of them, so
-    each file of the dataset must be there; and the folder of a dataset is not to be opened bare.
+    A single shard of a complete dataset may be opened by name. A pattern that matches shards means all of them, so all
+    files of the dataset must exist. A pattern must not match the folder of a dataset.
     """
-    # A relative path such as `.` does not end with the name of a shard.
+    # Make paths absolute: a relative path such as `.` does not end with the name of a shard.
     whole = [Path(os.path.abspath(place)) if isinstance(place, Path) else place for place in places]  # noqa: PTH100
     for parent in dict.fromkeys(place.parent for place in whole):
         folder = BucketFolder(parent) if isinstance(parent, ObjectPath) else LocalFolder(parent)
@@ -162,18 +162,18 @@ def refuse_parts(places: Sequence[Place], *, of_pattern: bool = False) -> None:
 
 
 def _refuse_traces(folder: Folder) -> None:
-    """Raise FormatError if a folder without a manifest of ours holds an interrupted write or parts of a dataset."""
+    """Raise FormatError if a folder without a manifest contains an interrupted write or parts of a dataset."""
     if folder.exists(MARKER_NAME):
         raise _incomplete(folder)
     refuse_traces(folder)
 
 
-# ---- what a dataset left
+# ---- traces of a dataset
 
 
 @dataclass
 class Traces:
-    """Names in a folder that only this package writes: files of an index, and of each format the shards by number."""
+    """Names in a folder that only this package writes: index files, and shards of each format by number."""
 
     index: list[str]
     shards: dict[str, dict[int, str]]
@@ -183,7 +183,7 @@ class Traces:
 
 
 def find_traces(folder: Folder) -> Traces:
-    """Find what a dataset left in a folder: its index, and shards that have our names and are of our making."""
+    """Find traces of a dataset in a folder: index files, and shards written by this package."""
     names, index = folder.names(), []
     if INDEX_FOLDER in names:
         index = [name for name in (*INDEX_NAMES, INDEX) if folder.exists(name)]
@@ -193,11 +193,11 @@ def find_traces(folder: Folder) -> Traces:
 
 
 def find_own_shards(folder: Folder, names: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Return our shards among names of files, folders or prefixes in a folder: of each format, by number."""
+    """Return this package's shards among names in a folder, by format and number."""
 
     def is_own(format: Format, shard: str) -> bool:
         if isinstance(folder, BucketFolder) and not format.in_buckets:
-            return True  # No other tool's files of this kind open there.
+            return True  # Files of other tools in these formats cannot be opened there.
         try:
             return format.is_own(folder.place / shard)
         except (OSError, FormatError, ValueError, MemoryError):
@@ -206,14 +206,14 @@ def find_own_shards(folder: Folder, names: Sequence[str]) -> dict[str, dict[int,
     found = {}
     for format in map(load_format, FORMATS):
         shards = format.find_shards(name + end for name in names for end in {"", *format.shard_files})
-        # The first and the last, because either can be damaged beyond recognition.
+        # Check the first and the last, because either can be damaged beyond recognition.
         if shards and any(is_own(format, shards[number]) for number in {min(shards), max(shards)}):
             found[format.name] = shards
     return found
 
 
 def refuse_traces(folder: Folder) -> None:
-    """Raise FormatError for a folder with traces of a dataset but no manifest: what is missing, how to restore it."""
+    """Raise FormatError for a folder with traces of a dataset but no manifest, listing what is missing."""
     if not (traces := find_traces(folder)):
         return
     missing = [MANIFEST_NAME, *(name for name in INDEX_NAMES if name not in traces.index)]
@@ -226,7 +226,7 @@ def refuse_traces(folder: Folder) -> None:
 
 
 def find_gaps(shards: dict[int, str]) -> list[int]:
-    # At most as many as there are shards: a number may be damaged too.
+    # Limit the result, because a shard number may be damaged.
     gaps = (number for number in range(max(shards, default=-1)) if number not in shards)
     return [number for number, _ in zip(gaps, range(len(shards) + 1), strict=False)]
 
@@ -243,12 +243,12 @@ def _check_files(folder: Folder, manifest: Manifest) -> None:
 
 
 def open_unchecked(folder: Folder, manifest: Manifest) -> PackReader:
-    """Open a dataset folder without looking at its shards."""
+    """Open a dataset folder without checking its shards."""
     format = load_format(manifest.format)
     is_plan = not manifest.fingerprint
-    # A plan names its store from its own folder, wherever its files are read.
+    # A plan stores the path of its store relative to its own folder.
     open_shard = partial(format.open_shard, folder=folder) if is_plan else format.open_shard
-    # Packs of a plan have no checksums: its own files must be those that the manifest lists.
+    # Packs of a plan have no checksums, so its own files are compared with the manifest.
     if is_plan or (isinstance(folder, BucketFolder) and not format.in_buckets):
         format = replace(format, open_shard=partial(_open_own, folder, manifest.shards, open_shard))
     return PackReader(
@@ -270,9 +270,9 @@ def _open_own(
     place: Place,
     pack_size: int | None,
 ) -> ShardReader:
-    """Open a shard whose files are those that the manifest lists: local copies of a bucket's, or files of a disk.
+    """Open a shard from local copies of a bucket, or from files on a disk that match the manifest.
 
-    These are compared after they were opened, because a writer that replaces a dataset removes all of it first.
+    Files are compared after they were opened, because a writer that replaces a dataset first removes all of it.
     """
     shard = next(shard for shard in shards if folder.place / shard.path == place)
     if isinstance(folder, BucketFolder):
@@ -288,9 +288,9 @@ def _open_own(
 
 
 def list_file_problems(folder: Folder, manifest: Manifest, *, hashes: bool = False) -> Iterator[FormatError]:
-    """Yield problems with existence and size of the listed files, and with other files that look like shards.
+    """Yield problems with existence and size of the listed files, and unlisted files that look like shards.
 
-    With `hashes`, also those with the hashes of whole files, each of which is read.
+    With `hashes`, also read all files and compare their hashes.
     """
     format = load_format(manifest.format)
     listed = {shard.path.split("/")[0] for shard in manifest.shards}

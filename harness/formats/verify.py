@@ -1,4 +1,4 @@
-"""Verification of a stored dataset as a whole, and the first difference between two datasets."""
+"""Verification of datasets, and the first difference between two datasets."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class PackDifference:
     """The first difference between two datasets.
 
     Attributes:
-        pack: its number; None if the datasets differ in their number of packs.
-        field: `num_packs`, `input_ids`, `loss_mask`, `seq_start_id` or `media.` and a column of the index of media;
-            with `.length` after it for arrays of unequal length that agree as far as the shorter one goes.
-        position: in that array; None for lengths.
+        pack: index of the pack; None if the datasets differ in their number of packs.
+        field: `num_packs`, `input_ids`, `loss_mask`, `seq_start_id` or `media.` and a column of the media index;
+            followed by `.length` if the arrays differ only in length.
+        position: index in the array; None for lengths.
     """
 
     pack: int | None
@@ -47,12 +47,12 @@ class PackDifference:
 
 
 def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """List all problems of a dataset at a path, as `open_dataset` takes it.
+    """List all problems of a dataset at any path that `open_dataset` accepts.
 
-    Checks existence, size and hash of every file of the manifest, that there is no other shard, the checksum and the
-    invariants of every pack, the manifest's counts, and the fingerprint. Of a dataset without a whole manifest, every
-    shard is read and compared with what is left of its index. Files of other tools must only keep the invariants.
-    `progress` is called with packs checked and packs in total.
+    Checks existence, size and hash of every file in the manifest, unlisted shards, the checksum and the invariants of
+    every pack, the manifest's counts, and the fingerprint. Without an intact manifest, all shards are read and compared
+    with the remaining index files. For files of other tools, only the invariants are checked. `progress` is called with
+    packs checked and total packs.
     """
     problems: list[Problem] = []
     manifest = None
@@ -69,7 +69,7 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
         known = {problem.what for problem in problems}
         if error.what not in known:
             problems.append(Problem(error.what, error.where, error.fix))
-        with suppress(ConfigError, FormatError, OSError):  # reported already
+        with suppress(ConfigError, FormatError, OSError):  # already reported
             folder = open_folder(path)
             if manifest is None and isinstance(folder, LocalFolder) and folder.place.is_dir() and find_traces(folder):
                 problems += survey_folder(folder, progress).problems
@@ -79,7 +79,7 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
 
 
 def describe_checks(manifest: Manifest | None) -> list[str]:
-    """Return what the manifest of a dataset cannot show, as sentences."""
+    """Return sentences about checks that are impossible without a manifest or its checksum."""
     if manifest is None:
         return ["without a manifest, only the invariants of packs were checked, as for files of other tools"]
     if not manifest.checksum:
@@ -90,7 +90,7 @@ def describe_checks(manifest: Manifest | None) -> list[str]:
 def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | None) -> Iterator[Problem]:
     totals = Totals()
     seen: set[str] = set()
-    # Eight bytes a pack; a list of digests would take a hundred.
+    # Takes 8 bytes per pack; a list of digests would take 100.
     digests = np.zeros(len(reader), np.uint64)
     whole = True
     for pack_id in range(len(reader)):
@@ -98,14 +98,14 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
             pack = reader[pack_id]
         except FormatError as error:
             whole = False
-            # A shard that cannot be opened raises the same error for each of its packs.
+            # A shard that cannot be opened raises the same error for all its packs.
             if str(error) not in seen:
                 seen.add(str(error))
                 yield Problem(error.what, error.where)
             continue
         if problem := pack.problem(reader.pack_size, max_weight=reader.max_weight):
             yield Problem(f"pack {pack_id:,} {problem}", reader.where(pack_id))
-        # Batches are planned from the index's lengths, which no digest of a pack covers.
+        # Batches are planned from the index's lengths, which pack digests do not cover.
         first, last = int(reader.pack_offsets[pack_id]), int(reader.pack_offsets[pack_id + 1])
         if not np.array_equal(reader.sequence_lengths[first:last], pack.sequence_lengths):
             yield Problem(f"pack {pack_id:,} contains sequences of other lengths than the index", reader.where(pack_id))
@@ -121,14 +121,14 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
         if counted != claimed:
             yield Problem(f"the manifest has {name} {claimed:,}, but the packs have {counted:,}", reader.path)
     fingerprint = dataset_fingerprint([digests])
-    # A plan's manifest has none.
+    # A plan's manifest contains no fingerprint.
     known = manifest.fingerprint or KeptFingerprint.of(open_folder(reader.path), manifest).load()
     if known is not None and fingerprint != known:
         yield Problem(f"the manifest has fingerprint {known}, but the packs have {fingerprint}", reader.path)
 
 
 def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> PackDifference | None:
-    """Return the first difference between two datasets, or None, reading both up to there; FormatError for damage."""
+    """Return the first difference between two datasets, or None; FormatError if one is damaged."""
     with closing(open_dataset(a)) as first, closing(open_dataset(b)) as second:
         return diff_readers(first, second)
 
@@ -140,7 +140,7 @@ def _fields(pack: Pack) -> dict[str, npt.NDArray[Any]]:
 
 
 def first_difference(values: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
-    """Return the index of the first difference; the end of the shorter array where all before it is equal."""
+    """Return the index of the first difference, or the length of the shorter array if there is none before its end."""
     count = min(values.shape[0], other.shape[0])
     differs = values[:count] != other[:count]
     return int(np.argmax(differs)) if differs.any() else count

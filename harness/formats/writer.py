@@ -1,4 +1,4 @@
-"""Writing a dataset, on a disk or into object storage: shards first, then the index, and the manifest last."""
+"""Writing of datasets, to a disk or object storage: shards first, then the index, and the manifest last."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from harness.settings import from_plain
 from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_path, write_atomically
 from harness.storage.files import TEMPORARY_SUFFIX, PlacingClaim, explain_os_errors
 
-# Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
+# Note in the marker of a write that cannot be resumed: files in the folder belong to it and are replaced.
 _BEGUN = b"begun"
-# Far above the index of one shard.
+# Much larger than the index of any shard.
 _MAX_PART_BYTES = 1 << 34
-# Names that an interrupted write can have left in a folder.
+# Names of files that an interrupted write may leave in a folder.
 _OURS = re.compile(r"(shard|chunk)_\d+\b.*|" + INDEX_FOLDER)
 
 
@@ -48,28 +48,28 @@ def open_writer(
     """Return a writer of a new dataset, for a `with` block.
 
     Args:
-        path: a new or empty folder; or, if the format has one, a file with its suffix (`.npy`, `.parquet`), which
-            then is the whole dataset. Both may be in object storage, files for Parquet only.
+        path: a new or empty folder, or a file with the suffix of a format that supports single-file datasets (`.npy`,
+            `.parquet`). Both may be in object storage; files only for Parquet.
         format: one of FORMATS.
-        pack_size: tokens that no pack may exceed.
+        pack_size: maximum number of tokens in a pack.
         provenance: stored in the manifest.
-        packs_per_shard: the format's default if None. A single file has no shards.
-        rows_per_group: packs in a Parquet row group, which other tools decode at once; other formats have none.
+        packs_per_shard: None for the format's default. A single file has no shards.
+        rows_per_group: packs in a Parquet row group, which other tools decode at once; ignored by other formats.
         overwrite: replace an existing dataset, which is deleted when the block is entered.
-        resume_key: names the content. An interrupted write with the same key and settings continues after its last
-            whole shard, in object storage too and from any machine: append from pack `writer.num_packs` on. Not for
+        resume_key: identifies the content. An interrupted write with the same key and settings resumes after its last
+            complete shard, from any machine if in object storage: append from pack `writer.num_packs` on. Not for
             single files.
 
     Raises:
-        ConfigError: an unknown format, a number below 1, or a destination with another format's suffix.
-        FormatError: on entering, if the destination is in use, is not empty or cannot be written.
+        ConfigError: the format is unknown, a number is below 1, or the destination has another format's suffix.
+        FormatError: on entering the block, if the destination is in use, not empty or cannot be written.
     """
     kind = load_format(format)
     for name in FORMATS:
         if name != kind.name and str(path).endswith(f".{name}"):
             what = f"the destination ends in .{name} but the format is {kind.name}"
             raise ConfigError(what, where=str(path), fix=f"use format {name!r}, or change the destination")
-    # Numbers of numpy are none of JSON.
+    # Convert numpy integers, which JSON does not support.
     sizes = {"pack_size": operator.index(pack_size), "rows_per_group": operator.index(rows_per_group)}
     sizes["packs_per_shard"] = kind.packs_per_shard if packs_per_shard is None else operator.index(packs_per_shard)
     return PackWriter(path, kind, sizes, provenance or Provenance(), overwrite, resume_key)
@@ -78,13 +78,13 @@ def open_writer(
 class PackWriter:
     """Streams packs into a dataset; a context manager.
 
-    Leaving the `with` block writes the index and then the manifest; leaving it with an exception leaves no dataset.
-    Memory holds one shard's lengths and what the format buffers, never the dataset.
+    Leaving the `with` block writes the index and then the manifest; leaving it with an exception removes the dataset.
+    Memory use is bounded by the lengths of one shard and the buffers of the format.
 
     Attributes:
-        pack_size: tokens that no pack may exceed.
+        pack_size: maximum number of tokens in a pack.
         provenance: stored in the manifest; may be replaced until the block is left.
-        manifest: of the written dataset, once the block is left.
+        manifest: manifest of the written dataset, after the block was left.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class PackWriter:
             destination.is_staged = not format.in_buckets
         resume = None
         if resume_key is not None:
-            # What a resumed write must share with the interrupted one, as comparable bytes.
+            # Everything that a resumed write must share with the interrupted one, as comparable bytes.
             identity = {"format": format.name, "provenance": asdict(provenance), "key": resume_key}
             resume = json.dumps({**sizes, **identity}, sort_keys=True).encode()
         self._resumes = resume is not None
@@ -147,12 +147,12 @@ class PackWriter:
 
     @property
     def num_packs(self) -> int:
-        """Packs so far, including those of a resumed write."""
+        """Number of packs so far, including those of a resumed write."""
         return self._finished_totals.num_packs + len(self._builder)
 
     @property
     def totals(self) -> Totals:
-        """Packs, sequences, tokens and trained tokens so far."""
+        """Numbers of packs, sequences, tokens and trained tokens so far."""
         return self._finished_totals + self._builder.totals()
 
     def __enter__(self) -> Self:
@@ -164,7 +164,7 @@ class PackWriter:
         return self
 
     def append(self, pack: Pack) -> None:
-        """Add a pack; raise FormatError with its number if it breaks an invariant, or if the disk refuses."""
+        """Add a pack; raise FormatError with its number if it violates an invariant or if the disk fails."""
         if not self._open:
             raise ConfigError("the writer is not open", where=self.where, fix="use `with open_writer(...) as writer`")
         if problem := pack.problem(self.pack_size, max_weight=self.provenance.max_weight):
@@ -198,16 +198,16 @@ class PackWriter:
                     self._finish()
         finally:
             for unfinished in (self._shard, self._media):
-                # Users must see the first error, not one of the cleanup.
+                # Report the first error, not one of the cleanup.
                 with contextlib.suppress(OSError, FormatError):
                     if self.manifest is None and unfinished is not None:
                         unfinished.abort()
             self._claim.finish(whole=self.manifest is not None)
 
     def _finish_shard(self, shard: ShardWriter[Any]) -> None:
-        """Finish the files of a full shard, and store its entry in the manifest and its part of the index.
+        """Finish the files of a full shard, and store its manifest entry and index entries.
 
-        That bounds memory and allows a resume.
+        This bounds memory and makes the write resumable.
         """
         names = shard.finish({}) + ([] if self._media is None else self._media.finish())
         self._folder.sync(names)
@@ -273,7 +273,7 @@ class PackWriter:
             yield loaded[2]
 
     def _take_up(self) -> Collection[str]:
-        """Keep the whole shards of an interrupted write, up to the first that is not; returns the names of files."""
+        """Keep the leading complete shards of an interrupted write; return the names of the files to keep."""
         names: list[str] = []
         while True:
             number = len(self._finished)
@@ -287,9 +287,9 @@ class PackWriter:
             if loaded is None or loaded[0].path != self._format.shard_name(number):
                 return names
             shard, totals, _ = loaded
-            # An upload exists once all of it has arrived, so its size is enough.
+            # An upload is visible only when complete, so comparing its size is sufficient.
             hashes = isinstance(self._folder, LocalFolder)
-            # A short shard was the last of a write that stopped in its final steps: it is written again.
+            # A short shard was the last one of a write that stopped in its final steps; it is written again.
             is_short = totals.num_packs != self._sizes["packs_per_shard"]
             if is_short or any(file_problems(self._folder, shard.files, "file", hashes=hashes)):
                 return names
@@ -299,7 +299,7 @@ class PackWriter:
 
 
 class _FileClaim(PlacingClaim):
-    """Exclusive use of a file that is a whole dataset. In object storage nothing is locked."""
+    """Exclusive use of a single-file dataset. In object storage nothing is locked."""
 
     def __init__(self, folder: Folder, name: str, *, overwrite: bool) -> None:
         self._folder, self._name, self._overwrite = folder, name, overwrite
@@ -311,7 +311,7 @@ class _FileClaim(PlacingClaim):
             raise _already_there(self._folder.where(self._name))
 
     def finish(self, *, whole: bool) -> None:
-        """Unlock the file, and remove one that has its name although its last step failed."""
+        """Unlock the file; remove it if it already has its name but the last step failed."""
         with contextlib.suppress(OSError):
             if not whole and not self._overwrite and isinstance(self._folder, LocalFolder):
                 self._folder.remove(self._name)
@@ -321,13 +321,13 @@ class _FileClaim(PlacingClaim):
 
 @dataclass
 class FolderClaim:
-    """Exclusive use of a dataset folder for one write. A locked marker keeps other writers of the same disk away.
+    """Exclusive use of a dataset folder for one write; a locked marker excludes other writers.
 
     Args:
-        folder: new, empty, interrupted, or with `overwrite` a dataset.
-        overwrite: replace a dataset. It is gone from `enter` on.
-        resume: settings that identify a write that can continue after an interruption.
-        keep: called for an interrupted write of the same settings; returns the names of files to keep.
+        folder: a new or empty folder, an interrupted write, or with `overwrite` a dataset.
+        overwrite: replace a dataset, which is deleted by `enter`.
+        resume: settings that identify a resumable write.
+        keep: called for an interrupted write with the same settings; returns the names of files to keep.
     """
 
     folder: Folder
@@ -340,7 +340,7 @@ class FolderClaim:
         self._created = False
 
     def enter(self) -> None:
-        """Claim the folder and remove what an interrupted write left; FormatError if it is in use or holds others."""
+        """Lock the folder and clean up an interrupted write; FormatError if it is in use or contains other files."""
         folder = self.folder
         self._created = folder.make()
         names = folder.names()
@@ -353,9 +353,9 @@ class FolderClaim:
                 raise _already_there(folder.where())
         previous = self._marker.acquire()
         try:
-            # Again, because the previous holder of the lock may have finished in between.
+            # Check again, because the previous owner of the lock may have finished in between.
             if self._holds_dataset():
-                # A write that was killed between its last two steps left both a manifest and its marker.
+                # A write that was killed between its last two steps leaves both a manifest and its marker.
                 if not self.overwrite and not previous:
                     raise _already_there(folder.where())
                 folder.remove(MANIFEST_NAME)
@@ -368,15 +368,15 @@ class FolderClaim:
             raise
 
     def finish(self, *, whole: bool) -> None:
-        """Unlock the folder, and remove everything unless the dataset is whole or the write can continue."""
+        """Unlock the folder; remove all files unless the dataset is complete or the write is resumable."""
         keeps_files = self.resume is not None and not whole
         with contextlib.suppress(OSError, FormatError):
             if not whole and self.folder.exists(MANIFEST_NAME):
-                # The last step failed: it has its name, and may lose it when the power fails.
+                # The last step failed: the manifest exists but may not survive a power failure.
                 self.folder.remove(MANIFEST_NAME)
             if not whole and not keeps_files:
                 self._clean(())
-        # A marker that cannot be removed means nothing beside a manifest.
+        # A marker that cannot be removed is ignored next to a manifest.
         with contextlib.suppress(OSError, FormatError):
             self._marker.release(remove=not keeps_files)
         self.folder.discard(empty=self._created and not whole and not keeps_files)
@@ -385,7 +385,7 @@ class FolderClaim:
         try:
             return load_manifest(self.folder) is not None
         except FormatError:
-            # What is replaced need not be whole, but it must be ours.
+            # A dataset to replace may be incomplete, but must have been written by this package.
             if self.overwrite and find_traces(self.folder):
                 return True
             raise
@@ -397,7 +397,7 @@ class FolderClaim:
 
 
 def forget_interruption(path: str | PathLike[str]) -> None:
-    """Remove the marker of a write that was killed once its dataset, which a caller has checked, was whole."""
+    """Remove the marker of a write that was killed after its dataset was complete, which the caller has checked."""
     folder = open_folder(path)
     if isinstance(folder, LocalFolder):
         of_file = LocalFolder(folder.place.parent).lock(f".{folder.place.name}{MARKER_NAME}")
@@ -418,7 +418,7 @@ def _part_name(number: int) -> str:
 
 
 def _load_part(path: Path) -> tuple[Shard, Totals, IndexPart] | None:
-    """Read what `_finish_shard` wrote, or return None if it is missing or damaged."""
+    """Read a file written by `_finish_shard`; return None if it is missing or damaged."""
     try:
         with path.open("rb") as file:
             head: dict[str, Any] = json.loads(file.readline())
