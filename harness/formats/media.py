@@ -116,8 +116,8 @@ def read_data(
 ) -> dict[int, bytes]:
     """Read media by row index; identical bytes are read once, and neighbors with one request.
 
-    Raises FormatError for bytes that cannot be read or differ from what was written. `open_media` returns the open media
-    file of a shard, and its place.
+    Raises FormatError for bytes that cannot be read or differ from what was written. `open_media` returns the open
+    media file of a shard, and its place.
     """
     by_shard: dict[int, list[int]] = {}
     for number in dict.fromkeys(numbers):
