@@ -1,4 +1,4 @@
-"""The interface of a format, and the registry of formats. `reader` and `writer` do everything that formats share."""
+"""The interface and registry of formats. `reader` and `writer` contain all code that the formats share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from harness.storage.files import OutputFile
 
 FIELDS = ("input_ids", "loss_mask", "seq_start_id")
 
-# Each is a module of `layouts` that defines `FORMAT`: a new format is one module and its name here. Files without a
+# Each names a module of `layouts` that defines `FORMAT`; to add a format, add a module and its name. Files without a
 # manifest are tried in this order; parquet is last because pyarrow takes longest to import.
 FORMATS = ("npy", "memmap", "binidx", "jsonl", "virtual", "parquet")
 
@@ -32,13 +32,13 @@ File = TypeVar("File", OutputFile, NpyStream)
 
 
 class PackPart(NamedTuple):
-    """The tokens of a pack that are needed: `spans`, int64 [n, 2], first and end of each, of its `num_tokens`."""
+    """The tokens needed from a pack of `num_tokens`: `spans`, int64 [n, 2], the start and end of each span."""
 
     num_tokens: int
     spans: Int64Array
 
     def segments(self, size: int) -> Int64Array:
-        """Return the numbers of the segments of `size` tokens that have some of them, int64, ascending."""
+        """Return the indices of the segments of `size` tokens that overlap a span, int64, ascending."""
         counts = np.zeros(self.num_tokens // size + 2, np.int64)
         np.add.at(counts, self.spans[:, 0] // size, 1)
         np.add.at(counts, (self.spans[:, 1] - 1) // size + 1, -1)
@@ -48,7 +48,7 @@ class PackPart(NamedTuple):
 class ShardReader(ABC):
     """The open files of one shard, used by one process only.
 
-    `entry` are the local copies that the files are, which are evicted only once this is gone; None for others.
+    `entry` holds the local copies if the files are cached, and keeps them from eviction; None for other files.
     """
 
     num_packs: int
@@ -56,7 +56,7 @@ class ShardReader(ABC):
 
     @abstractmethod
     def read_row(self, row: int) -> Pack:
-        """Read the pack of a row, which is within bounds, into arrays of its own.
+        """Read the pack of a row, which must be within bounds, into newly allocated arrays.
 
         Raises FormatError for unreadable data; the caller compares checksums.
         """
@@ -76,21 +76,21 @@ class ShardReader(ABC):
 
     @abstractmethod
     def where(self, row: int) -> str:
-        """Return file and position of a row, for error messages."""
+        """Return the file and position of a row, for error messages."""
 
     def media_place(self, place: Place, _shard: int) -> Place:
-        """Return the file with the media of the shard at `place`; a plan returns that of a shard of its store."""
+        """Return the file with the media of the shard at `place`; a plan returns the file in its store."""
         place = place if self.entry is None else self.entry.folder / place.name
         return place.parent / media_name(place.name)
 
     def close(self) -> None:  # noqa: B027
-        """Close the files; maps need nothing, because they end with the reader's arrays."""
+        """Close the files. Memory maps need no call, because they are freed with the reader's arrays."""
 
 
 class ShardWriter(ABC, Generic[File]):
     """The files of one shard, which exist under their names only once it is finished.
 
-    `files` starts them, in this order; those that were started are dropped if one cannot be.
+    `files` creates them in the order of `names`; if one cannot be created, the earlier ones are discarded.
     """
 
     def __init__(self, names: Sequence[str], files: Iterable[File]) -> None:
@@ -104,12 +104,12 @@ class ShardWriter(ABC, Generic[File]):
 
     @abstractmethod
     def append(self, pack: Pack) -> None:
-        """Add a pack that keeps the invariants."""
+        """Add a pack that satisfies the invariants."""
 
     def finish(self, _metadata: Mapping[str, bytes], /) -> list[str]:
         """Finish the files and return their names in the folder.
 
-        The metadata is not empty only for a dataset of a single file, which stores it inside if it can.
+        The metadata is nonempty only for a single-file dataset, which stores it in the file if the format allows it.
         """
         for file in self._files:
             file.finish()
@@ -190,7 +190,7 @@ class Format:
 
 
 def load_format(name: str) -> Format:
-    """Return the format of that name; raises ConfigError for an unknown one."""
+    """Return the format with this name; raise ConfigError if it is unknown."""
     name = "npy" if name == "legacy_npy_pickle" else name  # its name in other tools
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}", where="format", fix=f"use one of {', '.join(FORMATS)}")
@@ -199,14 +199,14 @@ def load_format(name: str) -> Format:
 
 
 def find_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return a file, or the files of a folder in natural order, that have one of these suffixes."""
+    """Return the file, or the files of the folder in natural order, with one of these suffixes."""
     found = list(path.iterdir()) if path.is_dir() else [path]
     found = [entry for entry in found if entry.name.endswith(suffixes) and entry.is_file()]
     return sorted(found, key=lambda entry: natural_key(entry.name))
 
 
 def find_folders(path: Path, names: Sequence[str]) -> list[Path]:
-    """Return a folder, or the folders inside it in natural order, that have files of all these names."""
+    """Return the folder, or its subfolders in natural order, that contain files with all of these names."""
 
     def has_all(folder: Path) -> bool:
         return all((folder / name).is_file() for name in names)
@@ -217,7 +217,7 @@ def find_folders(path: Path, names: Sequence[str]) -> list[Path]:
 
 
 def make_pack(input_ids: Int32Array, loss_mask: UInt8Array, seq_start_id: Int32Array) -> Pack:
-    """Build a pack of arrays that already have its dtypes, without conversions: half a mapped read's time."""
+    """Build a pack without conversions, which take half the time of a mapped read; dtypes must match already."""
     pack: Pack = object.__new__(Pack)
     object.__setattr__(pack, "input_ids", input_ids)
     object.__setattr__(pack, "loss_mask", loss_mask)

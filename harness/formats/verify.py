@@ -47,12 +47,12 @@ class PackDifference:
 
 
 def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """List all problems of a dataset at a path, as `open_dataset` takes it.
+    """Return all problems of the dataset at a path that `open_dataset` accepts.
 
-    Checks existence, size and hash of every file of the manifest, that there is no other shard, the checksum and the
-    invariants of every pack, the manifest's counts, and the fingerprint. Of a dataset without a whole manifest, every
-    shard is read and compared with what is left of its index. Files of other tools must only keep the invariants.
-    `progress` is called with packs checked and packs in total.
+    Checks that every file in the manifest exists with its size and hash, that there are no other shards, the checksum
+    and invariants of every pack, the manifest's counts, and the fingerprint. Without an intact manifest, reads every
+    shard and compares it against the remains of its index. Files from other tools only need to satisfy the invariants.
+    `progress` is called with the number of packs checked and the total number of packs.
     """
     problems: list[Problem] = []
     manifest = None
@@ -79,7 +79,7 @@ def verify_dataset(path: str | PathLike[str], *, progress: Callable[[int, int], 
 
 
 def describe_checks(manifest: Manifest | None) -> list[str]:
-    """Return what the manifest of a dataset cannot show, as sentences."""
+    """Return sentences that describe the checks that the manifest does not allow."""
     if manifest is None:
         return ["without a manifest, only the invariants of packs were checked, as for files of other tools"]
     if not manifest.checksum:
@@ -90,7 +90,7 @@ def describe_checks(manifest: Manifest | None) -> list[str]:
 def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | None) -> Iterator[Problem]:
     totals = Totals()
     seen: set[str] = set()
-    # Eight bytes a pack; a list of digests would take a hundred.
+    # Eight bytes per pack; a list of digests would take about a hundred.
     digests = np.zeros(len(reader), np.uint64)
     whole = True
     for pack_id in range(len(reader)):
@@ -121,14 +121,14 @@ def _pack_problems(reader: PackReader, progress: Callable[[int, int], None] | No
         if counted != claimed:
             yield Problem(f"the manifest has {name} {claimed:,}, but the packs have {counted:,}", reader.path)
     fingerprint = dataset_fingerprint([digests])
-    # A plan's manifest has none.
+    # The manifest of a plan contains no fingerprint.
     known = manifest.fingerprint or KeptFingerprint.of(open_folder(reader.path), manifest).load()
     if known is not None and fingerprint != known:
         yield Problem(f"the manifest has fingerprint {known}, but the packs have {fingerprint}", reader.path)
 
 
 def diff_datasets(a: str | PathLike[str], b: str | PathLike[str]) -> PackDifference | None:
-    """Return the first difference between two datasets, or None, reading both up to there; FormatError for damage."""
+    """Return the first difference between two datasets, or None; raise FormatError for damage in the packs read."""
     with closing(open_dataset(a)) as first, closing(open_dataset(b)) as second:
         return diff_readers(first, second)
 
@@ -140,7 +140,7 @@ def _fields(pack: Pack) -> dict[str, npt.NDArray[Any]]:
 
 
 def first_difference(values: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
-    """Return the index of the first difference; the end of the shorter array where all before it is equal."""
+    """Return the index of the first difference, or the length of the shorter array if there is none."""
     count = min(values.shape[0], other.shape[0])
     differs = values[:count] != other[:count]
     return int(np.argmax(differs)) if differs.any() else count

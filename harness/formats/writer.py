@@ -1,4 +1,4 @@
-"""Writing a dataset, on a disk or into object storage: shards first, then the index, and the manifest last."""
+"""Write a dataset to a disk or to object storage: first the shards, then the index, and last the manifest."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from harness.settings import from_plain
 from harness.storage import BucketFolder, Folder, LocalFolder, make_folder, open_folder, sync_path, write_atomically
 from harness.storage.files import TEMPORARY_SUFFIX, PlacingClaim, explain_os_errors
 
-# Left in the marker of a write that cannot continue: what is there belongs to it and is replaced.
+# Marker content of a write that cannot be resumed: the files in the folder are its leftovers and get replaced.
 _BEGUN = b"begun"
-# Far above the index of one shard.
+# Far larger than the index of any shard.
 _MAX_PART_BYTES = 1 << 34
-# Names that an interrupted write can have left in a folder.
+# Names of files and folders that an interrupted write may leave behind.
 _OURS = re.compile(r"(shard|chunk)_\d+\b.*|" + INDEX_FOLDER)
 
 
@@ -45,7 +45,7 @@ def open_writer(
     overwrite: bool = False,
     resume_key: str | None = None,
 ) -> PackWriter:
-    """Return a writer of a new dataset, for a `with` block.
+    """Return a writer for a new dataset, to be used in a `with` block.
 
     Args:
         path: a new or empty folder; or, if the format has one, a file with its suffix (`.npy`, `.parquet`), which
@@ -69,7 +69,7 @@ def open_writer(
         if name != kind.name and str(path).endswith(f".{name}"):
             what = f"the destination ends in .{name} but the format is {kind.name}"
             raise ConfigError(what, where=str(path), fix=f"use format {name!r}, or change the destination")
-    # Numbers of numpy are none of JSON.
+    # JSON cannot encode NumPy integers.
     sizes = {"pack_size": operator.index(pack_size), "rows_per_group": operator.index(rows_per_group)}
     sizes["packs_per_shard"] = kind.packs_per_shard if packs_per_shard is None else operator.index(packs_per_shard)
     return PackWriter(path, kind, sizes, provenance or Provenance(), overwrite, resume_key)
@@ -273,7 +273,7 @@ class PackWriter:
             yield loaded[2]
 
     def _take_up(self) -> Collection[str]:
-        """Keep the whole shards of an interrupted write, up to the first that is not; returns the names of files."""
+        """Keep the complete shards of an interrupted write, up to the first incomplete one; return their file names."""
         names: list[str] = []
         while True:
             number = len(self._finished)
@@ -287,9 +287,9 @@ class PackWriter:
             if loaded is None or loaded[0].path != self._format.shard_name(number):
                 return names
             shard, totals, _ = loaded
-            # An upload exists once all of it has arrived, so its size is enough.
+            # An uploaded object exists only once its upload is complete, so comparing sizes is enough.
             hashes = isinstance(self._folder, LocalFolder)
-            # A short shard was the last of a write that stopped in its final steps: it is written again.
+            # A short shard was the last one of a write that stopped in its final steps; write it again.
             is_short = totals.num_packs != self._sizes["packs_per_shard"]
             if is_short or any(file_problems(self._folder, shard.files, "file", hashes=hashes)):
                 return names
@@ -299,7 +299,7 @@ class PackWriter:
 
 
 class _FileClaim(PlacingClaim):
-    """Exclusive use of a file that is a whole dataset. In object storage nothing is locked."""
+    """Exclusive use of a single-file dataset. In object storage, nothing is locked."""
 
     def __init__(self, folder: Folder, name: str, *, overwrite: bool) -> None:
         self._folder, self._name, self._overwrite = folder, name, overwrite
@@ -311,7 +311,7 @@ class _FileClaim(PlacingClaim):
             raise _already_there(self._folder.where(self._name))
 
     def finish(self, *, whole: bool) -> None:
-        """Unlock the file, and remove one that has its name although its last step failed."""
+        """Unlock the file, and remove it if the last step of the write failed after the file was in place."""
         with contextlib.suppress(OSError):
             if not whole and not self._overwrite and isinstance(self._folder, LocalFolder):
                 self._folder.remove(self._name)
@@ -321,11 +321,11 @@ class _FileClaim(PlacingClaim):
 
 @dataclass
 class FolderClaim:
-    """Exclusive use of a dataset folder for one write. A locked marker keeps other writers of the same disk away.
+    """Exclusive use of a dataset folder for one write. A locked marker excludes other writers on the same disk.
 
     Args:
         folder: new, empty, interrupted, or with `overwrite` a dataset.
-        overwrite: replace a dataset. It is gone from `enter` on.
+        overwrite: replace an existing dataset, which `enter` deletes.
         resume: settings that identify a write that can continue after an interruption.
         keep: called for an interrupted write of the same settings; returns the names of files to keep.
     """
@@ -340,7 +340,7 @@ class FolderClaim:
         self._created = False
 
     def enter(self) -> None:
-        """Claim the folder and remove what an interrupted write left; FormatError if it is in use or holds others."""
+        """Claim the folder and remove leftovers; raise FormatError if it is in use or contains other files."""
         folder = self.folder
         self._created = folder.make()
         names = folder.names()
@@ -353,7 +353,7 @@ class FolderClaim:
                 raise _already_there(folder.where())
         previous = self._marker.acquire()
         try:
-            # Again, because the previous holder of the lock may have finished in between.
+            # Check again, because the previous holder of the lock may have finished in the meantime.
             if self._holds_dataset():
                 # A write that was killed between its last two steps left both a manifest and its marker.
                 if not self.overwrite and not previous:
@@ -372,11 +372,11 @@ class FolderClaim:
         keeps_files = self.resume is not None and not whole
         with contextlib.suppress(OSError, FormatError):
             if not whole and self.folder.exists(MANIFEST_NAME):
-                # The last step failed: it has its name, and may lose it when the power fails.
+                # The last step failed: the manifest is in place, but a power failure may still lose it.
                 self.folder.remove(MANIFEST_NAME)
             if not whole and not keeps_files:
                 self._clean(())
-        # A marker that cannot be removed means nothing beside a manifest.
+        # A marker that cannot be removed is harmless next to a manifest.
         with contextlib.suppress(OSError, FormatError):
             self._marker.release(remove=not keeps_files)
         self.folder.discard(empty=self._created and not whole and not keeps_files)
@@ -385,7 +385,7 @@ class FolderClaim:
         try:
             return load_manifest(self.folder) is not None
         except FormatError:
-            # What is replaced need not be whole, but it must be ours.
+            # The dataset to replace may be damaged, but it must be one of ours.
             if self.overwrite and find_traces(self.folder):
                 return True
             raise
@@ -397,7 +397,7 @@ class FolderClaim:
 
 
 def forget_interruption(path: str | PathLike[str]) -> None:
-    """Remove the marker of a write that was killed once its dataset, which a caller has checked, was whole."""
+    """Remove the marker of a write killed after its dataset was complete, which the caller has checked."""
     folder = open_folder(path)
     if isinstance(folder, LocalFolder):
         of_file = LocalFolder(folder.place.parent).lock(f".{folder.place.name}{MARKER_NAME}")
@@ -418,7 +418,7 @@ def _part_name(number: int) -> str:
 
 
 def _load_part(path: Path) -> tuple[Shard, Totals, IndexPart] | None:
-    """Read what `_finish_shard` wrote, or return None if it is missing or damaged."""
+    """Read a file written by `_finish_shard`, or return None if it is missing or damaged."""
     try:
         with path.open("rb") as file:
             head: dict[str, Any] = json.loads(file.readline())
