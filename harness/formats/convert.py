@@ -1,4 +1,4 @@
-"""Converting a dataset from any format to any other, pack by pack."""
+"""Convert a dataset from any format to any other, pack by pack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest of a dataset folder. It is written last: a folder without one holds no dataset."""
+"""The manifest of a dataset folder. It is written last: a folder without a manifest is not a dataset."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Manifest:
     checksum: str = field(default="", compare=False)
 
     def to_json(self) -> str:
-        """Serialize with the checksum of what is serialized."""
+        """Return the manifest as JSON text, with the checksum of its contents."""
         return json.dumps(self.sealed().to_plain(), indent=1) + "\n"
 
     def sealed(self) -> Manifest:
@@ -222,7 +222,7 @@ def _parse(values: Any, where: str) -> Manifest:
         fix = "use the version of the program that wrote it, or write the dataset again"
         raise FormatError(what, where=where, fix=fix)
     try:
-        # Keys of later versions are left out; the checksum covers them.
+        # Keys of later versions are ignored; the checksum covers them.
         origin = from_plain(Provenance, values.get("provenance", {}), lenient=True)
         manifest = replace(from_plain(Manifest, {**values, "provenance": {}}, lenient=True), provenance=origin)
         problem = _count_problem(manifest) or _name_problem(manifest) or _content_problem(manifest, values)
@@ -236,7 +236,7 @@ def _parse(values: Any, where: str) -> Manifest:
 def _content_problem(manifest: Manifest, values: dict[str, Any]) -> str:
     unknown = values.keys() - {field.name for field in fields(Manifest)}
     if not manifest.checksum and unknown:
-        # A damaged name would otherwise turn a manifest with a checksum into one without.
+        # Otherwise, a damaged `checksum` key would turn a manifest with a checksum into one without.
         return f"has the unknown key {min(unknown)[:40]!r} and no checksum"
     digest = content_checksum(values)
     if manifest.checksum and digest != manifest.checksum:
@@ -251,7 +251,7 @@ def _count_problem(manifest: Manifest) -> str | None:
     if min(numbers) < 0 or max(numbers) >= 2**63 or any(shard.num_packs < 1 for shard in manifest.shards):
         return "has a negative count, one of 2^63 or more, or a shard without packs"
     pack_size, packs, sequences, tokens, trained, media = counts.values()
-    # A pack has a sequence at least, and that a token.
+    # A pack contains at least one sequence, and a sequence at least one token.
     is_sound = 0 < packs <= sequences <= tokens <= packs * pack_size and max(trained, media) <= tokens
     is_sound &= (media > 0) == (manifest.version == MEDIA_VERSION) and stored in (packs, 0)
     shown = ", ".join(f"{name} {count:,}" for name, count in counts.items())

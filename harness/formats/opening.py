@@ -1,4 +1,4 @@
-"""Opening a dataset: a path is a dataset folder, bare files of some tool, or nothing, on a disk or in a bucket.
+"""Open a dataset on a disk or in a bucket: a dataset folder, or bare files of another tool.
 
 A dataset without its manifest may lack shards too, and nothing in its files would show that. So the names of our index
 or of our shards make a folder an incomplete dataset, unless the files are those of another tool that uses such names.
@@ -75,12 +75,12 @@ def open_dataset(path: str | PathLike[str]) -> PackReader:
 
 
 def holds_manifest(path: str | PathLike[str]) -> bool:
-    """Return whether a folder, on a disk or in object storage, has a manifest, without reading it."""
+    """Return True if a folder, on a disk or in object storage, contains a manifest, without reading it."""
     return open_folder(path).exists(MANIFEST_NAME)
 
 
 def holds_dataset(path: str | PathLike[str]) -> bool:
-    """Return whether a folder, on a disk or in object storage, holds a dataset, whole or not."""
+    """Return True if a folder, on a disk or in object storage, contains a dataset, complete or not."""
     folder = open_folder(path)
     if isinstance(folder, LocalFolder) and not folder.place.is_dir():
         return False
@@ -123,7 +123,7 @@ def _open(path: str, folder: Folder) -> PackReader:
         if manifest is not None:
             _check_files(folder, manifest)
             return open_unchecked(folder, manifest)
-        if isinstance(place, Path) and is_run(place):  # its metrics are no packs
+        if isinstance(place, Path) and is_run(place):  # its metrics files are not packs
             raise _nothing(place)
         if isinstance(place, ObjectPath):
             _refuse_traces(folder)
@@ -168,7 +168,7 @@ def _refuse_traces(folder: Folder) -> None:
     refuse_traces(folder)
 
 
-# ---- what a dataset left
+# ---- traces of a dataset
 
 
 @dataclass
@@ -197,7 +197,7 @@ def find_own_shards(folder: Folder, names: Sequence[str]) -> dict[str, dict[int,
 
     def is_own(format: Format, shard: str) -> bool:
         if isinstance(folder, BucketFolder) and not format.in_buckets:
-            return True  # No other tool's files of this kind open there.
+            return True  # Files of other tools do not open here.
         try:
             return format.is_own(folder.place / shard)
         except (OSError, FormatError, ValueError, MemoryError):
@@ -206,7 +206,7 @@ def find_own_shards(folder: Folder, names: Sequence[str]) -> dict[str, dict[int,
     found = {}
     for format in map(load_format, FORMATS):
         shards = format.find_shards(name + end for name in names for end in {"", *format.shard_files})
-        # The first and the last, because either can be damaged beyond recognition.
+        # Try the first and the last, because either may be damaged beyond recognition.
         if shards and any(is_own(format, shards[number]) for number in {min(shards), max(shards)}):
             found[format.name] = shards
     return found
@@ -288,9 +288,9 @@ def _open_own(
 
 
 def list_file_problems(folder: Folder, manifest: Manifest, *, hashes: bool = False) -> Iterator[FormatError]:
-    """Yield problems with existence and size of the listed files, and with other files that look like shards.
+    """Yield problems: listed files that are missing or have another size, and unlisted files that look like shards.
 
-    With `hashes`, also those with the hashes of whole files, each of which is read.
+    With `hashes`, also read every file and compare its hash.
     """
     format = load_format(manifest.format)
     listed = {shard.path.split("/")[0] for shard in manifest.shards}
@@ -333,7 +333,7 @@ def _open_files(path: str, places: Sequence[Place]) -> PackReader:
             if others := [place for place in places if not _find_bare(format, place)]:
                 what = f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}"
                 raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
-            # Several files of one shard match a pattern, and so do a folder and the files in it.
+            # A pattern may match several files of one shard, or a folder and the files in it.
             return _open_bare(path, format, [*dict.fromkeys(shards)])
     if isinstance(places[0], Path):
         raise _nothing(places[0])

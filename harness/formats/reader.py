@@ -1,4 +1,4 @@
-"""Reading a dataset: lazily, from any process, with every pack checked."""
+"""Read a dataset lazily, from any process, and check every pack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.storage import Place, stamp_of
 from harness.storage.inputs import ByteSource, open_source
 
 MAX_OPEN_FILES = 64
-# Packs that iteration reads at a time.
+# Number of packs that iteration reads at once.
 _CHUNK = 64
 
 
@@ -32,7 +32,7 @@ ShardStamp = tuple[tuple[object, ...], ...]
 
 
 class HandleCache(Generic[T]):
-    """At most `capacity` open handles, the least recently used closed first.
+    """A cache of at most `capacity` open handles, which closes the least recently used one first.
 
     Handles belong to the process that opened them: after a fork the child opens its own, because two processes that
     share a file position or a lock get each other's bytes.
@@ -45,7 +45,7 @@ class HandleCache(Generic[T]):
 
     def get(self, key: int, open_handle: Callable[[int], T]) -> T:
         if self._pid != os.getpid():
-            # Dropped, not closed: closing could flush or unlock what the parent uses.
+            # Dropped, not closed: closing could flush or unlock files that the parent process uses.
             self._handles, self._pid = {}, os.getpid()
         handle = self._handles.pop(key, None)
         handle = self._handles[key] = open_handle(key) if handle is None else handle
@@ -54,7 +54,7 @@ class HandleCache(Generic[T]):
         return handle
 
     def close(self) -> None:
-        """Close all; a later `get` opens anew."""
+        """Close all handles; a later `get` opens a new one."""
         handles, self._handles = self._handles, {}
         if self._pid == os.getpid():
             for handle in handles.values():
@@ -126,7 +126,7 @@ class PackReader:
         return self._index.media is not None
 
     def count_media(self) -> dict[str, int]:
-        """Return the number of media of each kind that there is."""
+        """Return the number of media of each kind in the dataset."""
         if self._index.media is None:
             return {}
         counts = np.bincount(self._index.media["kind"]).tolist()
@@ -136,7 +136,7 @@ class PackReader:
     def fingerprint(self) -> str:
         """Digest of the ordered content, equal across formats.
 
-        If no manifest has it, all packs are read for it once; that of a plan is then kept beside the plan.
+        If the manifest does not contain it, all packs are read once; for a plan, the result is saved next to the plan.
         """
         if self._fingerprint is None:
             kept = self._kept_fingerprint
@@ -145,7 +145,7 @@ class PackReader:
 
     def digest_packs(self, progress: Callable[[int, int], None] | None = None) -> str:
         """Compute the fingerprint from all packs; `progress` is called with packs read and packs in total."""
-        # Eight bytes a pack; a list of digests would take a hundred.
+        # Eight bytes per pack; a list of digests would take about a hundred.
         digests = np.zeros(len(self), np.uint64)
         for number, pack in enumerate(self):
             digests[number] = pack_digest(pack)
@@ -175,10 +175,10 @@ class PackReader:
         return self.read_parts(ids, None)
 
     def read_parts(self, ids: Sequence[int] | Int64Array, spans: Sequence[Int64Array] | None) -> list[Pack]:
-        """Read at least some tokens of packs, without their media.
+        """Read packs, or at least the needed tokens of each, without their media.
 
-        `spans`, int64 [n, 2] of each pack, are first and end of those that are needed; None for all of them. Where the
-        format can leave others out, their ids are -1.
+        `spans` contains for each pack an int64 [n, 2] array with the start and end of each needed span; None reads all
+        tokens. If the format can skip the other tokens, their ids are -1.
         """
         pack_ids = [operator.index(index) for index in ids]
         by_shard: dict[int, list[int]] = {}
@@ -204,9 +204,9 @@ class PackReader:
         return [packs[position] for position in range(len(pack_ids))]
 
     def read_media(self, sequence_ids: Iterable[int] | Int64Array) -> list[tuple[Medium, ...]]:
-        """Read the media of sequences, by their numbers in the dataset, with places counted in the sequence.
+        """Read the media of sequences, given by their indices in the dataset; positions are relative to the sequence.
 
-        IndexError past either end; FormatError if bytes of a medium differ from what was written, or cannot be read.
+        IndexError past either end; FormatError if the bytes of a medium differ from those written, or cannot be read.
         """
         numbers, rows = [operator.index(number) for number in sequence_ids], self._index.media
         for number in numbers:
@@ -224,11 +224,11 @@ class PackReader:
         return [tuple(map(medium, some)) for some in wanted]
 
     def media_tokens(self, sequence_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the places in `sequence_ids` of the sequences that media are of, and their tokens, from the index."""
+        """Return for each medium the position of its sequence in `sequence_ids` and its tokens, from the index."""
         return media_tokens(self._index.media, sequence_ids)
 
     def iterate(self, start: int, stop: int) -> Iterator[Pack]:
-        """Yield packs from `start` to `stop`, which are read together, and the media of one pack at a time."""
+        """Yield packs from `start` to `stop`; tokens are read all at once, media one pack at a time."""
         for index, pack in enumerate(self.read_tokens(range(start, stop)), start):
             yield self._with_media(pack, index)
 
@@ -237,7 +237,7 @@ class PackReader:
             yield from self.iterate(start, min(start + _CHUNK, self._num_packs))
 
     def where(self, pack_id: int) -> str:
-        """Return file and position of a pack, for error messages."""
+        """Return the file and position of a pack, for error messages."""
         shard = bisect.bisect_right(self._starts, pack_id) - 1
         handle = self._handles.get(shard, self._open)
         of_copy = "" if handle.entry is None else f" (the copy of {self._places[shard]})"
@@ -253,14 +253,14 @@ class PackReader:
         self._media_files.close()
 
     def adopt(self, shard: int, handle: ShardReader) -> None:
-        """Use a shard that is already open in this process, if its files are still those that were stamped."""
+        """Use a shard that is already open in this process; raise FormatError if its files changed since opening."""
         self._check_stamp(shard)
         self._handles.get(shard, lambda _: handle)
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
         if self._load_index is not None:
-            # Mapped arrays would pickle by value: a worker maps the files itself.
+            # Memory-mapped arrays would be pickled by value; each worker maps the files itself.
             del state["_index"]
         return state
 
@@ -282,7 +282,7 @@ class PackReader:
         return handle
 
     def _with_media(self, pack: Pack, pack_id: int) -> Pack:
-        """Return a pack, which may be counted from the end, with its media."""
+        """Return a pack with its media; a negative `pack_id` counts from the end."""
         if self._index.media is None:
             return pack
         first, last = self.pack_offsets[pack_id % self._num_packs :][:2].tolist()
@@ -290,25 +290,25 @@ class PackReader:
         return replace(pack, media=tuple(one for media, start in of_each for one in moved(media, start)))
 
     def _open_media(self, shard: int) -> tuple[ByteSource, Place]:
-        """Return the open file of the media of a shard, in a plan of a shard of its store, and its place."""
+        """Return the open media file of a shard (for a plan, a shard of its store) and its place."""
         own = 0 if self._index.checksums is None else shard
         place = self._handles.get(own, self._open).media_place(self._places[own], shard)
         return self._media_files.get(shard, lambda _: open_source(place)), place
 
     def _check_stamp(self, shard: int) -> None:
-        """Raise FormatError if the files of an open shard may not be those of when the dataset was opened."""
+        """Raise FormatError if the files of a shard may have changed since the dataset was opened."""
         if self._stamps is not None and stamp_shard(self._format, self._places[shard]) != self._stamps[shard]:
             what = "the file was replaced or changed since the dataset was opened"
             raise FormatError(what, where=str(self._places[shard]), fix="open the dataset again")
 
     def _part(self, pack_id: int, spans: Int64Array) -> PackPart:
-        """Return a part of a pack; all of it if no checksum tells it from another."""
+        """Return the part of a pack to read: the whole pack if the dataset has no checksums, otherwise `spans`."""
         first, last = self.pack_offsets[pack_id : pack_id + 2].tolist()
         num_tokens = int(self.sequence_lengths[first:last].sum(dtype=np.int64))
         return PackPart(num_tokens, np.array([[0, num_tokens]]) if self._index.checksums is None else spans)
 
     def _check_pack(self, pack: Pack, pack_id: int, ids_digest: int | None = None) -> None:
-        """Compare a pack, in which ids of this digest may be missing, with what was written; raise FormatError."""
+        """Raise FormatError if a pack differs from the one written; `ids_digest` is used if some ids are missing."""
         checksums = self._index.checksums
         if checksums is None:
             problem = pack.problem(self.pack_size, max_weight=self.max_weight)
@@ -332,14 +332,14 @@ class PackReader:
 
 
 def refuse_media(data: Any, reader_of_packs: str) -> None:
-    """Raise ConfigError for an open dataset with media, of which `reader_of_packs` would train only placeholders."""
+    """Raise ConfigError for an open dataset with media, whose placeholders alone `reader_of_packs` would train on."""
     if data.has_media:
         what = f"the dataset has images or sounds, which {reader_of_packs} does not read"
         raise ConfigError(what, where=data.path, fix="train it with `harness train`, or prepare its text alone")
 
 
 def require_plain(data: Any, reader_of_packs: str) -> None:
-    """Raise ConfigError for an open dataset with media, or with weights, which `reader_of_packs` takes for a mask."""
+    """Raise ConfigError for an open dataset with media, or with weights, which `reader_of_packs` reads as a mask."""
     refuse_media(data, reader_of_packs)
     if data.max_weight > 1:
         what = f"the dataset has token weights, which {reader_of_packs} does not read"
@@ -347,7 +347,7 @@ def require_plain(data: Any, reader_of_packs: str) -> None:
 
 
 def stamp_shard(format: Format, place: Place) -> ShardStamp:
-    """Return what changes when a file of a shard is replaced, without reading any; raises OSError or FormatError."""
+    """Return a stamp that changes when a file is replaced, reading no file; raise OSError or FormatError."""
     if not isinstance(place, Path):
         return ((str(place), stamp_of(place)),)
     files = sorted(place.glob("*.npy")) if place.is_dir() else [Path(f"{place}{end}") for end in format.shard_files]
@@ -356,7 +356,7 @@ def stamp_shard(format: Format, place: Place) -> ShardStamp:
 
 
 def explained(error: OSError | MemoryError | FormatError, place: Place | str) -> FormatError:
-    """Add the place to an error of the system, or to one that has none."""
+    """Return a FormatError with the place, for a system error or a FormatError without one."""
     if isinstance(error, MemoryError):
         return FormatError("requires more memory than is available: damaged or too large", where=str(place))
     if isinstance(error, OSError):
