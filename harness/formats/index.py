@@ -31,9 +31,9 @@ SEQUENCE_LENGTHS = f"{INDEX_FOLDER}/sequence_lengths.npy"
 PACK_CHECKSUMS = f"{INDEX_FOLDER}/pack_checksums.npy"
 INDEX_NAMES = (PACK_OFFSETS, SEQUENCE_LENGTHS, PACK_CHECKSUMS)
 
-FINGERPRINT_NAME = "fingerprint.json"  # beside the manifest of a plan
+FINGERPRINT_NAME = "fingerprint.json"  # next to the manifest of a plan
 
-# Entries handled at a time when an index is written: bounds memory at any number of sequences.
+# Entries per block when an index is written; bounds memory for any number of sequences.
 _BLOCK = 1 << 18
 
 # Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
@@ -46,7 +46,7 @@ def content_digest(
     """Digest of a pack's content: xxh3_64 of each array's little-endian bytes, each seeded with the one before.
 
     In this order: input_ids int32, loss_mask uint8, seq_start_id int32; the first with seed 0. The arrays must be
-    contiguous. Measured: half the time of one digest fed in pieces. `ids_digest` is that of ids that are not all there.
+    contiguous. Measured: half the time of one digest fed in pieces. `ids_digest` is used if ids are missing.
     """
     return _xxh3(seq_start_id, _xxh3(loss_mask, _xxh3(input_ids) if ids_digest is None else ids_digest))
 
@@ -104,7 +104,7 @@ def lengths_from_starts(
         raise FormatError(f"pack {row:,} refers to no sequences, or to more than are stored", where=where)
     own = starts[int(offsets[0]) : int(offsets[-1])]
     zeros = 0
-    # Before memory is spent on them: a file with a hole reads as any number of zeros, and takes no space.
+    # Check before allocating memory: a sparse file can contain any number of zeros and take no disk space.
     for begin in range(0, own.shape[0], _BLOCK):
         zeros += int(np.count_nonzero(own[begin : begin + _BLOCK] == 0))
         if zeros > counts.shape[0] + _BLOCK:
@@ -132,7 +132,7 @@ def index_names(manifest: Manifest) -> tuple[str, ...]:
 
 
 def check_offsets(offsets: Int64Array, end: int, *, where: object) -> None:
-    """Raise FormatError unless offsets rise strictly from 0 to `end`."""
+    """Raise FormatError unless offsets increase strictly from 0 to `end`."""
     if offsets.shape[0] < 2 or offsets[0] != 0 or offsets[-1] != end or (offsets[1:] <= offsets[:-1]).any():
         raise FormatError(f"the offsets do not rise from 0 to {end:,}", where=str(where), fix="copy the dataset again")
 
@@ -140,10 +140,10 @@ def check_offsets(offsets: Int64Array, end: int, *, where: object) -> None:
 def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
     """Map the index of a dataset folder, on a disk or in a local copy, after hashing each of its bytes.
 
-    Every batch is planned from these lengths, and no pack reveals that they are wrong: so they are compared with the
-    manifest's hashes here, once a process. Measured: 30 ms for 13 million sequences in 2 million packs.
+    Every batch is planned from these lengths, and no pack reveals wrong lengths, so they are compared against the
+    manifest's hashes here, once per process. Measured: 30 ms for 13 million sequences in 2 million packs.
     """
-    # Kept until all is mapped: a map outlives the eviction of its file.
+    # Kept until all files are mapped; a memory map outlives the eviction of its file.
     entry = folder.fetch(manifest.index)
     root = entry.folder
     for error in file_problems(LocalFolder(root), manifest.index, "file of the index", hashes=True):
@@ -159,7 +159,7 @@ def load_index(folder: Folder, manifest: Manifest) -> PackIndex:
     media = None
     if manifest.num_media:
         media = map_npy(root / INDEX, MEDIA_DTYPE, (manifest.num_media,))
-        # Those of a plan are of the shards of its store.
+        # The media of a plan refer to the shards of its store.
         num_shards = len(manifest.shards) if manifest.fingerprint else np.iinfo(np.int32).max
         check_rows(media, lengths, num_shards, where=str(root / INDEX))
     return PackIndex(offsets, lengths, checksums, media)
@@ -191,7 +191,7 @@ class IndexPart:
 
     @classmethod
     def from_bytes(cls, data: bytes, num_packs: int, num_sequences: int, num_media: int = 0) -> IndexPart:
-        """Parse `to_bytes`; raises ValueError for another number of bytes."""
+        """Parse the output of `to_bytes`; raise ValueError for a wrong number of bytes."""
         ends = np.cumsum([4 * num_packs, 4 * num_sequences, 8 * num_packs, MEDIA_DTYPE.itemsize * num_media])
         if min(num_packs, num_sequences, num_media) < 0 or ends[-1] != len(data):
             raise ValueError(f"{len(data)} bytes for {num_packs} packs of {num_sequences} sequences")
