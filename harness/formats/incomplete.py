@@ -1,4 +1,4 @@
-"""Datasets without a whole manifest: surveyed, and repaired if every shard is whole."""
+"""Survey datasets without an intact manifest, and repair them if every shard is intact."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNKNOWN = "provenance (tokenizer, chat template, packer, seed, mask) is lost; p
 class Survey:
     """The state of an incomplete dataset, after reading all of its packs, as far as it is whole.
 
-    A repair is possible if there are no `problems`; `notes` are what it cannot restore or check.
+    A repair is possible if there are no `problems`; `notes` list what a repair cannot restore or check.
     """
 
     folder: LocalFolder
@@ -163,7 +163,7 @@ def repair_manifest(
             fingerprint=fingerprint,
             shards=tuple(survey.shards),
             index=folder.describe(INDEX_NAMES),
-            # Without it, masks of weights would not be read.
+            # Without it, loss masks that contain weights would be refused.
             provenance=Provenance(mask={"weights": "hundredths"} if survey.max_weight > 1 else {}),
             **asdict(survey.totals),
         ).sealed()

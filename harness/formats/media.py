@@ -20,7 +20,7 @@ from harness.storage import Folder, Place
 from harness.storage.inputs import ByteSource, read_ranges
 
 INDEX, SUFFIX = "index/media.npy", ".media"
-SHARDS = rf"(shard|chunk)_\d+\{SUFFIX}"  # names of files
+SHARDS = rf"(shard|chunk)_\d+\{SUFFIX}"  # file names
 # Numbers of sequences are those of the dataset, starts are counted in the sequence; the kind is a place in MEDIA_KINDS.
 MEDIA_DTYPE = np.dtype(
     {
@@ -73,7 +73,7 @@ class MediaWriter:
         self._num_bytes = 0
 
     def append(self, pack: Pack) -> MediaRows:
-        """Write the media of a pack that keeps the invariants; returns their rows."""
+        """Write the media of a pack that satisfies the invariants; return their rows."""
         rows = media_rows(pack)
         for row, one in zip(rows, pack.media, strict=True):
             digest = xxhash.xxh3_128_digest(one.data)
@@ -94,12 +94,12 @@ class MediaWriter:
 
 def find_rows(rows: MediaRows, first: int, last: int) -> range:
     """Return the numbers of the rows of sequences `first` to `last`, without the last."""
-    # Not np.searchsorted, which would copy the whole column.
+    # np.searchsorted would copy the whole column.
     return range(bisect_left(rows["sequence"], first), bisect_left(rows["sequence"], last))
 
 
 def media_tokens(rows: MediaRows | None, sequence_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return of each medium of some sequences the place of its sequence among them, and its tokens, int64 [media]."""
+    """Return for each medium the position of its sequence in the given ones, and its tokens, int64 [media]."""
     numbers, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     if rows is not None and sequence_ids.shape[0]:
         firsts = np.append(0, np.flatnonzero(np.diff(sequence_ids) != 1) + 1)
