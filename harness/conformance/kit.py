@@ -1,4 +1,4 @@
-"""The tools of checks: their registry, the data that they feed to a target, and the ways to fail."""
+"""Tools for checks: their registry, the data that they feed to a target, and their errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ConformanceCheck:
         after: the check whose checkpoint it continues from, which is run first; empty for none.
         model: the kind of model that targets are built of, of `write_model`.
         threads: public threads in which users found the defect, as OWNER/REPOSITORY#NUMBER.
-        run: returns what was seen, or raises `Failed` or `NotSupported`.
+        run: returns the observed result, or raises `Failed` or `NotSupported`.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Kit:
         raise Failed(f"{seen}{fits}; expected {_describe(expected if got[1] is not None else (expected[0], None))}")
 
     def compare_step(self, data: list[Tokens], otherwise: Mistakes, *, average: str = "token", **layout: Any) -> str:
-        """Build the target, train one step, and compare it with that of the reference."""
+        """Build the target, train one step, and compare it against the step of the reference."""
         got = self.build(data, loss_average=average, **layout)(data)
         return self.compare(got, self.reference.step(data, average), otherwise)
 
@@ -178,7 +178,7 @@ def conversations(lengths: Sequence[int], *, trained: float = 0.5, seed: int = 0
 
 
 def trained_pairs(rows: Iterable[Tokens]) -> list[tuple[int, int]]:
-    """Return every (token, next token) of which the next one is trained."""
+    """Return every (token, next token) pair whose next token is trained."""
     pairs = []
     for row in rows:
         ids, labels = row["input_ids"], row["labels"]
@@ -187,7 +187,7 @@ def trained_pairs(rows: Iterable[Tokens]) -> list[tuple[int, int]]:
 
 
 def judge(target: Any, name: str, folder: Path, *, rank: int = 0, ranks: int = 1) -> tuple[str, str]:
-    """Return the verdict of one check on a target, and what was seen."""
+    """Return the verdict of one check on a target, and the observed result."""
     asked = CHECKS[name]
     try:
         if ranks != asked.ranks and not getattr(target, "starts_ranks", False):

@@ -11,7 +11,7 @@ from harness.conformance.model import Reference
 from harness.conformance.target import NotSupported, Tokens
 
 _PACK = 96
-# Short and long ones, so that means of means differ from means.
+# Short and long conversations, so that a mean of means differs from the mean.
 _UNEVEN = (8, 60, 12, 40)
 
 

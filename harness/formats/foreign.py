@@ -132,7 +132,7 @@ def import_dataset(
             writer.append(pack)
             if progress is not None:
                 progress(writer.num_packs, num_packs)
-        # Known only now that all packs are read; the manifest is written on leaving.
+        # The count is known only after all packs are read; `__exit__` writes the manifest.
         writer.provenance = replace(provenance, counts=dict(+counts))
     assert writer.manifest is not None
     return writer.manifest
@@ -232,7 +232,7 @@ def _named(where: str) -> Iterator[None]:
 
 
 def clear_last_positions(pack: Pack, counts: Counter[str]) -> Pack:
-    """Untrain the last position of each sequence, which has no next token in it."""
+    """Untrain the last position of each sequence, which has no next token to predict."""
     lasts = np.append(pack.seq_start_id[1:], len(pack)) - 1
     trained = int(np.count_nonzero(pack.loss_mask[lasts]))
     if not trained:
@@ -498,7 +498,7 @@ def export_to_swift(
         if any(root.iterdir()) and not (overwrite and (root / _DATA).exists()):
             fix = "specify an empty folder" + (", or set --overwrite" if (root / _DATA).exists() else "")
             raise FormatError("the folder is not empty", where=str(root), fix=fix)
-        # Written last: without it the folder is no dataset.
+        # Written last: without this file, the folder is not a dataset.
         (root / _STATE).unlink(missing_ok=True)
         size = reader.pack_size if pack_size is None else pack_size
         with pa.OSFile(str(root / _DATA), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as stream:

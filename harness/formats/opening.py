@@ -333,7 +333,7 @@ def _open_files(path: str, places: Sequence[Place]) -> PackReader:
             if others := [place for place in places if not _find_bare(format, place)]:
                 what = f"{len(others):,} of {len(places):,} files are not {format.name}, such as {others[0]}"
                 raise FormatError(what, where=path, fix="write a pattern that matches files of one format")
-            # Several files of one shard match a pattern, and so do a folder and the files in it.
+            # A pattern may match several files of one shard, or a folder and the files in it.
             return _open_bare(path, format, [*dict.fromkeys(shards)])
     if isinstance(places[0], Path):
         raise _nothing(places[0])

@@ -45,7 +45,7 @@ def open_writer(
     overwrite: bool = False,
     resume_key: str | None = None,
 ) -> PackWriter:
-    """Return a writer of a new dataset, for a `with` block.
+    """Return a writer for a new dataset, to be used in a `with` block.
 
     Args:
         path: a new or empty folder, or a file with the suffix of a format that supports single-file datasets (`.npy`,

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from harness.indexed.token_shards import TokenBatch
 
 _BLOCK_TOKENS = 1 << 20
-# Megatron's names.
+# Names used by Megatron.
 SPLITS = ("train", "valid", "test")
 # Typed loosely, because numpy arrays are buffers only to type checkers of Python 3.12 and later.
 _xxh3: Callable[..., int] = xxhash.xxh3_64_intdigest
@@ -94,7 +94,7 @@ class TokenSource(CheckedSettings):
 
     def batches(self, paths: Iterable[Path]) -> Iterator[TokenBatch]:
         """Yield the documents of shards in order, each with its EOD; raises PrepError for rows that are refused."""
-        # Imported here: pyarrow takes 0.1 s, which users of an index must not pay.
+        # Imported here, because importing pyarrow takes 0.1 s and an index does not need it.
         from harness.indexed.token_shards import read_shards
 
         for path, batch in read_shards(paths, column=self.column):
@@ -157,7 +157,7 @@ def merge_indexed(
         raise ConfigError("no pairs to merge", where=prefix, fix="specify the pairs to merge")
     if os.path.realpath(destination) in map(os.path.realpath, pairs):
         raise ConfigError("the destination is one of the sources", where=prefix, fix="choose another destination")
-    # One pair is open at a time: a map holds a file open, and there may be thousands of pairs.
+    # Open one pair at a time: a memory map keeps a file open, and there may be thousands of pairs.
     dtype, total, has_modes = UINT16, 0, False
     for number, pair in enumerate(pairs):
         index = check_indexed(pair)
@@ -180,7 +180,7 @@ def merge_indexed(
             before = _find_stamp(with_suffix(pair, IDX))
             index = MappedIndex(with_suffix(pair, IDX))
             with with_suffix(pair, BIN).open("rb") as file:
-                # A pair that is replaced loses its index first: with the same index, these are its tokens.
+                # Replacing a pair removes its index first: if the index is unchanged, these tokens belong to it.
                 if before is None or before != _find_stamp(with_suffix(pair, IDX)):
                     fix = "wait until the pair is complete, then run the same command again"
                     raise FormatError("the pair is being replaced", where=str(pair), fix=fix)
@@ -197,7 +197,7 @@ def _find_stamp(path: Path) -> Stamp | None:
 
 
 def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -> dict[str, tuple[int, int]]:
-    """Return the numbers of sequences and of document bounds of each prefix, as Megatron wants them.
+    """Return the number of sequences and of document bounds of each prefix, in the form that Megatron expects.
 
     Given these counts, by prefixes exactly as in `--data-path`, Megatron does not read the headers and takes the dtype
     from the tokenizer's vocabulary: it would misread the tokens of a file with another dtype. FormatError for one,
@@ -217,7 +217,7 @@ def count_sequences(prefixes: Sequence[str], *, vocab_size: int | None = None) -
 
 
 def save_counts(counts: dict[str, tuple[int, int]], path: Path) -> None:
-    """Write the file for `--per-dataset-sequences-path`; raises FormatError if it cannot be written."""
+    """Write the file for `--per-dataset-sequences-path`; raise FormatError if it cannot be written."""
     with explain_os_errors(path):
         write_atomically(path, json.dumps(counts).encode())
 
@@ -291,7 +291,7 @@ def write_family(
             reports = _write_pairs(shards, folder, family, claim, overwrite or claim.is_placing, progress)
             is_whole = True
         finally:
-            # Pairs without a record remain: the next attempt replaces them.
+            # Pairs without a record stay in the folder; the next attempt replaces them.
             claim.release(remove=is_whole or not claim.is_placing)
     return reports
 
@@ -328,13 +328,13 @@ def _write_pairs(
         for writer in narrow if len(narrow) < len(writers) else []:
             writer.widen()
         claim.place()
-        for old in (record, splits_file, counts_file):  # they describe the pairs before
+        for old in (record, splits_file, counts_file):  # they describe the previous pairs
             old.unlink(missing_ok=True)
     reports = {name: writer.report() for name, writer in writers.items()}
     if family.source.vocab_size is not None:
         counts = count_sequences([str(prefix) for prefix in prefixes.values()], vocab_size=family.source.vocab_size)
         save_counts(counts, counts_file)
-    # Megatron expects every split; null stands for one without data.
+    # Megatron expects an entry for every split; null means no data.
     write_atomically(splits_file, _json({name: [str(prefixes[name])] if name in prefixes else None for name in SPLITS}))
     files = [with_suffix(prefix, suffix) for prefix in prefixes.values() for suffix in (BIN, IDX)]
     content = {
@@ -351,7 +351,7 @@ def _write_pairs(
 
 
 def family_pairs(path: str) -> list[Path] | None:
-    """Return the prefixes of the pairs that the record of a family names; None for any other file."""
+    """Return the prefixes of the pairs listed in the record of a family, or None for any other file."""
     record = _read_record(Path(path))
     return None if record is None else [Path(path).parent / split["prefix"] for split in record["splits"].values()]
 
@@ -372,7 +372,7 @@ def verify_family(path: str, *, progress: Callable[[int, int], None] | None = No
 
 def _read_record(path: Path) -> dict[str, Any] | None:
     try:
-        with path.open("rb") as file:  # any file of a folder; a larger one is cut short, which is no JSON
+        with path.open("rb") as file:  # may be any file; a larger one is truncated and fails to parse
             record: dict[str, Any] = json.loads(file.read(_MAX_RECORD_BYTES))
         files, splits = (from_plain(dict[str, dict[str, Any]], record[name]).values() for name in ("files", "splits"))
         texts = [*(file["xxh3"] for file in files), *(split["prefix"] for split in splits)]
@@ -397,4 +397,4 @@ def _split(batch: TokenBatch, parts: Mapping[str, float]) -> Iterator[tuple[str,
 
 
 def _json(values: object) -> bytes:
-    return (json.dumps(values, indent=1, default=np.generic.item) + "\n").encode()  # numbers of numpy too
+    return (json.dumps(values, indent=1, default=np.generic.item) + "\n").encode()  # NumPy numbers too

@@ -154,7 +154,7 @@ def _read_ahead(pool: ThreadPoolExecutor, batches: Iterator[TokenBatch]) -> Iter
 
 @contextmanager
 def _opened(path: Path, metadata: pq.FileMetaData | None = None) -> Iterator[pq.ParquetFile]:
-    """Open a shard, and raise PrepError where reading it fails."""
+    """Open a shard; raise PrepError if reading it fails."""
     # Neither reads ahead nor keeps: one batch is in memory, whatever the size of the row groups.
     options = {"pre_buffer": False, "buffer_size": _READ_BYTES, "page_checksum_verification": True}
     try:
@@ -239,7 +239,7 @@ def _parse_text(column: pa.Array, first_row: int) -> pa.Array:
     # The same characters at both, or an empty word at an end would count as a token.
     trimmed = pc.ascii_trim(column, f"{_BETWEEN}[]")
     parts = pc.split_pattern_regex(trimmed, f"[{_BETWEEN}]+")
-    # Splitting an empty text gives one empty part.
+    # Splitting an empty string gives one empty part.
     lengths = np.where(pc.equal(trimmed, "").to_numpy(zero_copy_only=False), 0, _counts(parts))
     words = parts.flatten().filter(pc.not_equal(parts.flatten(), ""))
     try:

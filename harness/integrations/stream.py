@@ -1,6 +1,6 @@
-"""A resumable stream of this rank's batches, what every adapter is made of; and its rows one at a time.
+"""A resumable stream of this rank's batches, or of its rows one at a time; all adapters are built on it.
 
-Trainers that fix the number of microbatches beforehand read the same number of rows in every step.
+Trainers with a fixed number of microbatches read the same number of rows in every step.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RankStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move to a position that `state_dict` returned, on any number of ranks and workers; ends the workers.
 
-        LoaderError if it is no such position, or of another dataset, seed, order or tokenizer.
+        LoaderError if it is not a valid position, or belongs to another dataset, seed, order or tokenizer.
         """
         try:
             text = json.dumps(dict(state))
@@ -119,7 +119,7 @@ class RankStream:
         return self._read(num_epochs=self.state.epoch + 1)
 
     def close(self) -> None:
-        """End the workers; the position stays, and the stream can be read again."""
+        """Stop the workers; the position is kept, and the stream can be read again."""
         loader, self._loader = self._loader, None
         if loader is not None:
             loader.close()
@@ -156,7 +156,7 @@ class RankStream:
 class FixedRows:
     """Yields this rank's rows of a stream one by one, `rows_per_step` of every global batch.
 
-    A global batch at the end of an epoch may have fewer packs: rows that train nothing fill it up, so that all ranks
+    A global batch at the end of an epoch may have fewer packs: untrained rows fill it up, so that all ranks
     run the same number of microbatches.
 
     Args:
@@ -177,7 +177,7 @@ class FixedRows:
 
     @property
     def starts_step(self) -> bool:
-        """True where the next row is the first one of a step."""
+        """True if the next row is the first of a step."""
         return not self._rows
 
     def __iter__(self) -> Iterator[ThdBatch]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.integrations.registry import require
 
-require("torch")  # a named error before the import that would fail
+require("torch")  # raises a clear error before an import that would fail
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -65,7 +65,7 @@ class PackedDataset(IterableDataset[Row]):
     Args:
         dialect: `megatron` or `huggingface`, see `harness.integrations.DIALECTS`.
         device: copy rows there, one row ahead of the one in training; None leaves them on the CPU.
-        pin_memory: build rows in pinned memory, so that copies to a GPU run beside training.
+        pin_memory: build rows in pinned memory, so that copies to a GPU overlap with training.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PackedDataset(IterableDataset[Row]):
         self._device = None if device is None else torch.device(device)
         self._pin_memory = pin_memory
         self._position = stream.state
-        self._rows_yielded = 0  # of the step after the position
+        self._rows_yielded = 0  # rows already yielded of the step after the position
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the position: integers and strings, the same on every rank."""
@@ -124,7 +124,7 @@ class PackedDataset(IterableDataset[Row]):
         return rows()
 
     def steps(self) -> Iterator[StepRows]:
-        """Yield the steps after the position, across epochs, without end; one that was yielded in part comes whole."""
+        """Yield the steps after the position, endlessly across epochs; a partly yielded step is repeated in full."""
         _refuse_workers()
         self._rows_yielded = 0
         self.stream.seek(self._position)
@@ -140,7 +140,7 @@ class PackedDataset(IterableDataset[Row]):
         return steps()
 
     def close(self) -> None:
-        """End the workers; the position stays."""
+        """Stop the workers; the position is kept."""
         self.stream.close()
 
     def _place(self, row: Row) -> Row:
@@ -162,7 +162,7 @@ class PackedDataset(IterableDataset[Row]):
 
 
 class StoredRows(Dataset[Row]):
-    """Map-style dataset: item i is stored pack i as one row, for loops that have an order of their own.
+    """Map-style dataset for loops that choose their own order: item i is stored pack i as one row.
 
     It has neither epochs nor ranks; with a shuffling sampler the order, and a resume, are the sampler's. The dialect is
     `megatron` or `huggingface`.
