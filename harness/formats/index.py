@@ -99,8 +99,9 @@ def lengths_from_starts(
     counts = np.diff(offsets.astype(np.int64))
     if counts.shape[0] == 0:
         return np.zeros(0, np.int32)
-    if (counts <= 0).any() or not 0 <= offsets[0] <= offsets[-1] <= starts.shape[0]:
-        row = first_row + int(np.argmax(counts <= 0))
+    is_bad = (counts <= 0) | (offsets[:-1] < 0) | (offsets[1:] > starts.shape[0])
+    if is_bad.any():
+        row = first_row + int(np.argmax(is_bad))
         raise FormatError(f"pack {row:,} refers to no sequences, or to more than are stored", where=where)
     own = starts[int(offsets[0]) : int(offsets[-1])]
     zeros = 0
