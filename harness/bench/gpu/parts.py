@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[str, int | None]] = {
     "fusions": ("agreement:measure_fusions", 1),
     **{f"layouts-{ranks}": ("agreement:measure_layouts", ranks) for ranks in (1, 2, 4, 8)},
     **{f"step-{shape}": ("training:measure_step", None) for shape in ("1b", "8b")},
-    "packed-8b": ("training:measure_packed", 1),
+    **{f"packed-{shape}": ("training:measure_packed", 1) for shape in ("1b", "8b")},
     "checkpoint": ("training:measure_checkpoint", None),
 }
 
