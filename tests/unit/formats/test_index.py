@@ -169,7 +169,7 @@ def test_lengths_are_those_between_starts_and_starts_of_no_sequences_are_refused
         ([7, 4], [0, 8, 0], [0, 2, 3], 10),  # beyond the pack
         ([largest + 1], [0], [0, 1], 10),
         ([7, 4], [0, 3, 0], [0, 3, 3], 11),  # no sequences
-        ([7, 4], [0, 3, 0], [0, 2, 4], 10),  # more than are stored
+        ([7, 4], [0, 3, 0], [0, 2, 4], 11),  # more than are stored
     ):
         with pytest.raises(FormatError, match=f"pack {number} "):
             lengths(num_tokens, starts, offsets, first_row=10)
