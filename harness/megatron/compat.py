@@ -378,7 +378,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Now:
-    """Stream and event of a device that never works asynchronously."""
+    """Stream, event and profiler of a device that never works asynchronously."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
@@ -386,7 +386,7 @@ class _Now:
     def wait(self, *others: Any) -> None:
         pass
 
-    wait_stream = wait_event = synchronize = record = wait
+    wait_stream = wait_event = synchronize = record = range_push = range_pop = wait
 
     def record_event(self, event: Any = None) -> _Now:
         return self
@@ -417,16 +417,16 @@ def _cpu_as_cuda() -> Iterator[None]:
         stream=lambda stream: nullcontext(),
         Stream=_Now,
         Event=_Now,
-        nvtx=mock.MagicMock(),
+        nvtx=stream,
         get_rng_state=get_state,
         set_rng_state=set_state,
         manual_seed=torch.default_generator.manual_seed,  # without other devices, each of which keeps a stack trace
         empty_cache=lambda: None,
     )
-    # Megatron's seed tracker uses the generator of the GPU; a CPU has one generator for everything.
+    # Megatron's seed tracker uses the generator of the GPU; a CPU has one for everything. Torch's compiler
+    # reads the names of all methods of tensors, which a mock does not have.
     generator = mock.patch.multiple(megatron_random, _set_cuda_rng_state=set_state, _get_cuda_rng_state=get_state)
-    record = mock.patch.object(torch.Tensor, "record_stream", return_value=None)
-    with cuda, generator, record, _CudaMeansCpu():
+    with cuda, generator, mock.patch.multiple(torch.Tensor, record_stream=lambda self, stream: None), _CudaMeansCpu():
         yield
 
 

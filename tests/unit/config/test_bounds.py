@@ -140,6 +140,7 @@ TRAINED = ("prepare", "sft", "pretrain")
 DEPENDING = {
     *("parallel.pipeline_layout=some/name", "parallel.virtual_pipeline_parallel_size=8", "trainer.epochs=8"),
     *("model.experts_per_token=8", "model.aux_loss=0.5", "source.split=some/name", "source.subset=some/name"),
+    "parallel.overlap_weights_with_step=true",
 }
 VALUES = {"int": ("8",), "float": ("0.5",), "bool": ("true",), "str": ("some/name",)}
 
