@@ -101,7 +101,7 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         if codes and failed is None:
             failed, since = codes[0], time.monotonic()
         waited = time.monotonic() - since if failed is not None else 0.0
-        if waited > _KILL_S or failed == UNREAD:  # nobody reads the output of the others
+        if waited > _KILL_S or failed == UNREAD:  # the output of the other processes has no reader
             for rank in left:
                 os.killpg(rank.pid, signal.SIGKILL)
         elif waited > _GRACE_S and not asked:
