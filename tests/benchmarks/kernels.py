@@ -173,7 +173,7 @@ def _add_steps(report: BenchReport, name: str, parallel: ParallelConfig, sizes: 
         # Megatron's dispatcher tells the host how many tokens each expert has.
         (f"waits that a microbatch adds, {theirs}", more[2], "calls", None if model.num_experts else 0),
     ]
-    if stages == 1:  # nobody sends hidden states, by which tokens would go to experts
+    if stages == 1:  # without pipelines no rank receives hidden states, which would route tokens
         figures += [
             ("a microbatch", more[0], "kernels", None),
             ("a step without microbatches", kernels - 2 * more[0], "kernels", None),

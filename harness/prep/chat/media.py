@@ -232,6 +232,6 @@ class _Removal:
             value, count = _PLACEHOLDER[kind].subn("", value)
             self.count += count
             if count:
-                # Remove the end tag of a placeholder that encloses text: <audio>What is said?</audio>.
+                # Remove the closing tag of media that enclose text: <audio>What is said?</audio>.
                 value = value.replace(f"</{kind}>", "")
         return value
