@@ -135,8 +135,8 @@ def make_histogram(name: str, counts: Mapping[str, int]) -> Table:
 
 
 def shorten(text: str, longest: int) -> str:
-    """Truncate text to at most `longest` characters, ending in an ellipsis."""
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+    """Replace the middle of text longer than `longest` characters with an ellipsis; names differ most at their ends."""
+    return text if len(text) <= longest else f"{text[: longest // 4]}…{text[1 + longest // 4 - longest :]}"
 
 
 def _cells(value: str | TableCell | Sequence[TableCell]) -> Sequence[TableCell]:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from harness.printing import open_console
-from harness.tables import Table, TableCell, open_templates
+from harness.tables import Table, TableCell, open_templates, shorten
 
 TABLE = Table(
     ("cell", "loss", "state"),
@@ -54,3 +54,11 @@ def test_texts_of_others_are_text(cell: str | TableCell, tmp_path) -> None:
     head, _, row = table.to_markdown().splitlines()
     assert [len(re.findall(r"(?<!\\)\|", line)) for line in (head, row)] == [3, 3]
     assert len(printed(table, 200)) == 2
+
+
+def test_long_names_that_differ_at_an_end_differ_when_they_are_shortened() -> None:
+    names = ["context: 4x dynamic_context max_tokens_per_rank=44 " + layout for layout in ("tp2_sp", "pp2", "ep2")]
+    short = [shorten(name, 48) for name in (*names, "moe " + names[0], "4 words")]
+    assert len(set(short)) == 5
+    assert short[-1] == "4 words"
+    assert {len(name) for name in short[:-1]} == {48}
